@@ -130,7 +130,8 @@ int flow_new_group_of(const flow_group *group, const size_t *ranks, size_t count
  * group is left with its last handle. */
 int flow_with_timeout(const flow_group *group, double seconds, flow_group **made);
 
-/* How long this rank waits for others from now on, but on handles of flow_with_timeout, which keep their own timeout. */
+/* How long this rank waits for others from now on. Handles of flow_with_timeout keep their own timeout: given one of them, this
+ * changes the group's, and not the handle's. */
 int flow_set_timeout(const flow_group *group, double seconds);
 
 /* Makes the group unusable on all ranks, whose waits end with this cause. */
@@ -202,7 +203,7 @@ bool flow_is_shared(const flow_group *group, const void *data, size_t bytes);
 /* Announces that `data`, which lies in shared memory, is to be reduced on all ranks, and does not wait for them. All ranks launch
  * the same buckets in the same order; `number` names the bucket in messages. `launched` is false if too many are under way:
  * flow_progress, or flow_finish_buckets, makes room. The memory is neither used nor freed until flow_finish_buckets, or any other
- * collective of the group, has returned. One thread at a time calls this and the next two: each may wait for another that is
+ * collective of the group, has returned. One thread at a time calls this and the next two: each waits for another that is
  * under way. */
 int flow_launch_bucket(const flow_group *group, flow_buffer data, uint32_t number, flow_op op, bool *launched);
 

@@ -38,7 +38,7 @@ pub unsafe extern "C" fn flow_launch_bucket(
         Ok(())
     };
     // SAFETY: the caller's promise.
-    unsafe { on(group, body) }
+    unsafe { on("flow_launch_bucket", group, body) }
 }
 
 /// See `flow_comm.h`.
@@ -49,7 +49,7 @@ pub unsafe extern "C" fn flow_launch_bucket(
 #[no_mangle]
 pub unsafe extern "C" fn flow_progress(group: *const Group) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on(group, |group| Ok(group.progress()?)) }
+    unsafe { on("flow_progress", group, |group| Ok(group.progress()?)) }
 }
 
 /// See `flow_comm.h`.
@@ -60,5 +60,5 @@ pub unsafe extern "C" fn flow_progress(group: *const Group) -> c_int {
 #[no_mangle]
 pub unsafe extern "C" fn flow_finish_buckets(group: *const Group) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on(group, |group| Ok(group.finish_buckets()?)) }
+    unsafe { on("flow_finish_buckets", group, |group| Ok(group.finish_buckets()?)) }
 }

@@ -17,7 +17,7 @@ macro_rules! collectives {
         #[no_mangle]
         pub unsafe extern "C" fn $name(group: *const Group, $($argument: $type),*) -> c_int {
             // SAFETY: the caller's promise.
-            unsafe { on(group, |$group| Ok($call?)) }
+            unsafe { on(stringify!($name), group, |$group| Ok($call?)) }
         }
     )*};
 }

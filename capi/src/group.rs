@@ -31,14 +31,20 @@ pub unsafe fn group<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
     unsafe { reference(group, "group") }.map(|Group(group)| group)
 }
 
-/// Runs what a function does with a group.
+/// Runs what the function of this name does with a group.
 ///
 /// # Safety
 ///
 /// The group is null or lives.
-pub unsafe fn on(handle: *const Group, body: impl FnOnce(&ProcessGroup) -> Result<()>) -> c_int {
+pub unsafe fn on(
+    name: &str,
+    handle: *const Group,
+    body: impl FnOnce(&ProcessGroup) -> Result<()>,
+) -> c_int {
     // SAFETY: the caller's promise.
-    call(|| body(unsafe { group(handle) }?))
+    let group = unsafe { group(handle) };
+    let rank = group.as_ref().ok().map(|group| group.ranks()[group.rank()]);
+    call(name, rank, || body(group?))
 }
 
 fn handle(group: ProcessGroup) -> *mut Group {
@@ -92,7 +98,7 @@ pub unsafe extern "C" fn flow_join(
     timeout: f64,
     joined: *mut *mut Group,
 ) -> c_int {
-    call(|| {
+    call("flow_join", None, || {
         // SAFETY: the caller's promise.
         let (member, name, joined) = unsafe {
             (member.as_ref(), optional_text(name, "name")?, Place::new(joined, "group")?)
@@ -119,7 +125,7 @@ pub unsafe extern "C" fn flow_leave(group: *mut Group) {
     if !group.is_null() {
         // SAFETY: the caller's promise.
         let group = unsafe { Box::from_raw(group) };
-        call(|| {
+        call("flow_leave", None, || {
             drop(group);
             Ok(())
         });
@@ -148,7 +154,7 @@ pub unsafe extern "C" fn flow_new_group_of(
         Ok(())
     };
     // SAFETY: the caller's promise.
-    unsafe { on(group, body) }
+    unsafe { on("flow_new_group_of", group, body) }
 }
 
 /// See `flow_comm.h`.
@@ -169,7 +175,7 @@ pub unsafe extern "C" fn flow_with_timeout(
         Ok(())
     };
     // SAFETY: the caller's promise.
-    unsafe { on(group, body) }
+    unsafe { on("flow_with_timeout", group, body) }
 }
 
 /// See `flow_comm.h`.
@@ -180,7 +186,9 @@ pub unsafe extern "C" fn flow_with_timeout(
 #[no_mangle]
 pub unsafe extern "C" fn flow_set_timeout(group: *const Group, seconds: f64) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on(group, |group| duration(seconds).map(|time| group.set_timeout(time))) }
+    unsafe {
+        on("flow_set_timeout", group, |group| duration(seconds).map(|time| group.set_timeout(time)))
+    }
 }
 
 /// See `flow_comm.h`.
@@ -198,7 +206,7 @@ pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -
         Ok(())
     };
     // SAFETY: the caller's promise.
-    unsafe { on(group, body) }
+    unsafe { on("flow_abort", group, body) }
 }
 
 /// Functions that read a number of a group: 0 of none.

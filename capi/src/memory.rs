@@ -101,7 +101,7 @@ pub unsafe extern "C" fn flow_alloc(
     made: *mut *mut Block,
     data: *mut *mut c_void,
 ) -> c_int {
-    call(|| {
+    call("flow_alloc", None, || {
         // SAFETY: the caller's promise.
         let (group, made, data) =
             unsafe { (group(handle)?, Place::new(made, "block")?, Place::new(data, "data")?) };
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn flow_free(block: *mut Block) {
     if !block.is_null() {
         // SAFETY: the caller's promise.
         let block = unsafe { Box::from_raw(block) };
-        call(|| {
+        call("flow_free", None, || {
             drop(block);
             Ok(())
         });

@@ -19,7 +19,7 @@ pub unsafe extern "C" fn flow_send(
     tag: u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on(group, |group| Ok(group.send_with_tag(&data.elements()?, to, tag)?)) }
+    unsafe { on("flow_send", group, |group| Ok(group.send_with_tag(&data.elements()?, to, tag)?)) }
 }
 
 /// See `flow_comm.h`.
@@ -35,7 +35,9 @@ pub unsafe extern "C" fn flow_recv(
     tag: u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on(group, |group| Ok(group.recv_with_tag(&mut data.elements()?, from, tag)?)) }
+    unsafe {
+        on("flow_recv", group, |group| Ok(group.recv_with_tag(&mut data.elements()?, from, tag)?))
+    }
 }
 
 /// See `flow_comm.h`.
@@ -53,7 +55,7 @@ pub unsafe extern "C" fn flow_recv_any(
 ) -> c_int {
     // SAFETY: the caller's promise.
     unsafe {
-        on(group, |group| {
+        on("flow_recv_any", group, |group| {
             let from = Place::new(from, "from")?;
             from.set(group.recv_any(&mut data.elements()?, tag)?);
             Ok(())

@@ -43,10 +43,12 @@ impl Failure {
         Self { code: SYSTEM, message }
     }
 
-    fn panic(cause: Box<dyn Any + Send>) -> Self {
+    fn panic(name: &str, rank: Option<usize>, cause: Box<dyn Any + Send>) -> Self {
         let text = cause.downcast_ref::<&str>().copied();
         let text = text.or_else(|| cause.downcast_ref::<String>().map(String::as_str));
-        let message = format!("flow-comm panicked: {}", text.unwrap_or("it does not say why"));
+        let text = text.unwrap_or("it does not say why");
+        let rank = rank.map_or(String::new(), |rank| format!("rank {rank}: "));
+        let message = format!("{rank}{name}: flow-comm panicked: {text}");
         Self { code: PANIC, message }
     }
 }
@@ -68,10 +70,12 @@ impl From<Error> for Failure {
     }
 }
 
-/// Runs what a function does. Returns the code of its error, and keeps the text.
-pub fn call(body: impl FnOnce() -> Result<()>) -> c_int {
+/// Runs what the function of this name does, on this rank if that is known. Returns the code of its
+/// error, and keeps the text.
+pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) -> c_int {
     let result = catch_unwind(AssertUnwindSafe(body));
-    let Err(failure) = result.unwrap_or_else(|cause| Err(Failure::panic(cause))) else { return OK };
+    let result = result.unwrap_or_else(|cause| Err(Failure::panic(name, rank, cause)));
+    let Err(failure) = result else { return OK };
     let text = CString::new(failure.message.replace('\0', " ")).unwrap_or_default();
     // A thread that ends has no text any more.
     let _ = MESSAGE.try_with(|message| message.replace(text));

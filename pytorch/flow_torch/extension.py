@@ -1,75 +1,99 @@
-"""The C++ part: compiled when a version of PyTorch first needs it, with that version's headers, and kept."""
+"""The C++ part: the wheel's, or compiled when a version of PyTorch first needs it, with that version's headers, and kept."""
 
-import ctypes
 import fcntl
-import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
+from . import library
+
 HERE = Path(__file__).resolve().parent
 NAME = "_flow"
+VERSION = torch.__version__.split("+")[0]
+# A slow machine takes a minute or two.
+COMPILE_TIMEOUT = 600
+_loaded = []
 
 
-@functools.cache
 def load():
-    """The module."""
-    library, header = flow_comm()
-    # What is built is not linked with it, and so serves wherever it lies.
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    # All that the result depends on.
-    key = hashlib.sha256()
-    for source in [*sorted((HERE / "csrc").iterdir()), header, Path(__file__)]:
-        key.update(source.read_bytes())
-    for name in ("FLOW_TORCH_INCLUDE", "CXX"):
-        key.update(f"{name}={os.environ.get(name, '')};".encode())
-    built = cache() / f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{key.hexdigest()[:16]}" / f"{NAME}.so"
+    """The module, or the ImportError that the first call has raised."""
+    if not _loaded:
+        try:
+            _loaded.append(_load())
+        except (ImportError, OSError) as error:
+            _loaded.append(error)
+    if isinstance(_loaded[0], Exception):
+        raise ImportError(str(_loaded[0]))
+    return _loaded[0]
+
+
+def _load():
+    library.load()
+    prebuilt = HERE / "lib" / tag() / f"{NAME}.so"
+    if prebuilt.exists():
+        try:
+            return module(prebuilt)
+        except ImportError as error:
+            print(f"flow_torch: {prebuilt} cannot be loaded, and is compiled anew: {error}", file=sys.stderr, flush=True)
+    built = cache() / f"{tag()}-{key()}" / f"{NAME}.so"
     if not built.exists():
-        build(compiler(header.parent), built)
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(built))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
-    loader.exec_module(module)
-    return module
+        build_once(built)
+    return module(built)
 
 
-def flow_comm():
-    """libflow_comm.so and its header: the wheel's, or those of the checkout."""
-    inside = HERE / "lib" / "libflow_comm.so", HERE / "include" / "flow_comm.h"
-    if inside[0].exists():
-        return inside
-    root = HERE.parent.parent
-    library = root / "target" / "release" / "libflow_comm.so"
-    if not library.exists():
-        raise ImportError(f"flow_torch: {library} is missing: cargo build --release -p flow-capi makes it")
-    return library, root / "capi" / "include" / "flow_comm.h"
+def module(file):
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(file))
+    made = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
+    loader.exec_module(made)
+    return made
+
+
+def tag():
+    """For which PyTorch and Python it is."""
+    return f"torch-{VERSION}-{sysconfig.get_config_var('SOABI')}"
+
+
+def key():
+    """What else the result depends on."""
+    hashed = hashlib.sha256()
+    for source in [*sorted((HERE / "csrc").iterdir()), library.files()[1], Path(__file__)]:
+        hashed.update(source.read_bytes())
+    build = torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi()
+    hashed.update(repr((build, [os.environ.get(name) for name in ("FLOW_TORCH_INCLUDE", "CXX")])).encode())
+    return hashed.hexdigest()[:16]
 
 
 def cache():
-    base = os.environ.get("FLOW_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flow"
-    return Path(base) / "flow_torch"
+    base = os.environ.get("FLOW_CACHE") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(base):
+        raise ImportError(f"flow_torch: there is no folder for its C++ part: FLOW_CACHE is to be an absolute path, not {base!r}")
+    return Path(base) / ("flow_torch" if os.environ.get("FLOW_CACHE") else "flow/flow_torch")
 
 
-def compiler(include):
+def compiler():
     """The command, without the file to make."""
     own = Path(torch.__file__).resolve().parent
-    headers = Path(os.environ.get("FLOW_TORCH_INCLUDE") or own / "include")
+    headers = next((folder for folder in (own / "include", Path(os.environ.get("FLOW_TORCH_INCLUDE") or own)) if has_c10d(folder)), None)
+    if headers is None:
+        raise ImportError(f"flow_torch: {own / 'include'} has no headers of PyTorch's: FLOW_TORCH_INCLUDE names a folder of them")
+    found = version_of(headers)
+    if found != re.match(r"[0-9.]*[0-9]", VERSION)[0]:
+        raise ImportError(f"flow_torch: the headers in {headers} are PyTorch {found}'s, and this is PyTorch {torch.__version__}")
     python = Path(sysconfig.get_paths()["include"])
-    for folder, file, hint in [
-        (headers, "torch/csrc/distributed/c10d/Backend.hpp", "FLOW_TORCH_INCLUDE names the folder of PyTorch's headers"),
-        (python, "Python.h", "Debian and Ubuntu have it in python3-dev"),
-    ]:
-        if not (folder / file).exists():
-            raise ImportError(f"flow_torch: {folder / file} is missing, with which its C++ part is compiled: {hint}")
+    if not (python / "Python.h").exists():
+        raise ImportError(f"flow_torch: {python / 'Python.h'} is missing: Debian and Ubuntu have it in python3-dev")
     cxx = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(cxx[0]) is None:
         raise ImportError(f"flow_torch: its C++ part is compiled at first use, and there is no {cxx[0]}: install g++, or set CXX")
@@ -78,23 +102,79 @@ def compiler(include):
         *["-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden"],
         *[f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"],
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *[f"-I{folder}" for folder in (include, headers, headers / "torch/csrc/api/include", python)],
+        *[f"-I{folder}" for folder in (library.files()[1].parent, headers, headers / "torch/csrc/api/include", python)],
         str(HERE / "csrc" / "backend.cpp"),
         *[f"-L{own / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"],
     ]
 
 
-def build(command, built):
-    """Compiles once, however many ranks come at the same time."""
+def has_c10d(headers):
+    return (headers / "torch/csrc/distributed/c10d/Backend.hpp").exists()
+
+
+def version_of(headers):
+    """As `2.11.0`."""
+    text = (headers / "torch/headeronly/version.h").read_text()
+    return ".".join(re.search(rf"TORCH_VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def build_once(built):
+    """However many ranks come at the same time; those that wait while it fails do not try again."""
+    command = compiler()
     built.parent.mkdir(parents=True, exist_ok=True)
+    failure = built.parent / "failure"
+    before = modified(failure)
     with open(built.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        until_locked(lock)
         if built.exists():
             return
-        print(f"flow_torch: compiling for PyTorch {torch.__version__}, once: some 30 seconds ({built})", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-            made = Path(folder) / built.name
-            compiled = subprocess.run([*command, "-o", str(made)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            if compiled.returncode != 0:
-                raise ImportError(f"flow_torch: its C++ part does not compile:\n{' '.join(compiled.args)}\n{compiled.stdout}")
+        if modified(failure) == before:
+            print(f"flow_torch: compiling for PyTorch {torch.__version__}, once: some 30 seconds ({built})", file=sys.stderr, flush=True)
+            build(command, built, failure)
+    if not built.exists():
+        lines = failure.read_text().splitlines()
+        first = next((line for line in lines if "error" in line), lines[-1] if lines else "it does not say why")
+        raise ImportError(f"flow_torch: its C++ part does not compile: {first} (all that {command[0]} says: {failure})")
+
+
+def build(command, built, failure):
+    """Writes what the compiler says to `failure`, if it fails."""
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        made = Path(folder) / built.name
+        try:
+            subprocess.run(
+                [*command, "-o", str(made)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMPILE_TIMEOUT, check=True
+            )
             made.replace(built)
+        except (subprocess.SubprocessError, OSError) as error:
+            said = getattr(error, "stdout", None) or b""
+            failure.write_text(f"{said.decode(errors='replace')}{type(error).__name__}: {error}\n")
+
+
+def until_locked(lock):
+    end = time.monotonic() + COMPILE_TIMEOUT
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ImportError(f"flow_torch: another process has compiled for {COMPILE_TIMEOUT} s, and holds {lock.name}") from None
+            time.sleep(0.05)
+
+
+def modified(file):
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def main(folder):
+    """Compiles it for the wheel, to FOLDER/TAG/_flow.so."""
+    made = Path(folder) / tag()
+    made.mkdir(parents=True)
+    failure = made / "failure"
+    build(compiler(), made / f"{NAME}.so", failure)
+    if failure.exists():
+        sys.exit(failure.read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,40 +1,50 @@
 """How the ranks of a group find each other, by the store that PyTorch has for it."""
 
+import collections
+import contextlib
+import json
 import os
 import secrets
 import socket
+import sys
 
-from . import extension
+from . import extension, library
 
-FAILED = "failed: "
+# How often this process has joined groups of these names: their ranks do so equally often.
+_joined = collections.Counter()
 
 
-def join(options):
-    """The backend of a group, on all its ranks. What they leave in the store is deleted again: the store may serve another group of
-    the same name."""
+def join(options, is_mixed):
+    """The backend of a group, on all its ranks: the C++ part's, or, if some rank does not have that, the one in Python. `is_mixed`: the
+    group has other backends as well, for other devices, and so cannot be Python's."""
     store, rank, size = options.store, options.group_rank, options.group_size
-    own = f"flow/machine/{rank}"
-    try:
-        flow = extension.load()
-        store.set(own, machine())
-    except (ImportError, OSError) as error:
-        # The others need not wait for this rank.
-        store.set(own, FAILED + str(error))
-        raise
-    machines = [store.get(f"flow/machine/{other}").decode() for other in range(size)]
-    for other, found in enumerate(machines):
-        if found.startswith(FAILED):
-            raise ImportError(f"flow_torch: rank {other} cannot join: {found[len(FAILED):]}")
+    prefix = f"flow/{_joined[options.group_id]}"
+    _joined[options.group_id] += 1
+    own = f"{prefix}/rank/{rank}"
+    store.set(own, json.dumps(about(rank, size)))
+    ranks = [json.loads(store.get(f"{prefix}/rank/{other}")) for other in range(size)]
+    for other, found in enumerate(ranks):
+        missing = found["library"] or is_mixed and found["extension"]
+        if missing:
+            raise ImportError(f"flow_torch: rank {other} cannot join: {missing}")
+    reasons = [f"rank {other}: {found['extension']}" for other, found in enumerate(ranks) if found["extension"]]
+    if rank == 0 and reasons:
+        print(f"flow_torch: all ranks use the slower part in Python: {reasons[0]}", file=sys.stderr, flush=True)
+    if reasons:
+        from . import fallback as part
+    else:
+        part = extension.load()
+
+    machines = [found["machine"] for found in ranks]
     if rank == 0:
         token = secrets.token_hex(16)
-        store.set("flow/job", f"{token} {address(machines, token)}")
-    token, at = store.get("flow/job").decode().split()
-
-    if is_launched(rank, size):
+        store.set(f"{prefix}/job", f"{token} {address(machines, token)}")
+    token, at = store.get(f"{prefix}/job").decode().split()
+    if ranks[0]["launcher"] and len({found["launcher"] for found in ranks}) == 1:
         place = None  # flow-launch's store, in which it says how ranks end
     else:
         local = [other for other in range(size) if machines[other] == machines[rank]]
-        place = flow.Place(
+        place = part.Place(
             rank=rank,
             world_size=size,
             local_rank=local.index(rank),
@@ -43,19 +53,37 @@ def join(options):
             address=at,
             token=token,
         )
-    backend = flow.join(place=place, name=token, timeout=options.timeout)
+    backend = part.join(place=place, name=token, timeout=options.timeout)
     store.delete_key(own)
     if rank == 0:
-        store.delete_key("flow/job")
-    # Nobody goes on before all is deleted.
+        store.delete_key(f"{prefix}/job")
+    # Nobody ends, and the store with it, before all is deleted.
     backend.barrier().wait()
     return backend
 
 
-def is_launched(rank, size):
-    """Whether flow-launch has started the ranks, and these are the group's."""
+def about(rank, size):
+    """What the others must know of this rank."""
+    return {
+        "library": reason(library.load),
+        "extension": reason(extension.load),
+        "machine": machine(),
+        "launcher": launcher(rank, size),
+    }
+
+
+def reason(load):
+    """Why this cannot be loaded, or None."""
+    try:
+        load()
+    except ImportError as error:
+        return str(error).removeprefix("flow_torch: ")
+
+
+def launcher(rank, size):
+    """The address of flow-launch's store, if that has started the ranks, and these are the group's."""
     place = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    return bool(os.environ.get("FLOW_STORE")) and place == (str(rank), str(size))
+    return os.environ.get("FLOW_STORE") if place == (str(rank), str(size)) else None
 
 
 def machine():
@@ -70,8 +98,25 @@ def address(machines, token):
     """Where rank 0 serves Flow's own store."""
     if len(set(machines)) == 1:
         return f"unix://flow-torch-{token}"
-    host = os.environ.get("FLOW_LOCAL_ADDR") or os.environ.get("MASTER_ADDR") or socket.gethostname()
+    host = os.environ.get("FLOW_LOCAL_ADDR") or own_host(os.environ.get("MASTER_ADDR"))
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def own_host(master):
+    """`master`, if that is this machine, else this machine's address on the way there."""
+    try:
+        hosts = [(family, place[0]) for family, *_, place in socket.getaddrinfo(master, 0, type=socket.SOCK_DGRAM)] if master else []
+    except OSError:
+        hosts = []
+    for family, host in hosts:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.bind((host, 0))
+            return master
+    for family, host in hosts:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((host, 9))  # sends nothing
+            return probe.getsockname()[0]
+    return socket.gethostname()

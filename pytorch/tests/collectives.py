@@ -63,7 +63,6 @@ def forms():
     compare("bool", lambda g, t: dist.all_reduce(t, OPS.MAX, group=g), data(24, torch.float32, rank) > 2)
     compare("channels last", lambda g, t: dist.all_reduce(t, group=g), data(120, torch.float32, rank).view(2, 3, 4, 5).to(memory_format=torch.channels_last))
     compare("sparse", lambda g, t: dist.all_reduce(t, group=g), (torch.eye(3) * (rank + 1)).to_sparse())
-    compare("coalesced", lambda g, a, b: dist.all_reduce_coalesced([a, b], group=g), torch.ones(5), torch.ones(70000))
     sent = [(rank + other) % 3 for other in range(size)]  # rows: as many to each other as back
     rows = torch.arange(2.0 * sum(sent)).view(-1, 2) + 100 * rank
     compare("splits", lambda g, o, t: dist.all_to_all_single(o, t, sent, sent, group=g), torch.zeros_like(rows), rows)
@@ -92,6 +91,76 @@ def forms():
         "all_to_all": [part.tolist() for part in outputs] == [[float(other)] * (1 + rank) for other in range(size)],
     }
     differences.extend(what for what, holds in checks.items() if not holds)
+
+
+def coalesced():
+    """Several tensors in one call."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b = data(5, torch.float32, rank), data(70_000, torch.float32, rank)
+    compare("all_reduce_coalesced", lambda g, a, b: dist.all_reduce_coalesced([a, b], group=g), a, b)
+    outputs = [torch.zeros(count) for _ in range(size) for count in (5, 70_000)]
+    pairs = lambda tensors: [list(tensors[2 * other : 2 * other + 2]) for other in range(size)]
+    compare("all_gather_coalesced", lambda g, a, b, *o: dist.all_gather_coalesced(pairs(o), [a, b], group=g), a, b, *outputs)
+
+    def together(call, g, *pairs):
+        with dist._coalescing_manager(g):
+            for output, own in pairs:
+                call(output, own, group=g)
+
+    wide = [torch.zeros(size * count) for count in (5, 70_000)]
+    gathered = lambda g, o, p, a, b: together(dist.all_gather_into_tensor, g, (o, a), (p, b))
+    compare("all_gather_into_tensor, coalesced", gathered, *wide, a, b)
+    full = [data(size * count, torch.float32, rank) for count in (5, 70_000)]
+    scattered = lambda g, a, b, o, p: together(dist.reduce_scatter_tensor, g, (a, o), (b, p))
+    compare("reduce_scatter_tensor, coalesced", scattered, a, b, *full)
+
+
+def titles(group):
+    """What the profiler shows of operations: their names, after the backend's, and the shapes of their inputs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own, all_, backend = torch.ones(4, 2), torch.ones(size * 4, 2), dist.get_backend(group) + ":"
+    parts = list(all_.view(size, 4, 2))
+    with torch.autograd.profiler.profile(record_shapes=True) as profiler:
+        dist.all_reduce(own, group=group)
+        dist.all_reduce(own, group=group, async_op=True).wait()
+        dist.all_reduce_coalesced([own, own[0]], group=group)
+        dist.all_reduce(torch.eye(2).to_sparse(), group=group)
+        dist.reduce(own, 0, group=group)
+        dist.broadcast(own, 0, group=group)
+        dist.all_gather(parts, own, group=group)
+        dist.gather(own, parts if rank == 0 else None, 0, group=group)
+        dist.scatter(own, parts if rank == 0 else None, 0, group=group)
+        dist.all_to_all_single(all_, all_.clone(), group=group)
+        dist.barrier(group=group)
+        if rank < 2:
+            works = [dist.isend(own, 1 - rank, group=group), dist.irecv(own.clone(), group=group) if rank else None]
+            dist.recv(own.clone(), 1 - rank, group=group) if rank == 0 else works[1].wait()
+            works[0].wait()
+    events = [event for event in profiler.function_events if event.name.startswith(backend)]
+    return sorted((event.name.removeprefix(backend), str(event.input_shapes), event.is_async) for event in events)
+
+
+def parts():
+    """Groups that only their members make, of which some ranks have more than others."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sums = []
+    for ranks in [0, 1], [0, 1], [size - 2, size - 1]:
+        if rank in ranks:
+            group, ones = dist.new_group(ranks, use_local_synchronization=True), torch.ones(1)
+            dist.all_reduce(ones, group=group)
+            sums.append(ones.item() == 2)
+    half = dist.split_group(split_ranks=[[size - 1, 0], list(range(1, size - 1))])
+    ranks = torch.tensor([rank])
+    dist.all_reduce(ranks, group=half)
+    sums.append(ranks.item() == (size - 1 if rank in (0, size - 1) else sum(range(1, size - 1))))
+    if dist.get_backend() == "flow" and size > 2:
+        try:
+            dist.split_group(split_ranks=[[0], [0, 1]])
+            sums.append(False)
+        except ValueError:
+            pass
+    if not all(sums):
+        differences.append(f"groups of some ranks: {sums}")
 
 
 def messages():
@@ -144,7 +213,13 @@ def main():
         for count in SIZES:
             collectives(dtype, count)
     forms()
+    coalesced()
+    parts()
     messages()
+    if not isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroup):  # the one in Python has no titles
+        ours, theirs = (titles(group) for group in groups)
+        if ours != theirs:
+            differences.append(f"titles: {set(ours) ^ set(theirs)}")
     groups.clear()
     dist.destroy_process_group()
     with open("/proc/self/maps") as maps:

@@ -96,6 +96,24 @@ def bucket_seen_by_a_view(_):
     return array.sum() in (500_000, 1_000_000) and bool((net.module.weight.grad == 1).all())
 
 
+def no_room(rank):
+    """Rank 0 has no shared memory left for its bucket."""
+    backend, taken, size = dist.group.WORLD._get_backend(torch.device("cpu")), [], 1 << 28
+    while rank == 0 and size > 1 << 14 and backend.supports_tensor_alloc(torch.device("cpu")):
+        block = backend.allocate_tensor(size, dtype=torch.float32, device=torch.device("cpu"))
+        if flow_torch.is_shared(block):
+            taken.append(block)
+        else:
+            size //= 2
+    net = DistributedDataParallel(nn.Linear(1000, 1000), gradient_as_bucket_view=True)
+    for _ in range(4):
+        net.zero_grad()
+        net(torch.full((1, 1000), rank + 1.0)).sum().backward()
+        if not (net.module.weight.grad == 1.5).all():
+            return False
+    return rank == 1 or not flow_torch.is_shared(net.module.weight.grad)
+
+
 def timeout_of_wait(rank):
     group = dist.new_group()
     error = "wait()"
@@ -135,6 +153,7 @@ def main():
         timeout_of_wait,
         tags,
         work_of_the_parent,
+        no_room,  # last: of the memory that is given back nothing small can be had
     ):
         good = case(rank)
         failures += not good

@@ -1,5 +1,6 @@
 // torch.distributed's backend "flow": flow-comm's collectives for tensors on CPUs.
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 #include <set>
@@ -170,7 +171,8 @@ public:
     const Group& group() const { return group_; }
 
     const std::string getBackendName() const override { return "flow"; }
-    c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+    // PyTorch changes those of a group that is to be split, for its parts.
+    c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>(*options_); }
 
     void setTimeout(Milliseconds timeout) override {
         options_->timeout = timeout;
@@ -181,6 +183,24 @@ public:
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+
+    bool supportsSplitting() const override { return true; }
+
+    c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                      const c10::intrusive_ptr<Options>& opts) override {
+        if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
+        return new_group_of({ranks.begin(), ranks.end()}, opts->timeout);
+    }
+
+    // A group of some of this group's ranks, which only they make: several of the same ranks in one order.
+    c10::intrusive_ptr<FlowBackend> new_group_of(const std::vector<size_t>& ranks, Milliseconds timeout) {
+        std::unique_lock<std::mutex> lock(groups_mutex_);
+        const auto key = c10::str(c10::Join(",", ranks), "#", groups_[ranks]++);
+        lock.unlock();
+        flow_group* made = nullptr;
+        check(flow_new_group_of(flow::within(group_, timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
+        return c10::make_intrusive<FlowBackend>(flow::own(made), timeout);
+    }
 
     Tensor allocateTensor(long size, at::TensorOptions options) override {
         const auto tensor = flow::empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
@@ -195,9 +215,9 @@ public:
         check_bitwise(op, tensor.scalar_type());
         const bool in_backward = opts.asyncOp && torch::autograd::get_current_graph_task_id() != -1;
         if (in_backward && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
-            return reduce_bucket(tensor, *code, op, opts.timeout);
+            return reduce_bucket(tensors, *code, op, opts);
         }
-        return collective(OpType::ALLREDUCE, tensors, opts, [this, tensor, op, code](const flow_group* group) {
+        return collective(OpType::ALLREDUCE, tensors, tensors, opts, [this, tensor, op, code](const flow_group* group) {
             fill(tensor, [&](const Tensor& own) {
                 if (code) {
                     check(flow_all_reduce(group, elements(own, *code), flow_op(op)));
@@ -211,7 +231,7 @@ public:
     }
 
     WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
-        return each(tensors.size(), tensors, opts, [&](size_t i) {
+        return each(OpType::ALLREDUCE_COALESCED, tensors, tensors, opts, [&](size_t i) {
             Tensors one{tensors[i]};
             return allreduce(one, opts);
         });
@@ -222,7 +242,7 @@ public:
         const auto op = opts.reduceOp.op_;
         const auto code = reducible(tensor.scalar_type(), op);
         check_bitwise(op, tensor.scalar_type());
-        return collective(OpType::REDUCE, tensors, opts, [this, tensor, op, code, root = opts.rootRank](const flow_group* group) {
+        return collective(OpType::REDUCE, tensors, tensors, opts, [this, tensor, op, code, root = opts.rootRank](const flow_group* group) {
             const auto own = tensor.contiguous();
             if (code) {
                 check(flow_reduce(group, elements(own, *code), flow_op(op), root));
@@ -237,7 +257,7 @@ public:
 
     WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
         const auto& tensor = dense(only(tensors));
-        return collective(OpType::BROADCAST, tensors, opts, [tensor, root = opts.rootRank](const flow_group* group) {
+        return collective(OpType::BROADCAST, tensors, tensors, opts, [tensor, root = opts.rootRank](const flow_group* group) {
             fill(tensor, [&](const Tensor& own) { check(flow_broadcast(group, elements(own), root)); });
         });
     }
@@ -248,7 +268,7 @@ public:
         for (const auto& tensor : output) {
             TORCH_CHECK_TYPE(tensor.scalar_type() == input.scalar_type(), "flow: input and outputs must have one type");
         }
-        return collective(OpType::ALLGATHER, output, opts, [input, output](const flow_group* group) {
+        return collective(OpType::ALLGATHER, inputs, output, opts, [input, output](const flow_group* group) {
             const auto all = room_for(output);
             check(flow_all_gather_v(group, elements(input.contiguous()), elements(all), counts(output).data()));
             divide(all, output);
@@ -259,7 +279,7 @@ public:
         dense(output);
         dense(input);
         TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "flow: input and output must have one type");
-        return collective(OpType::_ALLGATHER_BASE, {output}, opts, [output, input](const flow_group* group) {
+        return collective(OpType::_ALLGATHER_BASE, {input}, {output}, opts, [output, input](const flow_group* group) {
             fill(output, [&](const Tensor& own) {
                 check(flow_all_gather(group, elements(input.contiguous()), elements(own)));
             });
@@ -267,13 +287,14 @@ public:
     }
 
     WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
-        return each(outputs.size(), outputs, opts, [&](size_t i) { return _allgather_base(outputs[i], inputs.at(i), opts); });
+        return each(OpType::_ALLGATHER_BASE, inputs, outputs, opts,
+                    [&](size_t i) { return _allgather_base(outputs.at(i), inputs[i], opts); });
     }
 
     WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
         Tensors results;
         for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
-        return each(inputs.size(), results, opts, [&](size_t i) {
+        return each(OpType::ALLGATHER_COALESCED, inputs, results, opts, [&](size_t i) {
             std::vector<Tensors> output(1);
             for (const auto& of_rank : outputs) output[0].push_back(of_rank.at(i));
             Tensors one{inputs[i]};
@@ -287,7 +308,7 @@ public:
         TORCH_CHECK(is_root || outputs.empty(), "flow: only the root gives outputs to gather");
         const auto output = is_root ? of_ranks(only(outputs), size_) : Tensors{};
         alike(output, input);
-        return collective(OpType::GATHER, output, opts, [this, input, output, root = opts.rootRank](const flow_group* group) {
+        return collective(OpType::GATHER, inputs, output, opts, [this, input, output, root = opts.rootRank](const flow_group* group) {
             const auto all = blocks(input, rank_ == root ? size_ : 0);
             check(flow_gather(group, elements(input.contiguous()), elements(all), root));
             divide(all.view(-1), output);
@@ -300,7 +321,7 @@ public:
         TORCH_CHECK(is_root || inputs.empty(), "flow: only the root gives inputs to scatter");
         const auto input = is_root ? of_ranks(only(inputs), size_) : Tensors{};
         alike(input, output);
-        return collective(OpType::SCATTER, outputs, opts, [input, output, root = opts.rootRank](const flow_group* group) {
+        return collective(OpType::SCATTER, input, outputs, opts, [input, output, root = opts.rootRank](const flow_group* group) {
             const auto all = input.empty() ? Tensor() : joined(input);
             const auto given = all.defined() ? elements(all) : flow_buffer{};
             fill(output, [&](const Tensor& own) { check(flow_scatter(group, given, elements(own), root)); });
@@ -315,7 +336,7 @@ public:
         const auto code = reducible(output.scalar_type(), op);
         check_bitwise(op, output.scalar_type());
         // Each rank's output may have its own length.
-        return collective(OpType::REDUCE_SCATTER, outputs, opts, [this, input, output, op, code](const flow_group* group) {
+        return collective(OpType::REDUCE_SCATTER, input, outputs, opts, [this, input, output, op, code](const flow_group* group) {
             fill(output, [&](const Tensor& own) {
                 if (code) {
                     const auto all = joined(input);
@@ -335,7 +356,7 @@ public:
         const auto op = opts.reduceOp.op_;
         const auto code = reducible(output.scalar_type(), op);
         check_bitwise(op, output.scalar_type());
-        return collective(OpType::_REDUCE_SCATTER_BASE, {output}, opts, [this, output, input, op, code](const flow_group* group) {
+        return collective(OpType::_REDUCE_SCATTER_BASE, {input}, {output}, opts, [this, output, input, op, code](const flow_group* group) {
             fill(output, [&](const Tensor& own) {
                 const auto all = input.contiguous();
                 if (code) {
@@ -348,7 +369,8 @@ public:
     }
 
     WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override {
-        return each(outputs.size(), outputs, opts, [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs.at(i), opts); });
+        return each(OpType::_REDUCE_SCATTER_BASE, inputs, outputs, opts,
+                    [&](size_t i) { return _reduce_scatter_base(outputs.at(i), inputs[i], opts); });
     }
 
     WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -365,7 +387,7 @@ public:
             for (const auto row : rows) counts.push_back(row * unit);
             return counts;
         };
-        return collective(OpType::ALLTOALL_BASE, {output}, opts,
+        return collective(OpType::ALLTOALL_BASE, {input}, {output}, opts,
                           [output, input, sent = parts(input, input_splits),
                            received = parts(output, output_splits)](const flow_group* group) {
                               fill(output, [&](const Tensor& own) {
@@ -378,7 +400,7 @@ public:
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         const auto& output = of_ranks(outputs, size_);
         const auto& input = of_ranks(inputs, size_);
-        return collective(OpType::ALLTOALL, outputs, opts, [output, input](const flow_group* group) {
+        return collective(OpType::ALLTOALL, inputs, outputs, opts, [output, input](const flow_group* group) {
             const auto from = joined(input), to = room_for(output);
             check(flow_all_to_all_v(group, elements(from), counts(input).data(), elements(to), counts(output).data()));
             divide(to, output);
@@ -413,7 +435,7 @@ public:
     }
 
     WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-        return collective(OpType::BARRIER, {}, opts, [](const flow_group* group) { check(flow_barrier(group)); });
+        return collective(OpType::BARRIER, {}, {}, opts, [](const flow_group* group) { check(flow_barrier(group)); });
     }
 
     // Messages to rank 0 and back, so that rank 0 knows who has not come. If ranks are missing, the group is of no more use.
@@ -460,11 +482,14 @@ private:
 
     const flow_group* get() const { return group_.get(); }
 
-    // A collective that runs now, if it is not asynchronous.
+    OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
+        return c10::make_intrusive<flow::Operation>(rank_, type, inputs, std::move(results));
+    }
+
+    // Begins a collective, which is over when this returns, if it is not asynchronous.
     template <typename Options>
-    WorkPtr collective(OpType type, Tensors results, const Options& opts, std::function<void(const flow_group*)> run) {
+    WorkPtr begin(const OperationPtr& operation, const Options& opts, std::function<void(const flow_group*)> run) {
         ++sequence_;
-        const auto operation = c10::make_intrusive<flow::Operation>(rank_, type, std::move(results));
         Job job{std::move(run), opts.timeout};
         if (opts.asyncOp) {
             collectives_->submit(operation, std::move(job));
@@ -474,12 +499,23 @@ private:
         return operation;
     }
 
-    // The same for several, of which the last stands for all.
     template <typename Options>
-    WorkPtr each(size_t count, const Tensors& results, const Options& opts, const std::function<WorkPtr(size_t)>& start) {
+    WorkPtr collective(OpType type, const Tensors& inputs, Tensors results, const Options& opts,
+                       std::function<void(const flow_group*)> run) {
+        return begin(operation(type, inputs, std::move(results)), opts, std::move(run));
+    }
+
+    // One operation that stands for one with each of the inputs, which `start` begins.
+    template <typename Options>
+    WorkPtr each(OpType type, const Tensors& inputs, const Tensors& results, const Options& opts,
+                 const std::function<WorkPtr(size_t)>& start) {
+        const auto whole = operation(type, inputs, results);
         std::vector<WorkPtr> works;
-        for (size_t i = 0; i < count; ++i) works.push_back(start(i));
-        return collective(OpType::COALESCED, results, opts, [works](const flow_group*) {
+        {
+            const at::DisableRecordFunctionGuard only_whole;
+            for (size_t i = 0; i < inputs.size(); ++i) works.push_back(start(i));
+        }
+        return begin(whole, opts, [works](const flow_group*) {
             for (const auto& work : works) {
                 if (work->exception()) std::rethrow_exception(work->exception());
             }
@@ -488,7 +524,7 @@ private:
 
     template <typename Run>
     WorkPtr message(OpType type, const Tensors& tensors, Peer peer, Run run) {
-        const auto operation = c10::make_intrusive<flow::Operation>(rank_, type, tensors);
+        const auto operation = this->operation(type, tensors, tensors);
         Job job{[run, own = operation.get()](const flow_group* group) { run(group, *own); }};
         if (collectives_->is_forked()) {
             collectives_->run(operation, std::move(job));
@@ -511,44 +547,49 @@ private:
         }
     }
 
-    // A bucket of gradients: announced now, and reduced in place; or by way of shared memory, if it cannot lie there.
-    WorkPtr reduce_bucket(const Tensor& tensor, flow_dtype code, RedOp op, Milliseconds timeout) {
-        flow::share_bucket(get(), tensor);
-        const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
-        const auto bucket = in_place ? tensor : flow::empty_shared(get(), tensor.sizes(), tensor.scalar_type());
-        TORCH_CHECK(bucket.defined(), "flow: no shared memory for ", tensor.nbytes(), " bytes: ", flow_error_message());
-        if (!in_place) bucket.copy_(tensor);
+    // A bucket of gradients. One that all ranks have in shared memory is announced now, and reduced where it lies. Whether they have
+    // it there is found out when it is reduced for the first time.
+    WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
+        const auto tensor = tensors[0];
+        auto* const bucket = flow::share_bucket(get(), tensor);
+        if (!bucket || !bucket->is_shared_in(id_)) {
+            return collective(OpType::ALLREDUCE, tensors, tensors, opts, [id = id_, tensor, code, op, bucket](const flow_group* group) {
+                int32_t is_shared = bucket != nullptr;
+                check(flow_all_reduce(group, {&is_shared, 1, FLOW_I32}, FLOW_MIN));
+                if (is_shared) bucket->shared_in(id);
+                check(flow_all_reduce(group, elements(tensor, code), flow_op(op)));
+            });
+        }
         const auto number = static_cast<uint32_t>(sequence_++);
-        const auto launch = [code, op, bucket, number](const flow_group* group) {
+        const auto launch = [code, op, tensor, number](const flow_group* group) {
             bool launched = false;
-            check(flow_launch_bucket(group, elements(bucket, code), number, flow_op(op), &launched));
+            check(flow_launch_bucket(group, elements(tensor, code), number, flow_op(op), &launched));
             return launched;
         };
         const auto launched = std::make_shared<bool>(false);
         Job job;
-        job.timeout = timeout;
+        job.timeout = opts.timeout;
         job.launch = [this, launch, launched] {
             check(flow_progress(get()));
             return *launched = launch(get());
         };
-        job.run = [tensor, bucket, launch, launched, in_place](const flow_group* group) {
+        job.run = [launch, launched](const flow_group* group) {
             if (!*launched && !launch(group)) {
                 // Too many were under way.
                 check(flow_finish_buckets(group));
                 TORCH_CHECK(launch(group), "flow: a bucket cannot be launched");
             }
             check(flow_finish_buckets(group));
-            if (!in_place) tensor.copy_(bucket);
         };
-        const auto operation = c10::make_intrusive<flow::Operation>(rank_, OpType::ALLREDUCE, Tensors{tensor});
-        collectives_->submit(operation, std::move(job));
-        return operation;
+        const auto own = operation(OpType::ALLREDUCE, tensors, tensors);
+        collectives_->submit(own, std::move(job));
+        return own;
     }
 
     // The sum of sparse tensors: that of everybody's entries.
     WorkPtr all_reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& opts) {
         TORCH_CHECK(opts.reduceOp == c10d::ReduceOp::SUM, "unsupported reduction operation: sparse tensors can only be summed up");
-        return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, opts, [this, tensor](const flow_group* group) {
+        return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, {tensor}, opts, [this, tensor](const flow_group* group) {
             const auto own = tensor.coalesce();
             int64_t entries = own._nnz();
             std::vector<int64_t> all_entries(size_);
@@ -578,17 +619,21 @@ private:
         reduce_rows(op, received, own);
     }
 
+    static uint64_t new_id() {
+        static std::atomic<uint64_t> last{0};
+        return ++last;
+    }
+
+    const uint64_t id_ = new_id();
     const Group group_;
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
     const std::shared_ptr<flow::Lane> collectives_;
     std::mutex messages_mutex_;
     std::map<Peer, std::shared_ptr<flow::Lane>> messages_;
+    std::mutex groups_mutex_;
+    std::map<std::vector<size_t>, size_t> groups_;  // how many of these ranks were made
 };
-
-c10::intrusive_ptr<FlowBackend> backend(flow_group* group, Milliseconds timeout) {
-    return c10::make_intrusive<FlowBackend>(flow::own(group), timeout);
-}
 
 // Which rank this is, and how the ranks meet.
 struct Place {
@@ -605,14 +650,7 @@ c10::intrusive_ptr<FlowBackend> join(const std::optional<Place>& place, const st
                       place->node, place->address.c_str(), place->token.c_str()};
     }
     check(flow_join(place ? &membership : nullptr, name.c_str(), flow::seconds(timeout), &group));
-    return backend(group, timeout);
-}
-
-c10::intrusive_ptr<FlowBackend> new_group_of(const FlowBackend& world, const std::vector<size_t>& ranks, const std::string& key,
-                                             Milliseconds timeout) {
-    flow_group* group = nullptr;
-    check(flow_new_group_of(flow::within(world.group(), timeout).get(), ranks.data(), ranks.size(), key.c_str(), &group));
-    return backend(group, timeout);
+    return c10::make_intrusive<FlowBackend>(flow::own(group), timeout);
 }
 
 bool is_shared(const FlowBackend& group, const Tensor& tensor) {
@@ -627,7 +665,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         .def(py::init<size_t, size_t, size_t, size_t, int64_t, std::string, std::string>(), py::arg("rank"), py::arg("world_size"),
              py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));
     py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
-        .def("new_group_of", &new_group_of, no_gil, py::arg("ranks"), py::arg("key"), py::arg("timeout"))
+        .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
         .def("is_shared", &is_shared, py::arg("tensor"));
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "group.h"
+#include "profile.h"
 
 namespace flow {
 
@@ -34,7 +35,8 @@ struct Job {
 
 class Operation final : public c10d::Work {
 public:
-    Operation(int rank, c10d::OpType type, std::vector<at::Tensor> results) : Work(rank, type), results_(std::move(results)) {}
+    Operation(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
+        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)) {}
 
     bool wait(Milliseconds timeout) override;
     std::vector<at::Tensor> result() override { return results_; }
@@ -138,8 +140,9 @@ public:
         }
         operation->lane_ = shared_from_this();
         std::unique_lock<std::mutex> lock(queue_mutex_);
-        // In order: not before one that could not be launched.
-        if (operation->job_.launch && not_launched_ == 0) operation->launched_ = operation->job_.launch();
+        // In order: not before one that could not be launched. And not while somebody waits for others in an operation: this thread
+        // would wait, too.
+        if (operation->job_.launch && not_launched_ == 0 && !is_running_) operation->launched_ = operation->job_.launch();
         if (!operation->launched_) ++not_launched_;
         queue_.push_back(operation);
         if (!helper_.joinable()) helper_ = std::thread([self = shared_from_this()] { self->help(); });

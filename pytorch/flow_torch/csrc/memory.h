@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstring>
+#include <mutex>
+#include <set>
 
 #include <c10/core/CPUAllocator.h>
 
@@ -31,27 +33,51 @@ inline at::Tensor empty_shared(const flow_group* group, at::IntArrayRef sizes, a
     return at::empty({0}, at::TensorOptions().dtype(type)).set_(c10::Storage(std::move(storage)), 0, sizes);
 }
 
-// A block, and the memory that it stands for, to which something may still point.
-struct Moved {
-    c10::DataPtr now, before;
+// The memory of a bucket of DistributedDataParallel's that was moved: a block, and what it stands for, to which something may still
+// point.
+struct Bucket {
+    explicit Bucket(c10::DataPtr block) : now(std::move(block)) {}
+
+    const c10::DataPtr now;
+    c10::DataPtr before;
+
+    // Whether all ranks of a group have the bucket in shared memory, as far as they have asked each other.
+    bool is_shared_in(uint64_t group) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return groups_.count(group) > 0;
+    }
+    void shared_in(uint64_t group) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        groups_.insert(group);
+    }
+
+    static void free(void* bucket) { delete static_cast<Bucket*>(bucket); }
+
+private:
+    std::mutex mutex_;
+    std::set<uint64_t> groups_;
 };
 
-// Moves a bucket of DistributedDataParallel's to shared memory, and all its tensors with it: a tensor that is the whole of a storage
-// from PyTorch's own allocator. A program may have seen the bucket by one of its views, and have the address, by numpy() say: what
-// lay there before stays allocated as long as the bucket, but gets no more gradients. A bucket that Python has seen itself stays.
-inline void share_bucket(const flow_group* group, const at::Tensor& tensor) {
+// Moves a bucket to shared memory, and all its tensors with it: a tensor that is the whole of a storage from PyTorch's own allocator.
+// Null if it stays. A program may have seen the bucket by one of its views, and have the address, by numpy() say: what lay there
+// before stays allocated as long as the bucket, but gets no more gradients. A bucket that Python has seen itself stays.
+inline Bucket* share_bucket(const flow_group* group, const at::Tensor& tensor) {
     const auto& storage = tensor.storage();
-    const bool is_plain = storage.data_ptr().get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
-    const bool is_seen = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
-    if (!is_plain || is_seen || storage.nbytes() != tensor.nbytes()) return;
-    if (auto memory = allocate(group, tensor.nbytes())) {
-        std::memcpy(memory.get(), tensor.const_data_ptr(), tensor.nbytes());
-        auto moved = std::make_unique<Moved>(Moved{std::move(memory), {}});
-        void* const data = moved->now.get();
-        const auto free = [](void* moved) { delete static_cast<Moved*>(moved); };
-        auto* const both = moved.release();
-        both->before = storage.set_data_ptr(c10::DataPtr(data, both, free, c10::kCPU));
+    const auto& memory = storage.data_ptr();
+    if (memory.get_deleter() == &Bucket::free) {
+        const bool is_shared = flow_is_shared(group, tensor.const_data_ptr(), tensor.nbytes());
+        return is_shared ? static_cast<Bucket*>(memory.get_context()) : nullptr;
     }
+    const bool is_plain = memory.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+    const bool is_seen = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
+    if (!is_plain || is_seen || storage.nbytes() != tensor.nbytes()) return nullptr;
+    auto block = allocate(group, tensor.nbytes());
+    if (!block) return nullptr;
+    std::memcpy(block.get(), tensor.const_data_ptr(), tensor.nbytes());
+    void* const data = block.get();
+    auto* const bucket = new Bucket(std::move(block));
+    bucket->before = storage.set_data_ptr(c10::DataPtr(data, bucket, &Bucket::free, c10::kCPU));
+    return bucket;
 }
 
 }  // namespace flow

@@ -1,0 +1,172 @@
+//! The back-end of torch.distributed over this library: the programs in `pytorch/tests`, with
+//! PyTorch as it is, under flow-launch and other launchers.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `main` | what the ranks compute, with the part in C++ and with that in Python |
+//! | `parts` | ranks that lack something; programs that ask for gloo |
+//! | `machines` | how ranks on several machines meet |
+//! | `wheel` | the wheel, installed, under each launcher and library |
+
+mod machines;
+mod parts;
+mod wheel;
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use flow_harness::cli::{launcher, run};
+use flow_harness::python::{have, python};
+use flow_harness::{assert_contains, job, program, root, Finished, Process, TEST_TIMEOUT};
+
+/// Who does the communication.
+#[derive(Clone, Copy, PartialEq)]
+enum Part {
+    Cpp,
+    /// There is no compiler.
+    Python,
+}
+
+const PARTS: [Part; 2] = [Part::Cpp, Part::Python];
+
+/// Says why not, where there is no PyTorch or are no headers of it.
+fn is_skipped() -> bool {
+    if !have("torch") {
+        return true;
+    }
+    let is_missing = !headers().join("torch/csrc/distributed/c10d/Backend.hpp").exists();
+    if is_missing {
+        println!("SKIPPED: the C++ part of flow_torch: LIBTORCH has no headers of c10d");
+    }
+    is_missing
+}
+
+/// PyTorch's, which the environment of `scripts/setup --pytorch` leaves out: libtorch's are the
+/// same.
+fn headers() -> PathBuf {
+    let folder = std::env::var_os("LIBTORCH").map_or_else(|| root().join(".libtorch"), Into::into);
+    folder.join("include")
+}
+
+fn script(name: &str) -> String {
+    root().join("pytorch/tests").join(name).display().to_string()
+}
+
+/// With flow_torch as it is in the checkout, compiled once for all tests.
+fn with_flow(command: &mut Command) -> &mut Command {
+    with_part(command, Part::Cpp)
+}
+
+fn with_part(command: &mut Command, part: Part) -> &mut Command {
+    let library = program("libflow_comm.so");
+    let cache = library.ancestors().nth(2).unwrap().join("tmp/flow_torch");
+    if part == Part::Python {
+        command.env("CXX", "/nonexistent/c++").env("FLOW_CACHE", cache.join("nothing"));
+    } else {
+        command.env("FLOW_CACHE", cache);
+    }
+    command
+        .env("FLOW_COMM_LIBRARY", library)
+        .env("PYTHONPATH", root().join("pytorch"))
+        .env("FLOW_TORCH_INCLUDE", headers())
+        .env("OMP_NUM_THREADS", "1")
+        .env("PYTHONWARNINGS", "ignore")
+}
+
+/// The script on so many ranks under flow-launch.
+fn launch(ranks: &str, part: Part, name: &str, arguments: &[&str]) -> Finished {
+    let (python, script) = (python(), script(name));
+    let flags = ["--nproc-per-node", ranks, "--no-python", &python, &script];
+    run(with_part(launcher(&flags).args(arguments), part))
+}
+
+/// That the script ends well on two ranks, and each says of so many cases that they are good.
+fn all_good(part: Part, name: &str, cases: usize) {
+    let finished = launch("2", part, name, &[]);
+    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+    assert!(finished.code == Some(0) && good == 2 * cases, "{finished:?}");
+}
+
+#[test]
+fn collectives_and_messages_are_gloos() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        let finished = launch("3", part, "collectives.py", &[]);
+        let is_same = finished.stdout == "same\nsame\nsame\n";
+        assert!(finished.code == Some(0) && is_same, "{finished:?}");
+    }
+}
+
+#[test]
+fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        let mut torchrun = Command::new(python());
+        torchrun.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
+        let finished = run(with_part(torchrun.arg(script("training.py")), part));
+        assert!(finished.code == Some(0), "{finished:?}");
+        let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
+        assert_eq!(same.count(), 7, "{finished:?}");
+    }
+}
+
+#[test]
+fn forks_and_memory() {
+    if !is_skipped() {
+        all_good(Part::Cpp, "forks.py", 8);
+    }
+}
+
+#[test]
+fn what_would_hang_or_give_wrong_data() {
+    if !is_skipped() {
+        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 10));
+    }
+}
+
+#[test]
+fn timeouts_and_monitored_barrier() {
+    if !is_skipped() {
+        PARTS.into_iter().for_each(|part| all_good(part, "limits.py", 4));
+    }
+}
+
+#[test]
+fn distributed_checkpoint() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        let folder = tempfile::tempdir().unwrap();
+        let finished = launch("2", part, "checkpoint.py", &[folder.path().to_str().unwrap()]);
+        let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
+        assert!(finished.code == Some(0) && same.count() == 4, "{finished:?}");
+    }
+}
+
+/// By `MASTER_ADDR`, without a launcher: a launcher would end the other rank.
+#[test]
+fn a_rank_that_is_killed_is_named() {
+    if is_skipped() {
+        return;
+    }
+    for (how, part) in [("async", Part::Cpp), ("backward", Part::Cpp), ("backward", Part::Python)] {
+        let store = std::env::temp_dir().join(job());
+        let rank = |rank: &str| {
+            let mut command = Command::new(python());
+            command.arg(script("killed.py")).args([how, store.to_str().unwrap(), rank]);
+            with_part(&mut command, part);
+            Process::start(command)
+        };
+        let [first, second] = ["0", "1"].map(rank);
+        let first = first.finish(TEST_TIMEOUT);
+        assert_eq!(second.finish(TEST_TIMEOUT).code, None);
+        assert_eq!(first.code, Some(3), "{first:?}");
+        assert_contains(&first.stdout, &["rank 0: all_reduce #", " failed: rank 1 (pid ", "died"]);
+        let _ = std::fs::remove_file(store);
+    }
+}

@@ -1,0 +1,395 @@
+"""The backend where the C++ part is missing: a process group of Python's. It gives the same results and the same errors, and takes
+longer: what is asynchronous runs on threads of Python's, and in backward, where callbacks must come in one order on all ranks, at once.
+"""
+
+import collections
+import ctypes
+import datetime
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from .functions import Buffer, Membership, flow, list_of, number
+from .tensors import alike, counts, dense, divide, elements, filled, joined, of_one_type, only, op_code, reduce_rows, reducible, room_for
+from .works import NO_TIME, Lane, Work, made, within
+
+# Tags of monitored_barrier; programs' are smaller.
+ARRIVED, PASSED = 2**32 - 1, 2**32 - 2
+
+
+def Place(address, token, **numbers):
+    return Membership(address=address.encode(), token=token.encode(), **numbers)
+
+
+def join(place, name, timeout):
+    group = made("join", place and ctypes.byref(place), name.encode(), timeout.total_seconds())
+    return ProcessGroup(group, timeout)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """torch.distributed and DistributedDataParallel call these methods, by PyTorch's names."""
+
+    def __init__(self, group, timeout):
+        self._rank, self._size = number("rank")(group), number("world_size")(group)
+        super().__init__(self._rank, self._size)
+        self._group, self._timeout, self._process = group, timeout, os.getpid()
+        self._lanes, self._groups, self._name, self._lock = {}, collections.Counter(), "", threading.Lock()
+
+    def new_group_of(self, ranks, timeout):
+        key = f"{','.join(map(str, ranks))}#{self._groups[tuple(ranks)]}"
+        self._groups[tuple(ranks)] += 1
+        group = made("new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
+        return ProcessGroup(group, timeout)
+
+    def is_shared(self, _):
+        return False
+
+    # Of PyTorch's for C++: here the group is its own backend.
+    _device_types = [torch.device("cpu")]
+
+    def supports_tensor_alloc(self, _):
+        return False
+
+    def _get_backend(self, device):
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"flow: no backend for {device}")
+        return self
+
+    def getBackendName(self):
+        return "flow"
+
+    def setGroupName(self, name):
+        self._name = name
+
+    def getGroupName(self):
+        return self._name
+
+    group_name = property(getGroupName)
+
+    def set_timeout(self, timeout):
+        flow("set_timeout")(self._group, timeout.total_seconds())
+        self._timeout = timeout
+
+    def abort(self):
+        flow("abort")(self._group, b"torch.distributed's abort()")
+
+    def shutdown(self):
+        if os.getpid() == self._process:
+            for lane in list(self._lanes.values()):
+                lane.close()
+            self._lanes.clear()
+            # Left with its last operation.
+            self._group = None
+
+    # Of collectives, each with a function that takes the group.
+
+    def allreduce(self, tensors, opts=None):
+        tensor, opts = only(tensors), opts or c10d.AllreduceOptions()
+        if tensor.layout == torch.sparse_coo:
+            return self._all_reduce_sparse(tensor, opts)
+        code = reducible(dense(tensor), opts.reduceOp)
+
+        def run(group):
+            with filled(tensor) as own:
+                if code is not None:
+                    flow("all_reduce")(group, elements(own, code), op_code(opts.reduceOp))
+                else:
+                    rows = own.new_empty((self._size, own.numel()))
+                    flow("all_gather")(group, elements(own), elements(rows))
+                    reduce_rows(opts.reduceOp, rows, own)
+
+        return self._begin(run, tensors, opts)
+
+    def reduce(self, tensors, opts):
+        tensor, root = dense(only(tensors)), opts.rootRank
+        code = reducible(tensor, opts.reduceOp)
+
+        def run(group):
+            own = tensor.contiguous()
+            if code is not None:
+                flow("reduce")(group, elements(own, code), op_code(opts.reduceOp), root)
+            else:
+                rows = own.new_empty((self._size if self._rank == root else 0, own.numel()))
+                flow("gather")(group, elements(own), elements(rows), root)
+                if self._rank == root:
+                    reduce_rows(opts.reduceOp, rows, own)
+            if self._rank == root and own is not tensor:
+                tensor.copy_(own)
+
+        return self._begin(run, tensors, opts)
+
+    def broadcast(self, tensors, opts):
+        tensor = dense(only(tensors))
+
+        def run(group):
+            with filled(tensor) as own:
+                flow("broadcast")(group, elements(own), opts.rootRank)
+
+        return self._begin(run, tensors, opts)
+
+    def allgather(self, outputs, inputs, opts=None):
+        input_, output = dense(only(inputs)), self._of_ranks(only(outputs))
+        of_one_type(output, input_)
+
+        def run(group):
+            all_ = room_for(output)
+            flow("all_gather_v")(group, elements(input_.contiguous()), elements(all_), counts(output))
+            divide(all_, output)
+
+        return self._begin(run, output, opts or c10d.AllgatherOptions())
+
+    def _allgather_base(self, output, input_, opts=None):
+        of_one_type([dense(output)], dense(input_))
+
+        def run(group):
+            with filled(output) as own:
+                flow("all_gather")(group, elements(input_.contiguous()), elements(own))
+
+        return self._begin(run, [output], opts or c10d.AllgatherOptions())
+
+    def gather(self, outputs, inputs, opts):
+        input_, root = dense(only(inputs)), opts.rootRank
+        output = self._of_ranks(only(outputs)) if self._rank == root else []
+        alike(output, input_)
+
+        def run(group):
+            rows = input_.new_empty((len(output), input_.numel()))
+            flow("gather")(group, elements(input_.contiguous()), elements(rows), root)
+            divide(rows.view(-1), output)
+
+        return self._begin(run, output, opts)
+
+    def scatter(self, outputs, inputs, opts):
+        output, root = dense(only(outputs)), opts.rootRank
+        input_ = self._of_ranks(only(inputs)) if self._rank == root else []
+        alike(input_, output)
+
+        def run(group):
+            all_ = joined(input_) if input_ else None
+            with filled(output) as own:
+                flow("scatter")(group, elements(all_) if input_ else Buffer(), elements(own), root)
+
+        return self._begin(run, outputs, opts)
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        output, input_, opts = dense(only(outputs)), self._of_ranks(only(inputs)), opts or c10d.ReduceScatterOptions()
+        alike([input_[self._rank]], output)
+        return self._reduce_scatter(output, lambda: joined(input_), [part.numel() for part in input_], opts)
+
+    def _reduce_scatter_base(self, output, input_, opts=None):
+        of_one_type([dense(output)], dense(input_))
+        if input_.numel() != output.numel() * self._size:
+            raise ValueError(f"flow: the input must be {self._size} times as long as the output")
+        return self._reduce_scatter(output, input_.contiguous, [output.numel()] * self._size, opts or c10d.ReduceScatterOptions())
+
+    def _reduce_scatter(self, output, flat, lengths, opts):
+        code = reducible(output, opts.reduceOp)
+
+        def run(group):
+            all_ = flat()
+            with filled(output) as own:
+                if code is not None:
+                    flow("reduce_scatter_v")(group, elements(all_, code), elements(own, code), list_of(lengths), op_code(opts.reduceOp))
+                    return
+                rows = own.new_empty((self._size, own.numel()))
+                unit = elements(own.new_empty(1)).count
+                received = [own.numel() * unit] * self._size
+                sent = [length * unit for length in lengths]
+                flow("all_to_all_v")(group, elements(all_), list_of(sent), elements(rows), list_of(received))
+                reduce_rows(opts.reduceOp, rows, own)
+
+        return self._begin(run, [output], opts)
+
+    def alltoall_base(self, output, input_, output_splits, input_splits, opts=None):
+        of_one_type([dense(output)], dense(input_))
+        received, sent = (self._parts(tensor, splits) for tensor, splits in ((output, output_splits), (input_, input_splits)))
+
+        def run(group):
+            with filled(output) as own:
+                flow("all_to_all_v")(group, elements(input_.contiguous()), list_of(sent), elements(own), list_of(received))
+
+        return self._begin(run, [output], opts or c10d.AllToAllOptions())
+
+    def alltoall(self, outputs, inputs, opts=None):
+        output, input_ = self._of_ranks(outputs), self._of_ranks(inputs)
+
+        def run(group):
+            from_, to = joined(input_), room_for(output)
+            flow("all_to_all_v")(group, elements(from_), counts(input_), elements(to), counts(output))
+            divide(to, output)
+
+        return self._begin(run, outputs, opts or c10d.AllToAllOptions())
+
+    def barrier(self, opts=None):
+        return self._begin(flow("barrier"), [], opts or c10d.BarrierOptions())
+
+    # Of several tensors: the last operation stands for all.
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        return self._each(tensors, opts, lambda i: self.allreduce([tensors[i]], opts))
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
+        return self._each(inputs, opts, lambda i: self._allgather_base(outputs[i], inputs[i], opts))
+
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        return self._each(inputs, opts, lambda i: self.allgather([[of_rank[i] for of_rank in outputs]], [inputs[i]], opts))
+
+    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):
+        return self._each(inputs, opts, lambda i: self._reduce_scatter_base(outputs[i], inputs[i], opts))
+
+    def _each(self, inputs, opts, start):
+        works = [start(i) for i in range(len(inputs))]
+
+        def run(_):
+            for work in works:
+                if work.error is not None:
+                    raise work.error
+
+        return self._begin(run, [result for work in works for result in work.results], opts or c10d.AllreduceOptions())
+
+    # Of messages.
+
+    def send(self, tensors, to, tag=0):
+        tensor = dense(only(tensors))
+
+        def run(group, _):
+            flow("send")(group, elements(tensor.contiguous()), to, tag)
+
+        return self._message(run, tensors, ("to", to), tag)
+
+    def recv(self, tensors, source, tag=0):
+        tensor = dense(only(tensors))
+
+        def run(group, work):
+            with filled(tensor) as own:
+                flow("recv")(group, elements(own), source, tag)
+            work.source = source
+
+        return self._message(run, tensors, ("from", source, tag), tag)
+
+    def recv_anysource(self, tensors, tag=0):
+        tensor = dense(only(tensors))
+
+        def run(group, work):
+            source = ctypes.c_size_t()
+            with filled(tensor) as own:
+                flow("recv_any")(group, elements(own), tag, ctypes.byref(source))
+            work.source = source.value
+
+        return self._message(run, tensors, ("from any", tag), tag)
+
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """Messages to rank 0 and back, so that rank 0 knows who has not come. If ranks are missing, the group is of no more use."""
+        timeout = self._timeout if timeout is None else timeout
+        word = torch.zeros(1, dtype=torch.uint8)
+        group = within(self._group, timeout)
+        if self._rank != 0:
+            try:
+                flow("send")(group, elements(word), 0, ARRIVED)
+                flow("recv")(group, elements(word), 0, PASSED)
+            except dist.DistBackendError as error:
+                raise dist.DistBackendError(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+                    f"rank 0: {error}"
+                ) from None
+            return
+        milliseconds = int(timeout.total_seconds() * 1000)
+        if timeout <= NO_TIME:
+            raise dist.DistBackendError(f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms")
+        end, missing, source = time.monotonic() + timeout.total_seconds(), set(range(1, self._size)), ctypes.c_size_t()
+        while missing:
+            left = datetime.timedelta(seconds=max(end - time.monotonic(), 0.001))
+            try:
+                flow("recv_any")(within(self._group, left), elements(word), ARRIVED, ctypes.byref(source))
+            except dist.DistBackendError as error:
+                named = sorted(missing)[: None if wait_all_ranks else 1]
+                ranks = ("Ranks " if len(named) > 1 else "Rank ") + ", ".join(map(str, named))
+                raise dist.DistBackendError(f"{ranks} failed to pass monitoredBarrier in {milliseconds} ms: {error}") from None
+            missing.discard(source.value)
+        for rank in range(1, self._size):
+            flow("send")(self._group, elements(word), rank, PASSED)
+
+    # How they run.
+
+    def _begin(self, job, results, opts):
+        self._check()
+        lane = self._lane("collectives")
+        work = Work(self._group, job, list(results), opts.timeout, lane)
+        if lane is None or lane is threading.current_thread():  # in a forked process, which has no threads; in a callback
+            work.run()
+            return work
+        lane.operations.put(work)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not opts.asyncOp:
+            work.ended.wait()
+        if in_backward and work.error is not None:
+            raise work.error
+        return work
+
+    def _check(self):
+        if self._group is None:
+            raise dist.DistBackendError("flow: the group was destroyed")
+
+    def _message(self, run, tensors, peer, tag):
+        self._check()
+        if tag < 0:
+            raise ValueError(f"flow: a tag must not be negative: {tag}")
+        lane = self._lane(peer, receives=peer[0] != "to")
+        work = Work(self._group, None, list(tensors), NO_TIME, lane)
+        work.job = lambda group: run(group, work)
+        if lane is None:
+            work.run()
+        else:
+            lane.operations.put(work)
+        return work
+
+    def _lane(self, key, receives=False):
+        """None in a forked process."""
+        if os.getpid() != self._process:
+            return None
+        with self._lock:
+            if key not in self._lanes:
+                self._lanes[key] = Lane(receives)
+            return self._lanes[key]
+
+    def _all_reduce_sparse(self, tensor, opts):
+        """The sum of everybody's entries."""
+        if opts.reduceOp != dist.ReduceOp.SUM:
+            raise RuntimeError("unsupported reduction operation: sparse tensors can only be summed up")
+
+        def run(group):
+            own = tensor.coalesce()
+            entries, of_ranks = torch.tensor([own._nnz()]), torch.zeros(self._size, dtype=torch.int64)
+            flow("all_gather")(group, elements(entries), elements(of_ranks))
+
+            def gathered(rows):
+                all_ = rows.new_empty((int(of_ranks.sum()), *rows.shape[1:]))
+                unit = elements(rows.new_empty((1, *rows.shape[1:]))).count
+                flow("all_gather_v")(group, elements(rows), elements(all_), list_of([count * unit for count in of_ranks.tolist()]))
+                return all_
+
+            indices, values = gathered(own.indices().t().contiguous()), gathered(own.values().contiguous())
+            tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
+
+        return self._begin(run, [tensor], opts)
+
+    def _of_ranks(self, tensors):
+        if len(tensors) != self._size:
+            raise RuntimeError(f"flow: a tensor for each of {self._size} ranks is expected, not {len(tensors)}")
+        of_one_type([dense(tensor) for tensor in tensors], tensors[0])
+        return tensors
+
+    def _parts(self, tensor, splits):
+        """How many elements go to each rank, or come from there."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not splits and rows % self._size:
+            raise RuntimeError(f"flow: {rows} rows cannot be divided among {self._size} ranks")
+        splits = list(splits) or [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows:
+            raise RuntimeError(f"flow: splits {splits}: {self._size} numbers are expected, which add up to {rows}")
+        unit = elements(tensor).count // max(rows, 1)
+        return [split * unit for split in splits]

@@ -1,0 +1,103 @@
+"""Functions of torch.distributed that refuse what is not PyTorch's own, or that FLOW_TORCH=1 changes."""
+
+import datetime
+import functools
+import inspect
+import os
+import threading
+import warnings
+
+import torch
+import torch.distributed as dist
+
+_making = threading.local()
+
+
+def install(backend_of):
+    """`backend_of`: flow's backend of a group, if it has one."""
+    _replace("monitored_barrier", _monitored_barrier, backend_of)
+    _replace("split_group", _split_group, backend_of)
+    if hasattr(dist.distributed_c10d, "_new_process_group_helper"):
+        _replace("_new_process_group_helper", _new_process_group_helper)
+    elif replaces_gloo():
+        warnings.warn(f"FLOW_TORCH=1 has no effect: flow_torch does not know how PyTorch {torch.__version__} makes groups")
+
+
+def replaces_gloo():
+    return os.environ.get("FLOW_TORCH") == "1"
+
+
+def is_mixed():
+    """Whether the group that is being made has other backends beside flow."""
+    return getattr(_making, "is_mixed", False)
+
+
+def _replace(name, replacement, *arguments):
+    original = getattr(dist.distributed_c10d, name)
+    function = functools.wraps(original)(replacement(original, *arguments))
+    for module in (dist, dist.distributed_c10d):
+        if hasattr(module, name):
+            setattr(module, name, function)
+
+
+def _new_process_group_helper(original):
+    """Makes all groups, whatever a program has called for it."""
+    signature = inspect.signature(original)
+
+    def helper(*arguments, **options):
+        call = signature.bind(*arguments, **options)
+        if replaces_gloo():
+            call.arguments["backend"] = _with_flow(call.arguments["backend"])
+        _making.is_mixed = "," in str(call.arguments["backend"])
+        return original(*call.args, **call.kwargs)
+
+    return helper
+
+
+def _with_flow(backend):
+    """The same, with flow for what gloo does on CPUs."""
+    devices = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    if devices.get("cpu") != "gloo":
+        return backend
+    others = {device: name for device, name in devices.items() if device != "cpu" and (name != "gloo" or _is_available(device))}
+    if not others:
+        return dist.Backend("flow")
+    return dist.Backend(",".join(f"{device}:{name}" for device, name in {"cpu": "flow", **others}.items()))
+
+
+def _is_available(device):
+    return getattr(torch, device).is_available()
+
+
+def _monitored_barrier(original, backend_of):
+    """torch's own refuses all but gloo."""
+
+    def barrier(group=None, timeout=None, wait_all_ranks=False):
+        if group is dist.GroupMember.NON_GROUP_MEMBER or backend_of(group) is None:
+            return original(group, timeout, wait_all_ranks)
+        if not isinstance(timeout, (datetime.timedelta, type(None))):
+            timeout = datetime.timedelta(seconds=timeout)
+        group = group or dist.distributed_c10d._get_default_group()
+        return group.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
+
+    return barrier
+
+
+def _split_group(original, backend_of):
+    """torch's own is for GPUs."""
+
+    def split_group(parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None):
+        parent = parent_pg or dist.distributed_c10d._get_default_group()
+        if getattr(parent, "bound_device_id", None) is not None or backend_of(parent) is None:
+            return original(parent_pg, split_ranks, timeout, pg_options, group_desc)
+        size, rank = dist.get_world_size(parent), dist.get_rank(parent)
+        listed = [member for ranks in split_ranks or [] for member in ranks]
+        if not listed or not all(split_ranks) or len(set(listed)) < len(listed) or not set(listed) <= set(range(size)):
+            raise ValueError(f"split_ranks are lists of different ranks from 0 to {size - 1}, none of them empty, not {split_ranks}")
+        own = next((sorted(ranks) for ranks in split_ranks if rank in ranks), None)
+        if own is None:
+            return None
+        members = [dist.get_global_rank(parent, member) for member in own]
+        return dist.new_group(members, timeout, dist.get_backend(parent), use_local_synchronization=True, group_desc=group_desc)
+
+    return split_group

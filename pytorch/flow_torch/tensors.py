@@ -1,0 +1,103 @@
+"""Tensors as flow_comm.h's functions get them."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from .functions import DTYPES, REDUCTIONS, Buffer, list_of
+
+OPS = dist.ReduceOp
+UINT8 = DTYPES[torch.uint8]
+BITWISE = {OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor}
+COMBINE = {OPS.SUM: torch.add, OPS.PRODUCT: torch.mul, OPS.MIN: torch.minimum, OPS.MAX: torch.maximum, **BITWISE}
+COMBINE_BOOL = {**COMBINE, OPS.SUM: torch.logical_or, OPS.PRODUCT: torch.logical_and}
+
+
+def only(values):
+    if len(values) != 1:
+        raise RuntimeError(f"flow: one tensor, or list of tensors, is expected, not {len(values)}")
+    return values[0]
+
+
+def dense(tensor):
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise RuntimeError(
+            f"flow: only dense CPU tensors can be communicated here, not {tensor.layout} ones on {tensor.device}"
+        )
+    return tensor
+
+
+def of_one_type(tensors, own):
+    for tensor in tensors:
+        if tensor.dtype != own.dtype:
+            raise TypeError(f"flow: inputs and outputs must have one type, not {tensor.dtype} and {own.dtype}")
+
+
+def alike(tensors, own):
+    of_one_type(tensors, own)
+    for tensor in tensors:
+        if tensor.numel() != own.numel():
+            raise ValueError(f"flow: inputs and outputs must have as many elements, not {tensor.numel()} and {own.numel()}")
+
+
+@contextlib.contextmanager
+def filled(tensor):
+    """The tensor, or a contiguous copy that is copied back."""
+    own = tensor.contiguous()
+    yield own
+    if own is not tensor:
+        tensor.copy_(own)
+
+
+def elements(tensor, code=None):
+    """Those of a contiguous tensor. What flow-comm has no type for moves as bytes."""
+    code = DTYPES.get(tensor.dtype) if code is None else code
+    if code is None:
+        return Buffer(tensor.data_ptr(), tensor.numel() * tensor.element_size(), UINT8)
+    return Buffer(tensor.data_ptr(), tensor.numel(), code)
+
+
+def counts(tensors):
+    return list_of([elements(tensor).count for tensor in tensors])
+
+
+def joined(tensors):
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def room_for(tensors):
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+def divide(joined, tensors):
+    for part, tensor in zip(joined.split([tensor.numel() for tensor in tensors]), tensors):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def op_code(op):
+    return next((code for code, known in enumerate(REDUCTIONS) if op == known), None)
+
+
+def reducible(tensor, op):
+    """The code of the type as which flow-comm can reduce this one, if there is any."""
+    if any(op == bitwise for bitwise in BITWISE) and (tensor.is_floating_point() or tensor.is_complex()):
+        raise RuntimeError(f"flow: only integers have bitwise reductions, not {tensor.dtype}")
+    if op_code(op) is None:
+        return None
+    # Of bytes with and without sign the bits of sums and products are the same.
+    if tensor.dtype == torch.int8 and (op == OPS.SUM or op == OPS.PRODUCT):
+        return UINT8
+    return DTYPES.get(tensor.dtype)
+
+
+def reduce_rows(op, rows, result):
+    """Reduces the rows, in their order, into one tensor."""
+    table = COMBINE_BOOL if rows.dtype == torch.bool else COMBINE
+    combine = next((function for known, function in table.items() if op == known), None)
+    if combine is None:
+        raise RuntimeError(f"flow: this reduction is not supported for {rows.dtype}")
+    total = rows[0]
+    for row in rows[1:]:
+        total = combine(total, row)
+    result.copy_(total.view(result.shape))

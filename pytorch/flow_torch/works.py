@@ -1,0 +1,131 @@
+"""Operations of the part in Python, and the threads that run them."""
+
+import contextlib
+import ctypes
+import datetime
+import os
+import queue
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from .functions import flow, leave
+
+NO_TIME = datetime.timedelta(0)
+
+
+class Group:
+    """A flow_group, which is left with its last user."""
+
+    def __init__(self, handle):
+        self._as_parameter_ = handle
+        # At the end of the process threads may still wait in it.
+        weakref.finalize(self, leave(), handle).atexit = False
+
+
+def made(function, *arguments):
+    handle = ctypes.c_void_p()
+    flow(function)(*arguments, ctypes.byref(handle))
+    return Group(handle)
+
+
+def within(group, timeout):
+    """The group for an operation with this timeout, of which 0 and less mean the group's own."""
+    return made("with_timeout", group, timeout.total_seconds()) if timeout > NO_TIME else group
+
+
+class Work(dist.Work):
+    """An operation, and how it has ended."""
+
+    def __init__(self, group, job, results, timeout, lane):
+        super().__init__()
+        self.group, self.job, self.results, self.timeout, self.lane = group, job, results, timeout, lane
+        self.error, self.source, self.ended = None, -1, threading.Event()
+        # The second, as only an error that a callback raises is one for C++ as well.
+        self.over = torch.futures.Future()
+        self.future = self.over.then(self.outcome)
+        self.process = os.getpid()
+
+    def run(self):
+        try:
+            with torch.no_grad():
+                self.job(within(self.group, self.timeout))
+        except Exception as error:
+            self.error = error
+        self.end()
+
+    def end(self):
+        self.job = None
+        self.ended.set()
+        self.over.set_result(None)
+
+    def outcome(self, _):
+        if self.error is not None:
+            raise self.error
+        return self.results
+
+    def wait(self, timeout=NO_TIME):
+        if os.getpid() != self.process and not self.ended.is_set():
+            raise dist.DistBackendError("flow: this process was forked from a rank, and only there the operation can be waited for")
+        if self.lane is threading.current_thread():  # a callback
+            self.lane.run_up_to(self)
+        if not self.ended.wait(timeout.total_seconds() if timeout > NO_TIME else None):
+            cause = f"an operation, with those before it, has not ended in the {timeout.total_seconds():g} s of its wait()"
+            flow("abort")(self.group, cause.encode())
+            raise dist.DistBackendError(f"flow: {cause}")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self):
+        return self.future
+
+    def is_completed(self):
+        return self.ended.is_set()
+
+    def is_success(self):
+        return self.ended.is_set() and self.error is None
+
+    def exception(self):
+        return self.error
+
+    def result(self):
+        return self.results
+
+    def source_rank(self):
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self):
+        self.wait()
+
+
+class Lane(threading.Thread):
+    """Runs operations one after the other."""
+
+    def __init__(self, receives=False):
+        super().__init__(name="flow", daemon=True)
+        self.receives, self.operations = receives, queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        while (work := self.operations.get()) is not None:
+            work.run()
+
+    def run_up_to(self, last):
+        while not last.ended.is_set() and (work := self.operations.get()) is not None:
+            work.run()
+
+    def close(self):
+        """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread."""
+        with contextlib.suppress(queue.Empty):
+            while self.receives:
+                work = self.operations.get_nowait()
+                work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
+                work.end()
+        self.operations.put(None)
+        if not self.receives and self is not threading.current_thread():
+            self.join()
