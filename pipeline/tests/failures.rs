@@ -177,7 +177,8 @@ fn a_batch_that_is_too_small_is_an_error_of_all_ranks() {
             };
             error.to_string()
         });
-        let cause = "rank 0: pipeline: a batch of 3 rows has too few for 4 micro-batches: drop such a \
+        let cause =
+            "rank 0: pipeline: a batch of 3 rows has too few for 4 micro-batches: drop such a \
                      last batch, or pad it";
         assert_eq!(errors[0], cause);
         assert!(errors[1].contains(cause), "{errors:?}");

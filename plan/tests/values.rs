@@ -139,17 +139,17 @@ fn the_links_limit_zero_2_with_one_micro_batch() {
 }
 
 /// GPT-3 on 8 x 12 ranks: with full recomputation the last rank of ZB-H1 has what 12 micro-batches
-/// computed again in 8 blocks, each s h (10 + 24 / t) bytes but for the input, as there are no scores.
+/// computed again in 8 blocks, each s h (10 + 24 / t) + 5 a s^2 / t bytes but for the input.
 #[test]
 fn zero_bubble_keeps_what_is_computed_again() {
     let (model, cluster) =
         (include_str!("../models/gpt3-175b.json"), include_str!("../models/dgx-a100.json"));
     let task = Task::from_json(model, Some(cluster)).unwrap();
-    let (h, s, v, t) = (12_288.0, 2_048.0, 51_200.0, 8.0);
+    let (h, s, a, v, t) = (12_288.0, 2_048.0, 96.0, 51_200.0, 8.0);
     let recompute = Recompute::Full;
     let layout = Layout { tensor: 8, pipeline: 12, recompute, ..NARROW };
     let of = |schedule| predicted(&task, Layout { schedule, ..layout }).memory.activations;
-    let block = s * h * (8.0 + 24.0 / t);
+    let block = s * h * (8.0 + 24.0 / t) + 5.0 * a * s * s / t;
     // Inputs of blocks, and logits in 4 bytes with their inputs.
     let kept = 8.0 * 2.0 * s * h + 4.0 * s * v / t + 4.0 * s * h;
     let held = 12.0 * (8.0 * block + kept);
