@@ -12,7 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_shared"]
+__all__ = ["DistributedDataParallel", "is_shared"]
 
 _CPU = torch.device("cpu")
 
@@ -88,6 +88,9 @@ def _replace(name, function):
 def _autoload():
     """What the entry point calls, at the end of `import torch`."""
 
+
+if dist.is_available():
+    from .ddp import DistributedDataParallel
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):
     dist.Backend.register_backend("flow", _create, extended_api=True, devices=["cpu"])

@@ -11,6 +11,7 @@
 
 #include "lane.h"
 #include "memory.h"
+#include "reducer.h"
 
 namespace {
 
@@ -169,6 +170,16 @@ public:
 
     const Group& group() const { return group_; }
 
+    // Another group of the same ranks, which all make in the same order.
+    Group duplicate() {
+        std::vector<size_t> ranks(size_);
+        std::iota(ranks.begin(), ranks.end(), 0);
+        const auto key = c10::str("duplicate ", duplicates_++);
+        flow_group* made = nullptr;
+        check(flow_new_group_of(flow::within(group_, options_->timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
+        return flow::own(made);
+    }
+
     const std::string getBackendName() const override { return "flow"; }
     c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
 
@@ -193,8 +204,9 @@ public:
         const auto op = opts.reduceOp.op_;
         const auto code = reducible(dense(tensor).scalar_type(), op);
         check_bitwise(op, tensor.scalar_type());
-        const bool in_backward = opts.asyncOp && torch::autograd::get_current_graph_task_id() != -1;
-        if (in_backward && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
+        // Whether backward runs does not count: a rank that has joined early, in DDP's join(), is in none.
+        const bool is_bucket = opts.asyncOp && !flow::is_seen(tensor);
+        if (is_bucket && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
             return reduce_bucket(tensor, *code, op, opts.timeout);
         }
         return collective(OpType::ALLREDUCE, tensors, opts, [this, tensor, op, code](const flow_group* group) {
@@ -520,8 +532,9 @@ private:
         if (!in_place) bucket.copy_(tensor);
         const auto number = static_cast<uint32_t>(sequence_++);
         const auto launch = [code, op, bucket, number](const flow_group* group) {
+            const auto piece = elements(bucket, code);
             bool launched = false;
-            check(flow_launch_bucket(group, elements(bucket, code), number, flow_op(op), &launched));
+            check(flow_launch_bucket(group, &piece, 1, number, flow_op(op), &launched));
             return launched;
         };
         const auto launched = std::make_shared<bool>(false);
@@ -581,6 +594,7 @@ private:
     const Group group_;
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
+    std::atomic<uint64_t> duplicates_{0};
     const std::shared_ptr<flow::Lane> collectives_;
     std::mutex messages_mutex_;
     std::map<Peer, std::shared_ptr<flow::Lane>> messages_;
@@ -629,5 +643,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
         .def("new_group_of", &new_group_of, no_gil, py::arg("ranks"), py::arg("key"), py::arg("timeout"))
         .def("is_shared", &is_shared, py::arg("tensor"));
+    py::class_<flow::InPlaceReducer, std::shared_ptr<flow::InPlaceReducer>>(module, "InPlaceReducer")
+        .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
+                         std::vector<std::string> names) {
+                 const auto new_group = [backend] { return backend->duplicate(); };
+                 return std::make_shared<flow::InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
+             }),
+             py::arg("backend"), py::arg("torch"), py::arg("names"))
+        .def("expect", &flow::InPlaceReducer::expect, no_gil)
+        .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
+        .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

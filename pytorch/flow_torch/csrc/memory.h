@@ -36,14 +36,18 @@ struct Moved {
     c10::DataPtr now, before;
 };
 
+// Whether Python has the tensor itself. Buckets of DistributedDataParallel it has not, but where it has registered a hook for them.
+inline bool is_seen(const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
+}
+
 // Moves a bucket of DistributedDataParallel's to shared memory, and all its tensors with it: a tensor that is the whole of a storage
 // from PyTorch's own allocator. A program may have seen the bucket by one of its views, and have the address, by numpy() say: what
 // lay there before stays allocated as long as the bucket, but gets no more gradients. A bucket that Python has seen itself stays.
 inline void share_bucket(const flow_group* group, const at::Tensor& tensor) {
     const auto& storage = tensor.storage();
     const bool is_plain = storage.data_ptr().get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
-    const bool is_seen = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
-    if (!is_plain || is_seen || storage.nbytes() != tensor.nbytes()) return;
+    if (!is_plain || is_seen(tensor) || storage.nbytes() != tensor.nbytes()) return;
     if (auto memory = allocate(group, tensor.nbytes())) {
         std::memcpy(memory.get(), tensor.const_data_ptr(), tensor.nbytes());
         auto moved = std::make_unique<Moved>(Moved{std::move(memory), {}});
