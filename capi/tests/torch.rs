@@ -72,6 +72,30 @@ fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
 }
 
 #[test]
+fn flows_ddp_trains_as_torchs_over_gloo() {
+    if is_skipped() {
+        return;
+    }
+    let finished = launch("2", "ddp.py");
+    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+    assert!(finished.code == Some(0) && good == 2 * 50, "{finished:?}");
+}
+
+/// Three ranks: gradients are divided before they are summed up.
+#[test]
+fn flows_ddp_on_three_ranks() {
+    if is_skipped() {
+        return;
+    }
+    let cases = ["many buckets", "types", "layouts", "gradients of every kind"];
+    let script = script("ddp.py");
+    let flags = ["--nproc-per-node", "3", "--no-python", &python(), &script];
+    let finished = run(with_flow(launcher(&flags).args(cases)));
+    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+    assert!(finished.code == Some(0) && good == 3 * cases.len(), "{finished:?}");
+}
+
+#[test]
 fn forks_and_memory() {
     if is_skipped() {
         return;
@@ -110,7 +134,7 @@ fn a_rank_that_is_killed_is_named() {
     if is_skipped() {
         return;
     }
-    for how in ["async", "backward"] {
+    for how in ["async", "backward", "ddp"] {
         let store = std::env::temp_dir().join(job());
         let rank = |rank: &str| {
             let mut command = Command::new(python());
@@ -143,7 +167,7 @@ fn ranks_on_two_machines() {
     };
     for (number, process) in [0, 1, 2].map(rank).into_iter().enumerate() {
         let finished = process.finish(TEST_TIMEOUT);
-        assert_eq!(finished.stdout, format!("rank {number}: 3 6 [0, 1, 2]\n"), "{finished:?}");
+        assert_eq!(finished.stdout, format!("rank {number}: 3 [6, 6] [0, 1, 2]\n"), "{finished:?}");
     }
     let _ = std::fs::remove_file(store);
 }

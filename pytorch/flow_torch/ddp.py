@@ -1,10 +1,12 @@
 """DistributedDataParallel whose gradients come into being in shared memory, and are reduced there."""
 
+import functools
+import inspect
+
 import torch
 from torch import distributed as dist
 from torch.nn import parallel
 
-_CPU = torch.device("cpu")
 _DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
@@ -20,12 +22,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     # What reduces gradients where they are. None where torch's Reducer does everything.
     _in_place = None
 
+    @functools.wraps(parallel.DistributedDataParallel.__init__)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        given = inspect.signature(super().__init__).bind(*arguments, **options).arguments
+        # Without init_sync ranks must not communicate here.
+        if self._in_place is not None and given.get("init_sync", True):
+            self._in_place.connect()
+
     def _ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph):
         from . import extension
 
         backend = self._flow_backend(parameters, expect_sparse_gradient)
         as_view = self.gradient_as_bucket_view
-        # That torch's Reducer copies no gradients is nothing to it where it has no gradients.
+        # In torch's buckets, of which they could be views, are no gradients that are reduced elsewhere.
         self.gradient_as_bucket_view = as_view and backend is None
         try:
             super()._ddp_init_helper(parameters, expect_sparse_gradient, param_to_name_mapping, static_graph)
@@ -61,13 +71,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self.reducer._set_static_graph()
                 self.logger._set_static_graph()
 
-    @torch._disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs, **kwargs):
         if self._in_place is not None and torch.is_grad_enabled():
             self._in_place.check_finished()
         return super()._pre_forward(*inputs, **kwargs)
 
-    @torch._disable_dynamo(recursive=False)
     def _post_forward(self, output):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync

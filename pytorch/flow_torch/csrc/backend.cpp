@@ -650,6 +650,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                  return std::make_shared<flow::InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
              }),
              py::arg("backend"), py::arg("torch"), py::arg("names"))
+        .def("connect", &flow::InPlaceReducer::connect, no_gil)
         .def("expect", &flow::InPlaceReducer::expect, no_gil)
         .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
         .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes);

@@ -69,6 +69,12 @@ public:
         }
     }
 
+    // Makes the group that reductions go in. All ranks call this, or none: then their first backward makes it.
+    void connect() {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        if (!own_) own_ = new_group_();
+    }
+
     // After torch's Reducer has been prepared for a backward: takes that over. The first backward of a static graph, in which it
     // learns what the graph is, is left to it.
     void expect() {
@@ -84,8 +90,12 @@ public:
         if (buckets_.empty() || TorchReducer::has_rebuilt_bucket(*torch_) != has_rebuilt_bucket_) make_buckets();
         for (auto& bucket : buckets_) bucket.missing = bucket.members.size();
         for (size_t index = 0; index < gradients_.size(); ++index) {
-            gradients_[index].is_ready = false;
-            gradients_[index].hooks = hooks_expected(index);
+            auto& gradient = gradients_[index];
+            // A change of type loses hooks.
+            TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(gradient.param) == hooks_[index].first, here(), "the type of ",
+                        names_[index], " has changed since its module was wrapped: wrap it again");
+            gradient.is_ready = false;
+            gradient.hooks = hooks_expected(index);
         }
         marked_unused_ = false;
         ready_ = next_ = in_place_ = 0;
@@ -266,7 +276,7 @@ private:
         failing([&] {
             is_under_way_ = true;
             watch_backward();
-            if (!own_) own_ = new_group_();
+            connect();
             const bool is_static = TorchReducer::is_static(*torch_);
             if (!std::exchange(marked_unused_, true)) {
                 for (const auto unused : TorchReducer::unused(*torch_)) mark_ready(unused, nullptr);
@@ -308,22 +318,16 @@ private:
         if (grad.defined()) {
             TORCH_CHECK(grad.layout() == at::kStrided && grad.is_cpu(), here(), "the gradient of ", name_of(gradient), " is ", grad.layout(),
                         " on ", grad.device(), ": only modules that are said to be sparse may have sparse gradients");
-            TORCH_CHECK(grad.scalar_type() == bucket.type, "Expected ", bucket.type, ", got ", grad.scalar_type(), ": ", here(),
-                        "wrap the model again after a change of its parameters' type");
+            TORCH_CHECK(grad.scalar_type() == bucket.type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
+                        ", and its parameter ", bucket.type);
             const bool stays = incoming && gradient.is_large && !grad.requires_grad() && has_layout(grad, gradient.layout) &&
                                is_exclusive(grad, *incoming) && flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
-            if (stays) {
-                if (bucket.divides_first) grad.mul_(scale);
-                gradient.reduced = grad;
-                in_place_ += grad.nbytes();
-            } else {
-                auto& place = place_of(gradient);
-                if (bucket.divides_first) {
-                    at::mul_out(place, grad.detach(), at::native::wrapped_scalar_tensor(scale));
-                } else {
-                    copy(place, grad);
-                }
-                gradient.reduced = place;
+            gradient.reduced = stays ? grad : place_of(gradient);
+            if (stays) in_place_ += grad.nbytes();
+            if (bucket.divides_first) {
+                at::mul_out(gradient.reduced, grad.detach(), at::native::wrapped_scalar_tensor(scale));
+            } else if (!stays) {
+                copy(gradient.reduced, grad);
             }
         } else {
             gradient.reduced = place_of(gradient).zero_();
@@ -455,7 +459,7 @@ private:
 
     // A backward that cannot be watched ends in a hook.
     std::recursive_mutex mutex_;
-    // For reductions only, so that they go with no other collectives of the program. Made in the first backward.
+    // For reductions only, so that they are in no order with other collectives of the program.
     Group own_;
     std::vector<Gradient> gradients_;  // as torch's Reducer numbers parameters
     std::vector<Bucket> buckets_;
