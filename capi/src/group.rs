@@ -147,9 +147,8 @@ pub unsafe extern "C" fn flow_new_group_of(
 ) -> c_int {
     let body = |group: &ProcessGroup| {
         // SAFETY: the caller's promise.
-        let (ranks, key, made) = unsafe {
-            (list(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?)
-        };
+        let (ranks, key, made) =
+            unsafe { (list(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?) };
         made.set(handle(group.new_group_of(ranks, key)?));
         Ok(())
     };

@@ -110,9 +110,11 @@ def take_memory():
     return taken
 
 
-def is_trained(rank, length):
-    """Two layers, each a bucket, with inputs that are longer on rank 1: rank 0 then joins in with new tensors in every step."""
-    net = DistributedDataParallel(nn.Sequential(*[nn.Linear(length, length) for _ in range(2)]), bucket_cap_mb=0.1)
+def is_trained(rank, group):
+    """Two layers, each a bucket, with more inputs on rank 1: for the last ones rank 0 reduces new tensors in every step."""
+    length = 300
+    layers = nn.Sequential(*[nn.Linear(length, length) for _ in range(2)])
+    net = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.1)
     weight = net.module[1].weight
     for layer in net.module:
         nn.init.constant_(layer.weight, 1 / length)
@@ -127,12 +129,13 @@ def is_trained(rank, length):
 
 
 def uneven_inputs(rank):
-    """Also on a rank whose memory is full by then, in part or altogether."""
-    good = is_trained(rank, 300)
+    """Also on a rank that has no shared memory left, in a group that has kept some for buckets and in one that has not."""
+    first, second = dist.new_group(), dist.new_group()
+    good = is_trained(rank, first)
     taken = take_memory() if rank == 0 else []
-    good = is_trained(rank, 300) and is_trained(rank, 301) and good
+    good = is_trained(rank, first) and is_trained(rank, second) and good
     del taken
-    return is_trained(rank, 302) and good
+    return is_trained(rank, second) and good
 
 
 def no_room(rank):
