@@ -200,12 +200,13 @@ bool flow_is_shared(const flow_group *group, const void *data, size_t bytes);
 
 /* ---- buckets: all-reduces of shared memory that do not wait ---- */
 
-/* Announces that `data`, which lies in shared memory, is to be reduced on all ranks, and does not wait for them. All ranks launch
- * the same buckets in the same order; `number` names the bucket in messages. `launched` is false if too many are under way:
- * flow_progress, or flow_finish_buckets, makes room. The memory is neither used nor freed until flow_finish_buckets, or any other
- * collective of the group, has returned. One thread at a time calls this and the next two: each waits for another that is
- * under way. */
-int flow_launch_bucket(const flow_group *group, flow_buffer data, uint32_t number, flow_op op, bool *launched);
+/* Announces that a bucket is to be reduced on all ranks, and does not wait for them. Its `count` pieces, each somewhere in shared
+ * memory, have one type, and the same lengths on all ranks. All ranks launch the same buckets in the same order; `number` names
+ * the bucket in messages. `launched` is false if too many are under way: flow_progress, or flow_finish_buckets, makes room. The
+ * memory is neither used nor freed until flow_finish_buckets, or any other collective of the group, has returned. One thread at a
+ * time calls this and the next two: each waits for another that is under way. */
+int flow_launch_bucket(const flow_group *group, const flow_buffer *pieces, size_t count, uint32_t number, flow_op op,
+                       bool *launched);
 
 /* Does this rank's share of the buckets that all ranks have launched, without waiting. */
 int flow_progress(const flow_group *group);

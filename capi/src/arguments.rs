@@ -46,17 +46,17 @@ pub unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a str> {
     unsafe { optional_text(text, what) }?.ok_or_else(|| null(what))
 }
 
-/// `count` numbers; null is allowed for none.
+/// `count` items; null is allowed for none.
 ///
 /// # Safety
 ///
-/// It is null, or points to so many numbers, which stay as they are for the length of the call.
-pub unsafe fn numbers<'a>(list: *const usize, count: usize, what: &str) -> Result<&'a [usize]> {
+/// It is null, or points to so many items, which stay as they are for the length of the call.
+pub unsafe fn list<'a, T>(list: *const T, count: usize, what: &str) -> Result<&'a [T]> {
     if count == 0 {
         return Ok(&[]);
     }
-    if list.is_null() || !list.is_aligned() || count > isize::MAX as usize / size_of::<usize>() {
-        return Err(Failure::argument(format!("{what} are not {count} numbers")));
+    if list.is_null() || !list.is_aligned() || count > isize::MAX as usize / size_of::<T>() {
+        return Err(Failure::argument(format!("{what}: that is no list of {count}")));
     }
     // SAFETY: the caller's promise.
     Ok(unsafe { std::slice::from_raw_parts(list, count) })

@@ -5,35 +5,51 @@ use std::sync::Arc;
 
 use flow_comm::ProcessGroup;
 
-use crate::arguments::{reduce_op, Place};
+use crate::arguments::{list, reduce_op, Place};
 use crate::group::{on, Group};
-use crate::memory::Memory;
-use crate::status::Failure;
+use crate::memory::{Elements, Memory};
+use crate::status::{Failure, Result};
 
 /// See `flow_comm.h`.
 ///
 /// # Safety
 ///
-/// The group is null or lives; the buffer is as the header says, until it is reduced; `launched` is
-/// null or can be written.
+/// The group is null or lives; `pieces` is null, or so many buffers as the header says, until they
+/// are reduced; `launched` is null or can be written.
 #[no_mangle]
 pub unsafe extern "C" fn flow_launch_bucket(
     group: *const Group,
-    data: Memory,
+    pieces: *const Memory,
+    count: usize,
     number: u32,
     op: u32,
     launched: *mut bool,
 ) -> c_int {
     let body = |group: &ProcessGroup| {
         // SAFETY: the caller's promise.
-        let (data, launched) = unsafe { (data.elements()?, Place::new(launched, "launched")?) };
-        let (op, count) = (reduce_op(op)?, data.count());
-        let segments = Arc::new(group.segments(number, data.dtype(), vec![count])?);
-        if !segments.set_piece(0, data) {
+        let (pieces, launched) =
+            unsafe { (list(pieces, count, "pieces")?, Place::new(launched, "launched")?) };
+        let refused = |reason: &str| {
             let rank = group.ranks()[group.rank()];
-            let reason = "the memory is not shared, or not aligned: flow_alloc gives such memory";
-            return Err(Failure::argument(format!("rank {rank}: bucket {number}: {reason}")));
+            Failure::argument(format!("rank {rank}: bucket {number}: {reason}"))
+        };
+        // SAFETY: the caller's promise.
+        let pieces = pieces.iter().map(|piece| unsafe { piece.elements() });
+        let pieces = pieces.collect::<Result<Vec<_>>>()?;
+        let dtype = pieces.first().ok_or_else(|| refused("it has no pieces"))?.dtype();
+        if pieces.iter().any(|piece| piece.dtype() != dtype) {
+            return Err(refused("its pieces must have one type"));
         }
+        let lengths = pieces.iter().map(Elements::count).collect();
+        let segments = Arc::new(group.segments(number, dtype, lengths)?);
+        for (index, piece) in pieces.into_iter().enumerate() {
+            if !segments.set_piece(index, piece) {
+                return Err(refused(
+                    "the memory is not shared, or not aligned: flow_alloc gives such memory",
+                ));
+            }
+        }
+        let op = reduce_op(op)?;
         launched.set(group.launch_bucket(&segments, op)?);
         Ok(())
     };

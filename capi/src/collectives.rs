@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use crate::arguments::{numbers, reduce_op};
+use crate::arguments::{list, reduce_op};
 use crate::group::{on, Group};
 use crate::memory::Memory;
 
@@ -48,12 +48,12 @@ collectives! {
         |group| group.all_to_all(&input.elements()?, &mut output.elements()?);
     flow_all_gather_v(input: Memory, output: Memory, counts: *const usize)
         |group| {
-            let counts = numbers(counts, group.world_size(), "counts")?;
+            let counts = list(counts, group.world_size(), "counts")?;
             group.all_gather_v(&input.elements()?, &mut output.elements()?, counts)
         };
     flow_reduce_scatter_v(input: Memory, output: Memory, counts: *const usize, op: u32)
         |group| {
-            let counts = numbers(counts, group.world_size(), "counts")?;
+            let counts = list(counts, group.world_size(), "counts")?;
             let (input, mut output) = (input.elements()?, output.elements()?);
             group.reduce_scatter_v(&input, &mut output, counts, reduce_op(op)?)
         };
@@ -61,8 +61,8 @@ collectives! {
         input: Memory, input_counts: *const usize, output: Memory, output_counts: *const usize
     )
         |group| {
-            let sent = numbers(input_counts, group.world_size(), "input_counts")?;
-            let received = numbers(output_counts, group.world_size(), "output_counts")?;
+            let sent = list(input_counts, group.world_size(), "input_counts")?;
+            let received = list(output_counts, group.world_size(), "output_counts")?;
             group.all_to_all_v(&input.elements()?, sent, &mut output.elements()?, received)
         };
 }

@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int};
 use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::{Error, ProcessGroup, DEFAULT_TIMEOUT};
 
-use crate::arguments::{duration, numbers, optional_text, reference, text, Place};
+use crate::arguments::{duration, list, optional_text, reference, text, Place};
 use crate::status::{call, Failure, Result};
 
 /// `flow_group`.
@@ -147,9 +147,8 @@ pub unsafe extern "C" fn flow_new_group_of(
 ) -> c_int {
     let body = |group: &ProcessGroup| {
         // SAFETY: the caller's promise.
-        let (ranks, key, made) = unsafe {
-            (numbers(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?)
-        };
+        let (ranks, key, made) =
+            unsafe { (list(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?) };
         made.set(handle(group.new_group_of(ranks, key)?));
         Ok(())
     };

@@ -101,8 +101,10 @@ static void shared_memory(void) {
     float *values = data;
     for (int round = 0; round < 3; ++round) {
         for (int i = 0; i < COUNT; ++i) values[i] = (float)(i % 100) + (float)rank;
+        /* Pieces may lie anywhere. */
+        const flow_buffer pieces[3] = {{values + COUNT / 2, COUNT / 2, FLOW_F32}, {NULL, 0, FLOW_F32}, {values, COUNT / 2, FLOW_F32}};
         bool launched = false;
-        OK(flow_launch_bucket(group, (flow_buffer){values, COUNT, FLOW_F32}, 1, FLOW_SUM, &launched));
+        OK(flow_launch_bucket(group, pieces, 3, 1, FLOW_SUM, &launched));
         CHECK(launched);
         OK(flow_progress(group));
         OK(flow_finish_buckets(group));
@@ -110,8 +112,12 @@ static void shared_memory(void) {
     }
     int64_t own[1] = {0};
     bool launched;
+    const flow_buffer mixed[2] = {{values, 1, FLOW_F32}, I64(own)};
     FAILS(FLOW_ERROR_ARGUMENT, "bucket 2: the memory is not shared",
-          flow_launch_bucket(group, I64(own), 2, FLOW_SUM, &launched));
+          flow_launch_bucket(group, &mixed[1], 1, 2, FLOW_SUM, &launched));
+    FAILS(FLOW_ERROR_ARGUMENT, "bucket 2: its pieces must have one type",
+          flow_launch_bucket(group, mixed, 2, 2, FLOW_SUM, &launched));
+    FAILS(FLOW_ERROR_ARGUMENT, "bucket 2: it has no pieces", flow_launch_bucket(group, NULL, 0, 2, FLOW_SUM, &launched));
 
     /* A forked process is no rank, and what it frees stays its parent's. */
     pid_t child = fork();

@@ -14,7 +14,7 @@ def _autoload():
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_shared"]
+__all__ = ["DistributedDataParallel", "is_shared"]
 
 _CPU = torch.device("cpu")
 
@@ -57,6 +57,9 @@ def is_shared(tensor, group=None):
     backend = _backend(group)
     return backend is not None and backend.is_shared(tensor)
 
+
+if dist.is_available():
+    from .ddp import DistributedDataParallel
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):
     from . import replaced

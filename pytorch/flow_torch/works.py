@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import datetime
+import functools
 import os
 import queue
 import threading
@@ -10,6 +11,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 from .functions import flow, leave
 
@@ -77,6 +79,7 @@ class Work(dist.Work):
             raise dist.DistBackendError(f"flow: {cause}")
         if self.error is not None:
             raise self.error
+        self.future.wait()  # which is completed a little later
         return True
 
     def get_future(self):
@@ -129,3 +132,19 @@ class Lane(threading.Thread):
         self.operations.put(None)
         if not self.receives and self is not threading.current_thread():
             self.join()
+
+
+def _keep_notices():
+    """DistributedDataParallel hands the operation that Join begins for it to its Reducer, in C++, and keeps no other reference. Without
+    one the part of a Work that is Python's is gone."""
+    notify, kept = Join.notify_join_context, weakref.WeakKeyDictionary()
+
+    @functools.wraps(notify)
+    def keeping(joinable):
+        kept[joinable] = work = notify(joinable)
+        return work
+
+    Join.notify_join_context = staticmethod(keeping)
+
+
+_keep_notices()

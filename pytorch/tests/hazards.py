@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flow_torch
 
+CPU = torch.device("cpu")
+
 
 def raised(call, kind=Exception):
     try:
@@ -96,21 +98,56 @@ def bucket_seen_by_a_view(_):
     return array.sum() in (500_000, 1_000_000) and bool((net.module.weight.grad == 1).all())
 
 
-def no_room(rank):
-    """Rank 0 has no shared memory left for its bucket."""
-    backend, taken, size = dist.group.WORLD._get_backend(torch.device("cpu")), [], 1 << 28
-    while rank == 0 and size > 1 << 14 and backend.supports_tensor_alloc(torch.device("cpu")):
-        block = backend.allocate_tensor(size, dtype=torch.float32, device=torch.device("cpu"))
+def take_memory():
+    """All shared memory that this rank has left."""
+    backend, taken, size = dist.group.WORLD._get_backend(CPU), [], 1 << 28
+    while size > 1 << 14 and backend.supports_tensor_alloc(CPU):
+        block = backend.allocate_tensor(size, dtype=torch.float32, device=CPU)
         if flow_torch.is_shared(block):
             taken.append(block)
         else:
             size //= 2
+    return taken
+
+
+def is_trained(rank, group):
+    """Two layers, each a bucket, with more inputs on rank 1: for the last ones rank 0 reduces new tensors in every step."""
+    length = 300
+    layers = nn.Sequential(*[nn.Linear(length, length) for _ in range(2)])
+    net = DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.1)
+    weight = net.module[1].weight
+    for layer in net.module:
+        nn.init.constant_(layer.weight, 1 / length)
+        nn.init.zeros_(layer.bias)
+    good, steps = True, 3 + 3 * rank
+    with net.join(divide_by_initial_world_size=False):
+        for step in range(steps):
+            net.zero_grad()
+            net(torch.full((1, length), rank + 1.0)).sum().backward()
+            good = good and torch.allclose(weight.grad, torch.tensor(1.5 if step < 3 else 2.0))
+    return good
+
+
+def uneven_inputs(rank):
+    """Also on a rank that has no shared memory left, in a group that has kept some for buckets and in one that has not."""
+    first, second = dist.new_group(), dist.new_group()
+    good = is_trained(rank, first)
+    taken = take_memory() if rank == 0 else []
+    good = is_trained(rank, first) and is_trained(rank, second) and good
+    del taken
+    return is_trained(rank, second) and good
+
+
+def no_room(rank):
+    """Rank 0 has no shared memory left for its bucket."""
+    taken = take_memory() if rank == 0 else []
     net = DistributedDataParallel(nn.Linear(1000, 1000), gradient_as_bucket_view=True)
     for _ in range(4):
         net.zero_grad()
         net(torch.full((1, 1000), rank + 1.0)).sum().backward()
         if not (net.module.weight.grad == 1.5).all():
             return False
+    del taken
     return rank == 1 or not flow_torch.is_shared(net.module.weight.grad)
 
 
@@ -153,6 +190,7 @@ def main():
         timeout_of_wait,
         tags,
         work_of_the_parent,
+        uneven_inputs,
         no_room,  # last: of the memory that is given back nothing small can be had
     ):
         good = case(rank)

@@ -1,6 +1,6 @@
 """A rank that is killed, in backward or in an asynchronous collective, is an error on the other, which names it.
 
-usage: killed.py backward|async STORE RANK     STORE: a file that is not there yet
+usage: killed.py backward|ddp|async STORE RANK     STORE: a file that is not there yet
 """
 
 import os
@@ -16,8 +16,8 @@ how, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("flow", init_method=f"file://{store}", rank=rank, world_size=2)
 net = torch.nn.Linear(400, 400)
-if how == "backward":
-    net = torch.nn.parallel.DistributedDataParallel(net)
+if how != "async":
+    net = {"backward": torch.nn.parallel, "ddp": flow_torch}[how].DistributedDataParallel(net)
 try:
     for step in range(6):
         if rank == 1 and step == 4:

@@ -17,7 +17,7 @@ fn rank(number: usize, store: &str) -> Command {
 }
 
 fn expected(number: usize) -> String {
-    format!("rank {number}: 3 6 [0, 1, 2]\n")
+    format!("rank {number}: 3 [6, 6] [0, 1, 2]\n")
 }
 
 /// Three ranks that call themselves two machines. One of them, and no other, was started by

@@ -115,6 +115,25 @@ fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
 }
 
 #[test]
+fn flows_ddp_trains_as_torchs_over_gloo() {
+    if !is_skipped() {
+        all_good(Part::Cpp, "ddp.py", 50);
+    }
+}
+
+/// Three ranks: gradients are divided before they are summed up.
+#[test]
+fn flows_ddp_on_three_ranks() {
+    if is_skipped() {
+        return;
+    }
+    let cases = ["many buckets", "types", "layouts", "gradients of every kind"];
+    let finished = launch("3", Part::Cpp, "ddp.py", &cases);
+    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+    assert!(finished.code == Some(0) && good == 3 * cases.len(), "{finished:?}");
+}
+
+#[test]
 fn forks_and_memory() {
     if !is_skipped() {
         all_good(Part::Cpp, "forks.py", 8);
@@ -124,7 +143,7 @@ fn forks_and_memory() {
 #[test]
 fn what_would_hang_or_give_wrong_data() {
     if !is_skipped() {
-        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 10));
+        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 11));
     }
 }
 
@@ -154,7 +173,8 @@ fn a_rank_that_is_killed_is_named() {
     if is_skipped() {
         return;
     }
-    for (how, part) in [("async", Part::Cpp), ("backward", Part::Cpp), ("backward", Part::Python)] {
+    let cpp = ["async", "backward", "ddp"].map(|how| (how, Part::Cpp));
+    for (how, part) in cpp.into_iter().chain([("backward", Part::Python)]) {
         let store = std::env::temp_dir().join(job());
         let rank = |rank: &str| {
             let mut command = Command::new(python());

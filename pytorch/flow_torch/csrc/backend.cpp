@@ -12,6 +12,7 @@
 
 #include "lane.h"
 #include "memory.h"
+#include "reducer.h"
 
 namespace {
 
@@ -170,6 +171,16 @@ public:
 
     const Group& group() const { return group_; }
 
+    // Another group of the same ranks, which all make in the same order.
+    Group duplicate() {
+        std::vector<size_t> ranks(size_);
+        std::iota(ranks.begin(), ranks.end(), 0);
+        const auto key = c10::str("duplicate ", duplicates_++);
+        flow_group* made = nullptr;
+        check(flow_new_group_of(flow::within(group_, options_->timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
+        return flow::own(made);
+    }
+
     const std::string getBackendName() const override { return "flow"; }
     // PyTorch changes those of a group that is to be split, for its parts.
     c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>(*options_); }
@@ -213,8 +224,9 @@ public:
         const auto op = opts.reduceOp.op_;
         const auto code = reducible(dense(tensor).scalar_type(), op);
         check_bitwise(op, tensor.scalar_type());
-        const bool in_backward = opts.asyncOp && torch::autograd::get_current_graph_task_id() != -1;
-        if (in_backward && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
+        // Known to all ranks alike. Whether backward runs is not: a rank that has joined early, in DDP's join(), is in none.
+        const bool is_bucket = opts.asyncOp && !flow::is_seen(tensor);
+        if (is_bucket && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
             return reduce_bucket(tensors, *code, op, opts);
         }
         return collective(OpType::ALLREDUCE, tensors, tensors, opts, [this, tensor, op, code](const flow_group* group) {
@@ -547,39 +559,42 @@ private:
         }
     }
 
-    // A bucket of gradients. One that all ranks have in shared memory is announced now, and reduced where it lies. Whether they have
-    // it there is found out when it is reduced for the first time.
+    // A bucket of gradients: announced now, and reduced where it lies, or in the staging memory. Not announced is one for which some
+    // rank has no room, or the first of its length.
     WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
         const auto tensor = tensors[0];
-        auto* const bucket = flow::share_bucket(get(), tensor);
-        if (!bucket || !bucket->is_shared_in(id_)) {
-            return collective(OpType::ALLREDUCE, tensors, tensors, opts, [id = id_, tensor, code, op, bucket](const flow_group* group) {
-                int32_t is_shared = bucket != nullptr;
-                check(flow_all_reduce(group, {&is_shared, 1, FLOW_I32}, FLOW_MIN));
-                if (is_shared) bucket->shared_in(id);
-                check(flow_all_reduce(group, elements(tensor, code), flow_op(op)));
-            });
-        }
+        // What is reduced elsewhere need not be used again.
+        if (torch::autograd::get_current_graph_task_id() != -1) flow::share_bucket(get(), tensor);
+        const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
         const auto number = static_cast<uint32_t>(sequence_++);
-        const auto launch = [code, op, tensor, number](const flow_group* group) {
-            bool launched = false;
-            check(flow_launch_bucket(group, elements(tensor, code), number, flow_op(op), &launched));
-            return launched;
-        };
         const auto launched = std::make_shared<bool>(false);
+        const auto launch = [this, code, op, tensor, in_place, number, launched](const flow_group* group) {
+            check(flow_progress(group));
+            auto piece = elements(tensor, code);
+            if (!in_place) {
+                piece.data = staging_.take();
+                if (!piece.data) return false;
+                std::memcpy(piece.data, tensor.const_data_ptr(), tensor.nbytes());
+            }
+            check(flow_launch_bucket(group, &piece, 1, number, flow_op(op), launched.get()));
+            if (!in_place && !*launched) staging_.give_back();
+            return *launched;
+        };
         Job job;
         job.timeout = opts.timeout;
-        job.launch = [this, launch, launched] {
-            check(flow_progress(get()));
-            return *launched = launch(get());
-        };
-        job.run = [launch, launched](const flow_group* group) {
+        job.launch = [this, launch, bytes = tensor.nbytes()] { return staging_.has_room(bytes) && launch(get()); };
+        job.run = [this, launch, launched, tensor, code, op, in_place](const flow_group* group) {
+            if (!*launched && !staging_.make_room(group, tensor.nbytes())) {
+                return check(flow_all_reduce(group, elements(tensor, code), flow_op(op)));
+            }
             if (!*launched && !launch(group)) {
                 // Too many were under way.
                 check(flow_finish_buckets(group));
                 TORCH_CHECK(launch(group), "flow: a bucket cannot be launched");
             }
             check(flow_finish_buckets(group));
+            if (!in_place) std::memcpy(tensor.data_ptr(), staging_.memory(), tensor.nbytes());
+            if (!in_place) staging_.give_back();
         };
         const auto own = operation(OpType::ALLREDUCE, tensors, tensors);
         collectives_->submit(own, std::move(job));
@@ -619,16 +634,12 @@ private:
         reduce_rows(op, received, own);
     }
 
-    static uint64_t new_id() {
-        static std::atomic<uint64_t> last{0};
-        return ++last;
-    }
-
-    const uint64_t id_ = new_id();
     const Group group_;
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
+    std::atomic<uint64_t> duplicates_{0};
     const std::shared_ptr<flow::Lane> collectives_;
+    flow::Staging staging_;  // of the operations in collectives_
     std::mutex messages_mutex_;
     std::map<Peer, std::shared_ptr<flow::Lane>> messages_;
     std::mutex groups_mutex_;
@@ -667,5 +678,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
         .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
         .def("is_shared", &is_shared, py::arg("tensor"));
+    py::class_<flow::InPlaceReducer, std::shared_ptr<flow::InPlaceReducer>>(module, "InPlaceReducer")
+        .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
+                         std::vector<std::string> names) {
+                 const auto new_group = [backend] { return backend->duplicate(); };
+                 return std::make_shared<flow::InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
+             }),
+             py::arg("backend"), py::arg("torch"), py::arg("names"))
+        .def("connect", &flow::InPlaceReducer::connect, no_gil)
+        .def("expect", &flow::InPlaceReducer::expect, no_gil)
+        .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
+        .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

@@ -61,6 +61,8 @@ private:
     bool launched_ = false;
     std::shared_ptr<Lane> lane_;
     std::atomic<bool> ended_{false};
+    // Then its future is completed at once, also in backward.
+    std::atomic<bool> was_waited_for_{false};
     std::mutex future_mutex_;
     // Both under the mutex: of the thread that runs the operation and one that asks for the future exactly one completes it.
     bool done_ = false;
@@ -326,6 +328,7 @@ inline bool Operation::wait(Milliseconds timeout) {
                         c10::str("flow: this process was forked from rank ", rank_, ", and only there the operation can be waited for"));
     }
     if (lane_) lane_->run_up_to(this, timeout);
+    was_waited_for_ = true;
     if (timeout <= Milliseconds::zero()) return Work::wait(timeout);
     const auto spent = std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now() - start);
     return Work::wait(std::max(timeout - spent, Milliseconds(1)));
@@ -364,7 +367,7 @@ inline c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
     std::unique_lock<std::mutex> lock(future_mutex_);
     if (future_) return future_;
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    is_deferred_ = lane_ && !lane_->is_forked() && lane_->complete_futures();
+    is_deferred_ = lane_ && !lane_->is_forked() && !was_waited_for_ && lane_->complete_futures();
     if (is_deferred_) lane_->defer(OperationPtr::reclaim_copy(this));
     const bool is_done = done_ && !is_deferred_;
     lock.unlock();

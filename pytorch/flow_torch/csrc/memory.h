@@ -1,9 +1,8 @@
 // Tensors in memory that all ranks of the machine can reach.
 #pragma once
 
+#include <atomic>
 #include <cstring>
-#include <mutex>
-#include <set>
 
 #include <c10/core/CPUAllocator.h>
 
@@ -33,51 +32,64 @@ inline at::Tensor empty_shared(const flow_group* group, at::IntArrayRef sizes, a
     return at::empty({0}, at::TensorOptions().dtype(type)).set_(c10::Storage(std::move(storage)), 0, sizes);
 }
 
-// The memory of a bucket of DistributedDataParallel's that was moved: a block, and what it stands for, to which something may still
-// point.
-struct Bucket {
-    explicit Bucket(c10::DataPtr block) : now(std::move(block)) {}
+// Whether Python has the tensor itself. Buckets of DistributedDataParallel it has not, but where it has registered a hook for them.
+inline bool is_seen(const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
+}
 
-    const c10::DataPtr now;
-    c10::DataPtr before;
-
-    // Whether all ranks of a group have the bucket in shared memory, as far as they have asked each other.
-    bool is_shared_in(uint64_t group) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return groups_.count(group) > 0;
-    }
-    void shared_in(uint64_t group) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        groups_.insert(group);
-    }
-
-    static void free(void* bucket) { delete static_cast<Bucket*>(bucket); }
-
-private:
-    std::mutex mutex_;
-    std::set<uint64_t> groups_;
+// A block, and the memory that it stands for, to which something may still point.
+struct Moved {
+    c10::DataPtr now, before;
 };
 
-// Moves a bucket to shared memory, and all its tensors with it: a tensor that is the whole of a storage from PyTorch's own allocator.
-// Null if it stays. A program may have seen the bucket by one of its views, and have the address, by numpy() say: what lay there
-// before stays allocated as long as the bucket, but gets no more gradients. A bucket that Python has seen itself stays.
-inline Bucket* share_bucket(const flow_group* group, const at::Tensor& tensor) {
+// Moves a bucket of DistributedDataParallel's to shared memory, and all its tensors with it: a tensor that is the whole of a storage
+// from PyTorch's own allocator. A program may have seen the bucket by one of its views, and have the address, by numpy() say: what
+// lay there before stays allocated as long as the bucket, but gets no more gradients. Without room the bucket stays.
+inline void share_bucket(const flow_group* group, const at::Tensor& tensor) {
     const auto& storage = tensor.storage();
-    const auto& memory = storage.data_ptr();
-    if (memory.get_deleter() == &Bucket::free) {
-        const bool is_shared = flow_is_shared(group, tensor.const_data_ptr(), tensor.nbytes());
-        return is_shared ? static_cast<Bucket*>(memory.get_context()) : nullptr;
+    const bool is_plain = storage.data_ptr().get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+    if (!is_plain || storage.nbytes() != tensor.nbytes()) return;
+    if (auto memory = allocate(group, tensor.nbytes())) {
+        std::memcpy(memory.get(), tensor.const_data_ptr(), tensor.nbytes());
+        auto moved = std::make_unique<Moved>(Moved{std::move(memory), {}});
+        void* const data = moved->now.get();
+        const auto free = [](void* moved) { delete static_cast<Moved*>(moved); };
+        auto* const both = moved.release();
+        both->before = storage.set_data_ptr(c10::DataPtr(data, both, free, c10::kCPU));
     }
-    const bool is_plain = memory.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
-    const bool is_seen = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
-    if (!is_plain || is_seen || storage.nbytes() != tensor.nbytes()) return nullptr;
-    auto block = allocate(group, tensor.nbytes());
-    if (!block) return nullptr;
-    std::memcpy(block.get(), tensor.const_data_ptr(), tensor.nbytes());
-    void* const data = block.get();
-    auto* const bucket = new Bucket(std::move(block));
-    bucket->before = storage.set_data_ptr(c10::DataPtr(data, bucket, &Bucket::free, c10::kCPU));
-    return bucket;
 }
+
+// Shared memory that each rank keeps for a bucket that does not lie there. All ranks have room for buckets of the same lengths:
+// they agree on that, in the order of the operations.
+class Staging {
+public:
+    bool has_room(size_t bytes) const { return bytes <= room_; }
+
+    // Whether all ranks have room, for which they make it if they can. All of them call this in the same order.
+    bool make_room(const flow_group* group, size_t bytes) {
+        if (has_room(bytes) || bytes >= too_much_) return has_room(bytes);
+        auto memory = allocate(group, bytes);
+        int32_t has_memory = memory.get() != nullptr;
+        check(flow_all_reduce(group, {&has_memory, 1, FLOW_I32}, FLOW_MIN));
+        if (has_memory) {
+            memory_ = std::move(memory);
+            room_ = bytes;
+        } else {
+            too_much_ = bytes;
+        }
+        return has_memory;
+    }
+
+    void* memory() const { return memory_.get(); }
+    // Null if a bucket that is under way has the memory.
+    void* take() { return is_taken_.exchange(true) ? nullptr : memory(); }
+    void give_back() { is_taken_ = false; }
+
+private:
+    c10::DataPtr memory_;
+    size_t room_ = 0;
+    size_t too_much_ = SIZE_MAX;
+    std::atomic<bool> is_taken_{false};
+};
 
 }  // namespace flow

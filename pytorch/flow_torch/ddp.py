@@ -1,0 +1,126 @@
+"""DistributedDataParallel whose gradients come into being in shared memory, and are reduced there."""
+
+import functools
+import inspect
+
+import torch
+from torch import distributed as dist
+from torch.nn import parallel
+
+_DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """torch.nn.parallel.DistributedDataParallel, with the same arguments, methods and results.
+
+    Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
+    and while it goes on they are reduced where they are. With communication hooks, mixed precision, sparse gradients,
+    `skip_all_reduce_unused_params`, in the context of `join`, over another backend, on GPUs and without flow_torch's C++ part, it does
+    what torch's class does.
+    See docs/torch.md.
+    """
+
+    # What reduces gradients where they are. None where torch's Reducer does everything.
+    _in_place = None
+
+    @functools.wraps(parallel.DistributedDataParallel.__init__)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        given = inspect.signature(super().__init__).bind(*arguments, **options).arguments
+        # Without init_sync ranks must not communicate here.
+        if self._in_place is not None and given.get("init_sync", True):
+            self._in_place.connect()
+
+    def _ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph):
+        from . import extension
+
+        backend = self._flow_backend(parameters, expect_sparse_gradient)
+        as_view = self.gradient_as_bucket_view
+        # In torch's buckets, of which they could be views, are no gradients that are reduced elsewhere.
+        self.gradient_as_bucket_view = as_view and backend is None
+        try:
+            super()._ddp_init_helper(parameters, expect_sparse_gradient, param_to_name_mapping, static_graph)
+        finally:
+            self.gradient_as_bucket_view = as_view
+        if backend is not None:
+            names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
+            self._in_place = extension.load().InPlaceReducer(backend, self.reducer, names)
+
+    def _flow_backend(self, parameters, expect_sparse_gradient):
+        """The process group's, if it can reduce these parameters' gradients where they are."""
+        from . import _backend
+
+        is_torchs = self.mixed_precision is not None or self.skip_all_reduce_unused_params or self._use_python_reducer
+        is_plain = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
+        if is_torchs or not is_plain or any(expect_sparse_gradient) or not self._is_over_flow():
+            return None
+        backend = _backend(self.process_group)
+        # The one in Python is a process group.
+        return None if isinstance(backend, dist.ProcessGroup) else backend
+
+    def _is_over_flow(self):
+        return self.device_type == "cpu" and "flow" in str(dist.get_backend(self.process_group))
+
+    def _leave_to_torch(self):
+        """Has torch's Reducer do everything from here on."""
+        if self._in_place is None:
+            return
+        self._in_place = None
+        if self.gradient_as_bucket_view:
+            parameters, expect_sparse_gradient = self._build_params_for_reducer()
+            names = self._build_debug_param_to_name_mapping(parameters)
+            super()._ddp_init_helper(parameters, expect_sparse_gradient, names, self.static_graph)
+            if self.static_graph:
+                self.reducer._set_static_graph()
+                self.logger._set_static_graph()
+
+    def _pre_forward(self, *inputs, **kwargs):
+        if self._in_place is not None and torch.is_grad_enabled():
+            self._in_place.check_finished()
+        return super()._pre_forward(*inputs, **kwargs)
+
+    def _post_forward(self, output):
+        output = super()._post_forward(output)
+        is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self._in_place is not None and is_synchronized and not self._join_config.enable and not hasattr(self, "buffer_hook"):
+            self._in_place.expect()
+        return output
+
+    def register_comm_hook(self, state, hook):
+        self._leave_to_torch()
+        super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        self._leave_to_torch()
+        super()._register_builtin_comm_hook(comm_hook_type)
+
+    def _setup_in_backward_optimizers(self):
+        if self._is_over_flow() and any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
+            raise NotImplementedError(
+                "flow: optimizers in backward (_apply_optimizer_in_backward) wait there for futures, which are complete after it only"
+            )
+        super()._setup_in_backward_optimizers()
+
+    def _remove_autograd_hooks(self):
+        self._in_place = None
+        super()._remove_autograd_hooks()
+
+    def _check_reducer_finalized(self):
+        if self._in_place is not None:
+            self._in_place.check_finished()
+        super()._check_reducer_finalized()
+
+    def _update_process_group(self, new_process_group):
+        self._leave_to_torch()
+        super()._update_process_group(new_process_group)
+
+    def _get_ddp_logging_data(self):
+        data = super()._get_ddp_logging_data()
+        if self._in_place is not None:
+            data["in_place_bytes"] = self._in_place.in_place_bytes()
+        return data
+
+    def __getstate__(self):
+        state = super().__getstate__()
+        state.pop("_in_place", None)
+        return state

@@ -1,0 +1,633 @@
+"""flow_torch.DistributedDataParallel trains to the same bits as torch's class does, and has errors where it cannot go on. Two ranks;
+each prints a line for each case.
+
+usage: ddp.py [CASE...]     more ranks are for "many buckets", "types", "layouts" and "gradients of every kind"
+"""
+
+import copy
+import io
+import os
+import pickle
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn import functional as F
+from torch.nn import parallel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import flow_torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
+from models import MODELS
+
+WIDTH = 150  # a weight has 90,000 bytes: more than the 64 KiB from which on gradients are large
+
+
+class Flow:
+    """Wraps modules in flow_torch's class."""
+
+    group = None
+
+    def wrap(self, module, **options):
+        return flow_torch.DistributedDataParallel(module, **options)
+
+
+class Torch:
+    """Wraps them in torch's, over gloo; over flow if there are more ranks, whose sums gloo rounds in another order."""
+
+    def __init__(self):
+        self.group = dist.new_group(backend="gloo" if dist.get_world_size() == 2 else "flow")
+
+    def wrap(self, module, **options):
+        return parallel.DistributedDataParallel(module, process_group=self.group, **options)
+
+
+def layers(count=3, width=WIDTH):
+    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(width, width), nn.ReLU())))
+
+
+class Branches(nn.Module):
+    """Of two branches forward takes those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branches = layers(1), nn.ModuleList([layers(1), layers(1)])
+
+    def forward(self, x, taken):
+        x = self.trunk(x)
+        return sum((self.branches[index](x) for index in taken), x)
+
+
+def data(width=WIDTH, rows=8):
+    return torch.randn(rows, width)
+
+
+def gradients(net):
+    return [torch.full((1,), -1.0) if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def train(net, step=lambda net: net(data()).square().mean(), steps=4, to_none=True, optimizer=None):
+    """The parameters, and the last gradients, after some steps."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=to_none)
+        step(net).backward()
+        optimizer.step()
+    return [*net.state_dict().values(), *gradients(net)]
+
+
+def model(name, steps, **options):
+    def run(way):
+        net, shape = MODELS[name]()
+        net = way.wrap(net, **options)
+
+        def step(net):
+            x, y = torch.randn(4, *shape[1:]), torch.randint(0, 10, (4,))
+            return F.cross_entropy(net(x), y)
+
+        result = train(net, step, steps)
+        if way.group is None:
+            large = sum(p.nbytes for p in net.parameters() if p.nbytes >= 65536)
+            assert net._get_ddp_logging_data()["in_place_bytes"] == large, "gradients were copied"
+        return result
+
+    return run
+
+
+def plain(**options):
+    return lambda way: train(way.wrap(layers(), bucket_cap_mb=0.1, **options))
+
+
+def zeroed(way):
+    return train(way.wrap(layers(), gradient_as_bucket_view=True), to_none=False)
+
+
+def unused_parameters(way):
+    net, rank = way.wrap(Branches(), find_unused_parameters=True), dist.get_rank()
+    optimizer, result = torch.optim.SGD(net.parameters(), lr=0.05), []
+    for step, taken in enumerate([(0, 1), (rank,), (0,), (), (1,), (1 - rank,)]):
+        optimizer.zero_grad(set_to_none=step % 3 != 2)
+        net(data(), taken).square().mean().backward()
+        result += gradients(net)
+        optimizer.step()
+    return result
+
+
+def unused_in_a_static_graph(way):
+    net = way.wrap(Branches(), static_graph=True)
+    return train(net, lambda net: net(data(), (dist.get_rank(),)).square().mean())
+
+
+def outputs_that_are_not_used(way):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers(1), layers(1)
+
+        def forward(self, x):
+            return {"first": self.first(x), "second": [self.second(x)]}
+
+    net = way.wrap(Two(), find_unused_parameters=True)
+    return train(net, lambda net: net(data())["first"].square().mean())
+
+
+def used_several_times(way):
+    shared, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    last.weight = shared.weight
+    return train(way.wrap(nn.Sequential(shared, nn.ReLU(), shared, nn.ReLU(), last)))
+
+
+def checkpoints(reentrant, **options):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers(1), layers(2)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2 if options else 1):
+                x = checkpoint(self.second, x, use_reentrant=reentrant)
+            return x
+
+    return lambda way: train(way.wrap(Checkpointed(), **options))
+
+
+def checkpointed_as_a_whole(way):
+    net = way.wrap(layers(2))
+    return train(net, lambda net: checkpoint(net, data().requires_grad_(), use_reentrant=True).square().mean())
+
+
+def accumulation(way):
+    net, result = way.wrap(layers()), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step != 1)
+        with net.no_sync():
+            for _ in range(2):
+                net(data()).square().mean().backward()
+        result += gradients(net)
+        net(data()).square().mean().backward()
+        result += gradients(net)
+        optimizer.step()
+    return result
+
+
+def accumulation_over_unused(way):
+    net, result = way.wrap(Branches(), find_unused_parameters=True), []
+    for _ in range(2):
+        net.zero_grad()
+        with net.no_sync():
+            net(data(), (dist.get_rank(),)).sum().backward()
+        net(data(), ()).sum().backward()
+        result += gradients(net)
+    return result
+
+
+def several_backwards(way):
+    """Only the first after a forward is reduced."""
+    net, result = way.wrap(layers()), []
+    for _ in range(3):
+        net.zero_grad()
+        loss = net(data()).square().mean()
+        loss.backward(retain_graph=True)
+        result += gradients(net)
+        loss.backward()
+        result += gradients(net)
+        first, second = net(data()).mean(), net(data()).square().mean()
+        (first + second).backward()
+        result += gradients(net)
+    return result
+
+
+def heads(way):
+    """One reduction in two backwards: each has gradients that the other has not."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers(1), layers(1)
+
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    net, result = way.wrap(Heads()), []
+    for _ in range(3):
+        net.zero_grad()
+        first, second = net(data())
+        first.mean().backward()
+        second.mean().backward()
+        result += gradients(net)
+    return result
+
+
+def double_backward(way):
+    """A gradient penalty."""
+
+    def step(net):
+        x = data().requires_grad_()
+        out = net(x).square().mean()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + grad.square().sum()
+
+    net = way.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    return train(net, step)
+
+
+def sparse_gradients(way):
+    net = nn.Sequential(nn.Embedding(600, WIDTH, sparse=True), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH))
+    net = way.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randint(0, 600, (8, 4))).square().mean().backward()
+        optimizer.step()
+    return list(net.state_dict().values())
+
+
+def types(way):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(layers(1, 300).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.half))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = part(x.to(part[0].weight.dtype))
+            return x
+
+    return train(way.wrap(Mixed()), lambda net: net(data(300)).float().square().mean())
+
+
+def layouts(way):
+    net = nn.Sequential(nn.Conv2d(16, 128, 3, groups=2), nn.Conv2d(128, 40, 3)).to(memory_format=torch.channels_last)
+    net = way.wrap(net)
+    result = train(net, lambda net: net(torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)).square().mean())
+    return result + [torch.tensor(p.grad.stride()) for p in net.parameters()]
+
+
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.ones(0, 3))
+
+    def forward(self, x):
+        first, second, third, fourth = self.weights
+        both = torch.cat([first, second]).view(2, WIDTH, WIDTH).sum(0)  # gradients that share their memory
+        third = third + fourth  # one gradient for two, and for what comes next
+        return (x @ both @ third + third.sum()) * self.scale + self.nothing.sum()
+
+
+def gradients_of_every_kind(way):
+    return train(way.wrap(Weights()), lambda net: net(data()).mean(), steps=3)
+
+
+def hooks_of_programs(way):
+    net = way.wrap(Weights())
+    first, second, third, _ = net.module.weights
+    kept = []
+    first.register_hook(lambda grad: grad * 2)
+    second.register_hook(lambda grad: kept.append(grad) or grad)
+    third.register_post_accumulate_grad_hook(lambda p: nn.utils.clip_grad_value_([p], 0.01))
+    result = train(net, lambda net: net(data()).mean(), steps=3)
+    return result + kept
+
+
+def frozen_parameters(way):
+    net = layers()
+    net[0].requires_grad_(False)
+    net = way.wrap(net, find_unused_parameters=True)
+    result = train(net)
+    net.module[2].requires_grad_(False)
+    result += train(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    net.module[2].requires_grad_(True)
+    return result + train(net)
+
+
+def kept_gradients(way):
+    """What a program has kept of an earlier step stays as it was."""
+    net, kept = way.wrap(layers()), []
+    for _ in range(4):
+        net.zero_grad()
+        net(data()).square().mean().backward()
+        kept += [p.grad for p in net.parameters()]
+    return kept
+
+
+def clipped(way):
+    net = way.wrap(layers())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        net(data()).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        optimizer.step()
+    return list(net.parameters())
+
+
+def uneven_inputs(way):
+    net = way.wrap(layers(), bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for uniform in (True, False):
+        train(net, optimizer=optimizer, steps=2)
+        with net.join(divide_by_initial_world_size=uniform):
+            for _ in range(3 + 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                net(data()).square().mean().backward()
+                optimizer.step()
+    return train(net, optimizer=optimizer)
+
+
+def communication_hook(register, **options):
+    def run(way):
+        net = way.wrap(layers(), **options)
+        register(net, way.group)
+        return train(net)
+
+    return run
+
+
+def power_sgd(net, group):
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def adversaries(way):
+    """Two wrapped modules in one graph."""
+    first, second = way.wrap(layers(2)), way.wrap(layers(2))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05) for net in (first, second)]
+    for step in range(4):
+        made = first(data())
+        if step % 2:
+            made = made.detach()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        second(made).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [*first.parameters(), *second.parameters()]
+
+
+def copies(way):
+    """Pickled, and copied: torch knows how only in the default group."""
+    net = way.wrap(layers())
+    train(net)
+    if way.group is None:
+        buffer = io.BytesIO()
+        torch.save(net, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert isinstance(loaded, flow_torch.DistributedDataParallel) and loaded._in_place is not None
+        if dist.get_rank() == 0:
+            copy.deepcopy(net)  # by one rank alone
+        net = pickle.loads(pickle.dumps(loaded))
+    else:
+        other = way.wrap(copy.deepcopy(net.module))
+        other.load_state_dict(net.state_dict())
+        net = other
+    assert all(name.startswith("module.") for name in net.state_dict()) and isinstance(net, parallel.DistributedDataParallel)
+    return train(net)
+
+
+def compiled(way):
+    net = torch.compile(way.wrap(layers()), backend="aot_eager")
+    return train(net)
+
+
+def not_modules_of_cpus(way):
+    """Of one rank, and with an option for others than CPUs."""
+    alone = [dist.new_group([rank], backend="gloo" if way.group else "flow") for rank in (0, 1)][dist.get_rank()]
+    kind = parallel.DistributedDataParallel if way.group else flow_torch.DistributedDataParallel
+    try:
+        kind(layers(), device_ids=[0])
+        return []
+    except ValueError:
+        return train(kind(layers(), process_group=alone))
+
+
+SAME = {
+    **{f"{name}": model(name, steps) for name, steps in {"mlp": 6, "lenet": 4, "wide": 3, "mobilenet": 3}.items()},
+    "lenet, static graph": model("lenet", 4, static_graph=True),
+    "mobilenet, unused parameters": model("mobilenet", 2, find_unused_parameters=True),
+    "many buckets": plain(),
+    "static graph": plain(static_graph=True),
+    "bucket views": plain(gradient_as_bucket_view=True),
+    "unused parameters are looked for": plain(find_unused_parameters=True),
+    "zeroed": zeroed,
+    "unused parameters": unused_parameters,
+    "unused in a static graph": unused_in_a_static_graph,
+    "outputs that are not used": outputs_that_are_not_used,
+    "used several times": used_several_times,
+    "checkpoint": checkpoints(False),
+    "reentrant checkpoint": checkpoints(True),
+    "reentrant checkpoints, static graph": checkpoints(True, static_graph=True),
+    "checkpointed as a whole": checkpointed_as_a_whole,
+    "accumulation": accumulation,
+    "accumulation over unused": accumulation_over_unused,
+    "several backwards": several_backwards,
+    "heads": heads,
+    "double backward": double_backward,
+    "sparse gradients": sparse_gradients,
+    "types": types,
+    "layouts": layouts,
+    "gradients of every kind": gradients_of_every_kind,
+    "hooks of programs": hooks_of_programs,
+    "frozen parameters": frozen_parameters,
+    "kept gradients": kept_gradients,
+    "clipped": clipped,
+    "uneven inputs": uneven_inputs,
+    "fp16 hook": communication_hook(lambda net, group: net.register_comm_hook(group, default_hooks.fp16_compress_hook)),
+    "builtin hook": communication_hook(
+        lambda net, _: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE), gradient_as_bucket_view=True
+    ),
+    "power SGD": communication_hook(power_sgd, static_graph=True),  # gloo's threads wait for each other if there are more buckets
+    "adversaries": adversaries,
+    "copies": copies,
+    "compiled": compiled,
+    "one rank": not_modules_of_cpus,
+}
+
+
+def raised(call, kind):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def backward(net, *arguments):
+    net(*arguments).square().mean().backward()
+
+
+def missing_gradients():
+    """Both ranks learn of them, in their next forward or, if they wait for them, at once."""
+    net, rank = Flow().wrap(Branches()), dist.get_rank()
+    backward(net, data(), (0, 1))
+    first = raised(lambda: backward(net, data(), (0, 1) if rank else (0,)), dist.DistBackendError)
+    second = raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
+    words = "Expected to have finished reduction", "rank 0: 2 of 6 parameters got no gradient in it: branches.1.0.weight, branches.1.0.bias"
+    return all(word in (first if rank else second) for word in words)
+
+
+def failed_backward():
+    """An error on one rank is one on both; the process group goes on."""
+    net, rank = Flow().wrap(layers()), dist.get_rank()
+    backward(net, data())
+
+    def fails(grad):
+        raise ValueError("no more")
+
+    if rank == 1:
+        net.module[0].weight.register_hook(fails)
+    error = raised(lambda: backward(net, data()), (dist.DistBackendError, ValueError))
+    again = raised(lambda: backward(net, data()), RuntimeError)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    net = Flow().wrap(layers())
+    backward(net, data())
+    return ("no more" if rank else "rank 1: its backward ended before") in error and "wrap the model again" in again and ones[0] == 2
+
+
+def marked_twice():
+    """By reentrant checkpoints over the same layers, while gradients of others are still to come."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers(1), layers(1)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.second, x, use_reentrant=True)
+            return x
+
+    net = Flow().wrap(Twice())
+    error = raised(lambda: net(data()).sum().backward(), RuntimeError)
+    return "mark a variable ready only once" in error and "second.0" in error
+
+
+def gradients_with_a_graph():
+    """torch's class cannot reduce them on CPUs."""
+    net, batch, grads = Flow().wrap(layers()), data(), []
+    for create_graph in (False, True):
+        net.zero_grad()
+        net(batch).square().mean().backward(create_graph=create_graph)
+        grads.append([p.grad.detach().clone() for p in net.parameters()])
+    return all(torch.equal(plain, other) for plain, other in zip(*grads)) and net.module[0].weight.grad.requires_grad
+
+
+def changed_type():
+    """torch's class reduces no gradients from then on, and says nothing."""
+    net = Flow().wrap(layers())
+    backward(net, data())
+    net.double().float()
+    return "the type of 0.weight has changed" in raised(lambda: backward(net, data()), RuntimeError)
+
+
+def sparse_unawares():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(600, WIDTH))
+
+        def forward(self, index):
+            return F.embedding(index, self.rows, sparse=True)
+
+    net = Flow().wrap(Rows())
+    return "the gradient of rows is Sparse" in raised(lambda: backward(net, torch.arange(9)), RuntimeError)
+
+
+def changed_graph():
+    net = Flow().wrap(Branches(), static_graph=True)
+    backward(net, data(), (0,))
+    backward(net, data(), (0,))
+    return "branches.1.0" in raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
+
+
+def optimizer_in_backward():
+    net = layers()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), optimizer_kwargs={"lr": 0.05})
+    net = Flow().wrap(net)
+    return "optimizers in backward" in raised(lambda: net(data()), NotImplementedError)
+
+
+def workers():
+    """Between steps, and with gradients, processes are forked."""
+    net = Flow().wrap(layers())
+    batches = DataLoader(TensorDataset(torch.arange(32 * float(WIDTH)).view(32, WIDTH)), batch_size=8, num_workers=2)
+    for (batch,) in batches:
+        net.zero_grad()
+        backward(net, batch)
+    grad = net.module[0].weight.grad
+    before = grad.clone()
+    child = os.fork()
+    if child == 0:
+        # What it frees stays its parent's, and what it allocates is its own; its own backward is an error.
+        net.zero_grad()
+        error = raised(lambda: backward(net, data()), RuntimeError)
+        own = nn.Linear(WIDTH, WIDTH)
+        own(data()).sum().backward()
+        os._exit("forked" not in error or flow_torch.is_shared(own.weight.grad))
+    _, status = os.waitpid(child, 0)
+    backward(net, batch)
+    return status == 0 and flow_torch.is_shared(grad) and torch.allclose(grad, 2 * before)
+
+
+def memory():
+    """Gradients outlive what made them; without that, backward allocates as before."""
+    net = Flow().wrap(layers())
+    backward(net, data())
+    grad = net.module[0].weight.grad
+    was_shared, values = flow_torch.is_shared(grad), grad.clone()
+    net = net.module
+    net.zero_grad()
+    backward(net, data())
+    return was_shared and torch.equal(grad, values) and not flow_torch.is_shared(net[0].weight.grad)
+
+
+ALONE = [
+    *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
+    *(optimizer_in_backward, gradients_with_a_graph, workers, memory),
+]
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("flow", timeout=timedelta(seconds=60))
+    rank, ways, failures = dist.get_rank(), (Flow(), Torch()), 0
+    only = sys.argv[1:]
+    for name, case in SAME.items():
+        if only and name not in only:
+            continue
+        ours, theirs = [], []
+        for way, results in zip(ways, (ours, theirs)):
+            torch.manual_seed(rank)  # other data on each rank; parameters are rank 0's
+            results += case(way)
+        difference = next((i for i, (own, other) in enumerate(zip(ours, theirs)) if not torch.equal(own, other)), None)
+        good = difference is None and len(ours) == len(theirs) > 0
+        failures += not good
+        print(f"{name}: {'good' if good else f'BAD: result {difference} of {len(ours)} and {len(theirs)}'}", flush=True)
+    for case in ALONE:
+        if only and case.__name__ not in only:
+            continue
+        torch.manual_seed(1)
+        good = case()
+        failures += not good
+        print(f"{case.__name__}: {'good' if good else 'BAD'}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
