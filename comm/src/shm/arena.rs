@@ -88,6 +88,13 @@ impl Blocks {
         None
     }
 
+    /// A block of the part of the region that was never handed out.
+    fn take_unused(&mut self, size: usize, end: usize) -> Option<(usize, usize)> {
+        let offset = if size >= PAGE { self.used.next_multiple_of(PAGE) } else { self.used };
+        self.used = offset.checked_add(size).filter(|&used| used <= end)?;
+        Some((size, offset))
+    }
+
     /// Makes the warm block that was freed longest ago a cold one: its size and offset.
     fn cool_oldest(&mut self) -> Option<(usize, usize)> {
         let oldest = self
@@ -218,20 +225,26 @@ impl Arena {
         let size = size_class(bytes);
         let mut blocks = self.blocks()?;
         // A block up to a quarter larger serves as well: close sizes share their memory.
-        let (size, offset) = match blocks.take_free(size..=size + size / 4) {
-            Some(found) => found,
-            None => {
-                let offset =
-                    if size >= PAGE { blocks.used.next_multiple_of(PAGE) } else { blocks.used };
-                let end = offset.checked_add(size).filter(|&end| end <= self.region.end)?;
-                blocks.used = end;
-                (size, offset)
-            }
-        };
+        let (size, offset) = blocks
+            .take_free(size..=size + size / 4)
+            .or_else(|| blocks.take_unused(size, self.region.end))
+            .or_else(|| self.split_free(&mut blocks, size))?;
         blocks.live_bytes += size;
         drop(blocks);
         let born = self.quarantine.load(Ordering::Acquire);
         Some(Block { arena: Arc::clone(self), offset, size, born })
+    }
+
+    /// The beginning of a free block that is larger; the rest stays free.
+    fn split_free(&self, blocks: &mut Blocks, size: usize) -> Option<(usize, usize)> {
+        let size = size.next_multiple_of(PAGE);
+        let (whole, offset) = blocks.take_free(size..=usize::MAX)?;
+        let rest = whole - size;
+        if rest > 0 {
+            self.discard(offset + size, rest);
+            blocks.free.entry(rest).or_default().cold.push(offset + size);
+        }
+        Some((size, offset))
     }
 
     /// As [`Arena::allocate`], all bytes zero.
@@ -450,6 +463,19 @@ mod tests {
         let arena = arena();
         assert!(arena.allocate(usize::MAX / 4).is_none());
         assert!(arena.allocate(arena.len + 1).is_none());
+    }
+
+    #[test]
+    fn a_large_free_block_serves_small_ones_when_the_region_is_full() {
+        let arena = arena();
+        let large = arena.allocate(arena.len / 16 * 13).unwrap();
+        assert!(arena.allocate(arena.len / 4).is_none());
+        drop(large);
+        let blocks: Vec<Block> = (0..3).map(|_| arena.allocate(arena.len / 4).unwrap()).collect();
+        let offsets: Vec<usize> = blocks.iter().map(Block::offset).collect();
+        assert!(offsets.windows(2).all(|pair| pair[0] + blocks[0].size() <= pair[1]));
+        assert!(arena.allocate(arena.len / 4).is_none());
+        assert!(arena.allocate(100).is_some());
     }
 
     #[test]
