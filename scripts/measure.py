@@ -1,5 +1,6 @@
 """What `scripts/bench` measures with: commands that are run, their figures, and the table's lines."""
 
+import contextlib
 import json
 import os
 import statistics
@@ -13,6 +14,7 @@ RELEASE = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release"
 PEERS = ROOT / "scripts" / "peers"
 KIB, MIB = 1 << 10, 1 << 20
 LIMIT_S = 900  # for one command
+BUSY_LOOPS = 1, 2
 
 
 def fail(message):
@@ -40,6 +42,18 @@ def run(*command):
         sys.stderr.write(child.stderr[-4000:])
         fail(f"{' '.join(command)} ended with exit code {child.returncode}")
     return child.stdout, elapsed
+
+
+@contextlib.contextmanager
+def busy_loops(count):
+    """So many processes that only compute, beside what is measured."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 class Figures(dict):

@@ -1,7 +1,8 @@
 """torch.distributed over gloo and over flow, in turns: all-reduce, steps with DistributedDataParallel, steps with fully_shard.
 
 Prints JSON lines: for each way the median of its blocks' medians, and the median of gloo's time over its own, block by
-block. `flow_torch` is PyTorch over flow with flow_torch.DistributedDataParallel. MPI is measured where PyTorch has it.
+block. `flow_torch` is PyTorch over flow with flow_torch.DistributedDataParallel; `no communication` is fully_shard over
+PyTorch's backend "fake", which does nothing. MPI is measured where PyTorch has it.
 
 usage: PYTHONPATH=pytorch torchrun --nproc_per_node R backends.py [--blocks N] [--seconds S] [--sizes BYTES,...] [--models NAME,...]
 """
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401: registers the backend "fake"
 
 import flow_torch
 from models import MODELS, Gpt
@@ -115,7 +117,9 @@ def sharded(name, groups, arguments):
         return stepper(model, x, y)
 
     ways = {backend: way(group) for backend, group in groups.items()}
-    in_turns(f"FSDP2 {name}", {**ways, "flow, shared memory": way(groups["flow"], True)}, arguments)
+    ways["flow, shared memory"] = way(groups["flow"], True)
+    ways["no communication"] = way(dist.new_group(backend="fake"))
+    in_turns(f"FSDP2 {name}", ways, arguments)
 
 
 def main():
