@@ -1,7 +1,6 @@
 """The benches of PyTorch over Flow, for `scripts/bench`."""
 
 import json
-import os
 
 from measure import BUSY_LOOPS, MIB, PEERS, ROOT, busy_loops, row, run, size_name, torchrun_command
 
@@ -21,11 +20,9 @@ def one_round(figures, python, is_quick):
 
 
 def measure(figures, who, python, is_quick, *names):
-    headers = os.environ.get("FLOW_TORCH_INCLUDE", ROOT / ".libtorch" / "include")
-    environment = f"PYTHONPATH={ROOT / 'pytorch'}", f"FLOW_TORCH_INCLUDE={headers}"
     flags = [part for flag, of in zip(("--sizes", "--models", "--sharded"), names) for part in (flag, ",".join(map(str, of)))]
     program = PEERS / "backends.py", *flags, *(QUICK if is_quick else [])
-    for line in run("env", *environment, *torchrun_command(python, 2, *program))[0].splitlines():
+    for line in run("env", f"PYTHONPATH={ROOT / 'pytorch'}", *torchrun_command(python, 2, *program))[0].splitlines():
         line = json.loads(line)
         key = who, line["way"], line["name"]
         figures.add(key, line["median_us"])

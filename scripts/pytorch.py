@@ -16,7 +16,7 @@ import venv
 import libtorch
 
 FREE_GB = 2.5
-NOT_NEEDED = re.compile(r"(torch|nvidia/cu13)/(include|share)/|torch/bin/(?!torch_shm_manager)")
+NOT_NEEDED = re.compile(r"nvidia/cu13/(include|share)/|torch/share/|torch/bin/(?!torch_shm_manager)")
 # libtorch_python.so itself is linked with these.
 OTHER_LIBRARIES = ["libcudnn.so.9", "libcufile.so.0"]
 OTHER_FUNCTIONS = re.compile("cudnn|cuFile")

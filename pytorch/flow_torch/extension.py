@@ -5,7 +5,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from . import library
+from . import library, replaced
 
 HERE = Path(__file__).resolve().parent
 NAME = "_flow"
@@ -32,6 +31,7 @@ def load():
     if not _loaded:
         try:
             _loaded.append(_load())
+            replaced.wait_in_backward(_loaded[0].complete_deferred)
         except (ImportError, OSError) as error:
             _loaded.append(error)
     if isinstance(_loaded[0], Exception):
@@ -71,7 +71,7 @@ def key():
     for source in [*sorted((HERE / "csrc").iterdir()), library.files()[1], Path(__file__)]:
         hashed.update(source.read_bytes())
     build = torch.__version__, torch.version.git_version, torch.compiled_with_cxx11_abi()
-    hashed.update(repr((build, [os.environ.get(name) for name in ("FLOW_TORCH_INCLUDE", "CXX")])).encode())
+    hashed.update(repr((build, os.environ.get("CXX"))).encode())
     return hashed.hexdigest()[:16]
 
 
@@ -85,12 +85,9 @@ def cache():
 def compiler():
     """The command, without the file to make."""
     own = Path(torch.__file__).resolve().parent
-    headers = next((folder for folder in (own / "include", Path(os.environ.get("FLOW_TORCH_INCLUDE") or own)) if has_c10d(folder)), None)
-    if headers is None:
-        raise ImportError(f"flow_torch: {own / 'include'} has no headers of PyTorch's: FLOW_TORCH_INCLUDE names a folder of them")
-    found = version_of(headers)
-    if found != re.match(r"[0-9.]*[0-9]", VERSION)[0]:
-        raise ImportError(f"flow_torch: the headers in {headers} are PyTorch {found}'s, and this is PyTorch {torch.__version__}")
+    headers = own / "include"
+    if not (headers / "torch/csrc/distributed/c10d/Backend.hpp").exists():
+        raise ImportError(f"flow_torch: {headers} has no headers of PyTorch's: install PyTorch as its wheel has it")
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").exists():
         raise ImportError(f"flow_torch: {python / 'Python.h'} is missing: Debian and Ubuntu have it in python3-dev")
@@ -99,23 +96,13 @@ def compiler():
         raise ImportError(f"flow_torch: its C++ part is compiled at first use, and there is no {cxx[0]}: install g++, or set CXX")
     return [
         *cxx,
-        *["-O2", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden"],
+        *["-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"],
         *[f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"],
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *[f"-I{folder}" for folder in (library.files()[1].parent, headers, headers / "torch/csrc/api/include", python)],
         str(HERE / "csrc" / "backend.cpp"),
         *[f"-L{own / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"],
     ]
-
-
-def has_c10d(headers):
-    return (headers / "torch/csrc/distributed/c10d/Backend.hpp").exists()
-
-
-def version_of(headers):
-    """As `2.11.0`."""
-    text = (headers / "torch/headeronly/version.h").read_text()
-    return ".".join(re.search(rf"TORCH_VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def build_once(built):

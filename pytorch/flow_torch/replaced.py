@@ -69,6 +69,19 @@ def _is_available(device):
     return getattr(torch, device).is_available()
 
 
+def wait_in_backward(complete_deferred):
+    """Has a hook in backward that waits for a future first complete those that are left to the end of backward."""
+    original = torch._C.Future.wait
+
+    @functools.wraps(original)
+    def wait(future):
+        if torch._C._current_graph_task_id() != -1 and not future.done():
+            complete_deferred()
+        return original(future)
+
+    torch._C.Future.wait = wait
+
+
 def _monitored_barrier(original, backend_of):
     """torch's own refuses all but gloo."""
 

@@ -43,7 +43,7 @@ class Work(dist.Work):
 
     def __init__(self, group, job, results, timeout, lane):
         super().__init__()
-        self.group, self.job, self.results, self.timeout, self.lane = group, job, results, timeout, lane
+        self.group, self.job, self.results, self._timeout, self.lane = group, job, results, timeout, lane
         self.error, self.source, self.ended = None, -1, threading.Event()
         # The second, as only an error that a callback raises is one for C++ as well.
         self.over = torch.futures.Future()
@@ -53,7 +53,7 @@ class Work(dist.Work):
     def run(self):
         try:
             with torch.no_grad():
-                self.job(within(self.group, self.timeout))
+                self.job(within(self.group, self._timeout))
         except Exception as error:
             self.error = error
         self.end()

@@ -12,7 +12,6 @@ mod machines;
 mod parts;
 mod wheel;
 
-use std::path::PathBuf;
 use std::process::Command;
 
 use flow_harness::cli::{launcher, run};
@@ -29,23 +28,9 @@ enum Part {
 
 const PARTS: [Part; 2] = [Part::Cpp, Part::Python];
 
-/// Says why not, where there is no PyTorch or are no headers of it.
+/// Says why not, where there is no PyTorch.
 fn is_skipped() -> bool {
-    if !have("torch") {
-        return true;
-    }
-    let is_missing = !headers().join("torch/csrc/distributed/c10d/Backend.hpp").exists();
-    if is_missing {
-        println!("SKIPPED: the C++ part of flow_torch: LIBTORCH has no headers of c10d");
-    }
-    is_missing
-}
-
-/// PyTorch's, which the environment of `scripts/setup --pytorch` leaves out: libtorch's are the
-/// same.
-fn headers() -> PathBuf {
-    let folder = std::env::var_os("LIBTORCH").map_or_else(|| root().join(".libtorch"), Into::into);
-    folder.join("include")
+    !have("torch")
 }
 
 fn script(name: &str) -> String {
@@ -68,7 +53,6 @@ fn with_part(command: &mut Command, part: Part) -> &mut Command {
     command
         .env("FLOW_COMM_LIBRARY", library)
         .env("PYTHONPATH", root().join("pytorch"))
-        .env("FLOW_TORCH_INCLUDE", headers())
         .env("OMP_NUM_THREADS", "1")
         .env("PYTHONWARNINGS", "ignore")
 }

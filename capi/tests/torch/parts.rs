@@ -4,7 +4,7 @@ use flow_harness::cli::{launcher, run};
 use flow_harness::python::python;
 use flow_harness::{executable, Finished};
 
-use crate::{headers, is_skipped, script, with_flow};
+use crate::{is_skipped, script, with_flow};
 
 /// `parts.py` on so many ranks, with these variables of the first and others of rank 1.
 fn parts(ranks: &str, all: &[(&str, &str)], second: &[&str]) -> Finished {
@@ -66,29 +66,6 @@ fn a_compiler_that_fails() {
         "rank 0: its C++ part does not compile: a.h: error: nothing (all that ",
     );
     assert_eq!(std::fs::read_to_string(folder.path().join("c++.log")).unwrap(), "tried\n");
-}
-
-#[test]
-fn headers_of_another_version() {
-    if is_skipped() {
-        return;
-    }
-    let folder = tempfile::tempdir().unwrap();
-    let include = folder.path().join("include");
-    for name in ["torch/headeronly/version.h", "torch/csrc/distributed/c10d/Backend.hpp"] {
-        let text = std::fs::read_to_string(headers().join(name)).unwrap();
-        let file = include.join(name);
-        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
-        std::fs::write(file, text.replace("VERSION_MINOR ", "VERSION_MINOR 9")).unwrap();
-    }
-    let variables = [("FLOW_TORCH_INCLUDE", &*include), ("FLOW_CACHE", folder.path())];
-    let finished = parts("2", &variables.map(|(name, path)| (name, path.to_str().unwrap())), &[]);
-    if finished.stdout.contains("_flow [") {
-        println!("SKIPPED: headers of another version: PyTorch is installed with its own");
-        return;
-    }
-    is_pythons(&finished, 2, "rank 0: the headers in ");
-    assert!(finished.stderr.contains(" are PyTorch 2.9"), "{finished:?}");
 }
 
 #[test]

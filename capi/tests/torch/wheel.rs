@@ -10,7 +10,7 @@ use flow_harness::python::{have, python, python_path};
 use flow_harness::{program, root, Finished};
 use tempfile::TempDir;
 
-use crate::{headers, is_skipped, script};
+use crate::{is_skipped, script};
 
 /// The folder where the wheel is installed, with the C++ part for this PyTorch; None, said aloud,
 /// where it cannot be made.
@@ -27,7 +27,7 @@ fn install() -> Option<TempDir> {
     let mut wheel = Command::new(root().join("scripts/wheel"));
     wheel.arg("--torch").arg(wheels.path()).arg("--quiet").env_remove("PYTHONPATH");
     wheel.env("FLOW_COMM_LIBRARY", program("libflow_comm.so"));
-    let built = run(wheel.env("FLOW_TORCH_PYTHONS", python()).env("FLOW_TORCH_INCLUDE", headers()));
+    let built = run(wheel.env("FLOW_TORCH_PYTHONS", python()));
     if built.stderr.contains("No matching distribution found for setuptools") {
         println!("SKIPPED: flow_torch's wheel: pip cannot get setuptools");
         return None;

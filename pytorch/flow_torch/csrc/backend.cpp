@@ -689,5 +689,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         .def("expect", &flow::InPlaceReducer::expect, no_gil)
         .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
         .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes);
+    module.def("complete_deferred", &flow::Lane::complete_all_deferred, no_gil);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

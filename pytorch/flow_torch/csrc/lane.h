@@ -4,6 +4,7 @@
 // hand it to another thread. What nobody waits for in time a helper thread runs, so that it gets done in any case.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -187,19 +188,13 @@ public:
     }
 
     // The futures of what was submitted must be completed: at the end of backward, if this is one, else at once.
-    // Those of a backward are completed at its end and in order, so that callbacks which communicate do so in one order on all ranks.
-    // True if so.
+    // Those of a backward are completed at its end, or when it waits for one, and in order, so that callbacks which communicate do
+    // so in one order on all ranks. True if so.
     bool complete_futures() {
         const int task = torch::autograd::get_current_graph_task_id();
         std::unique_lock<std::mutex> lock(queue_mutex_);
-        if (task == -1) {
-            hurry_ = true;
-            lock.unlock();
-            wakeup_.notify_all();
-            return false;
-        }
-        if (is_ending_backward_ || !torch::autograd::get_current_node()) {
-            // At the end of backward, in a callback, which may wait.
+        // At the end of backward callbacks may wait.
+        if (task == -1 || is_completing_ || !torch::autograd::get_current_node()) {
             hurry_ = true;
             lock.unlock();
             wakeup_.notify_all();
@@ -208,11 +203,22 @@ public:
         if (task != task_) {
             task_ = task;
             lock.unlock();
+            in_backward_.push_back(weak_from_this());
             // The Reducer's own callback, which waits for the futures, comes later.
-            torch::autograd::Engine::get_default_engine().queue_callback(
-                [lane = shared_from_this()] { lane->end_backward(); });
+            torch::autograd::Engine::get_default_engine().queue_callback([lane = shared_from_this()] {
+                lane->complete_deferred();
+                lane->leave_backward();
+            });
         }
         return true;
+    }
+
+    // Completes the futures that this thread's backward has left to its end: a hook is about to wait for one of them, or for one
+    // that follows from them.
+    static void complete_all_deferred() {
+        for (const auto& lane : std::vector(in_backward_)) {
+            if (const auto own = lane.lock()) own->complete_deferred();
+        }
     }
 
     // With the operation's mutex held: its future is to be completed at the end of backward.
@@ -265,16 +271,25 @@ private:
         std::thread([operation] { operation->announce(); }).detach();
     }
 
-    void end_backward() {
-        is_ending_backward_ = true;
+    void complete_deferred() {
+        const bool was_completing = std::exchange(is_completing_, true);
         run_up_to(nullptr, kNoTimeout);
-        std::vector<OperationPtr> deferred;
-        {
-            std::lock_guard<std::mutex> lock(queue_mutex_);
-            deferred.swap(deferred_);
-        }
-        for (const auto& operation : deferred) operation->complete(operation->future_);
-        is_ending_backward_ = false;
+        while (const auto operation = take_deferred()) operation->complete(operation->future_);
+        is_completing_ = was_completing;
+    }
+
+    OperationPtr take_deferred() {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        if (deferred_.empty()) return {};
+        const auto first = deferred_.front();
+        deferred_.pop_front();
+        return first;
+    }
+
+    // Lanes that are gone leave as well.
+    void leave_backward() {
+        const auto is_over = [this](const auto& lane) { return lane.expired() || lane.lock().get() == this; };
+        in_backward_.erase(std::remove_if(in_backward_.begin(), in_backward_.end(), is_over), in_backward_.end());
     }
 
     // Looks again and again whether the first operation is still the same, so that it need not be woken for each; sleeps when there
@@ -308,13 +323,15 @@ private:
     std::mutex queue_mutex_;
     std::condition_variable wakeup_;
     std::deque<OperationPtr> queue_;
-    std::vector<OperationPtr> deferred_;
+    std::deque<OperationPtr> deferred_;
     std::atomic<std::thread::id> helper_id_{};
     size_t not_launched_ = 0;
     int task_ = -1;
     bool is_running_ = false;
     // Of this thread, in whatever lane.
-    static inline thread_local bool is_ending_backward_ = false;
+    static inline thread_local bool is_completing_ = false;
+    // Those with futures that are left to the end of this thread's backward.
+    static inline thread_local std::vector<std::weak_ptr<Lane>> in_backward_;
     bool asleep_ = false;
     bool hurry_ = false;
     bool closing_ = false;

@@ -129,6 +129,9 @@ public:
     }
 
 private:
+    // Of another type in each version of PyTorch.
+    using NodePtr = std::decay_t<decltype(TorchReducer::grad_accumulators(std::declval<c10d::Reducer&>())[0])>;
+
     struct Gradient {
         at::Tensor param;
         // The strides that it has on all ranks: they reduce what lies at the same place in memory.
@@ -455,7 +458,7 @@ private:
     const std::shared_ptr<c10d::Reducer> torch_;
     const std::vector<std::string> names_;
     std::set<size_t> lengths_;
-    std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
+    std::vector<std::pair<NodePtr, uintptr_t>> hooks_;
 
     // A backward that cannot be watched ends in a hook.
     std::recursive_mutex mutex_;
