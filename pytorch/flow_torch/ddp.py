@@ -94,13 +94,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._leave_to_torch()
         super()._register_builtin_comm_hook(comm_hook_type)
 
-    def _setup_in_backward_optimizers(self):
-        if self._is_over_flow() and any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
-            raise NotImplementedError(
-                "flow: optimizers in backward (_apply_optimizer_in_backward) wait there for futures, which are complete after it only"
-            )
-        super()._setup_in_backward_optimizers()
-
     def _remove_autograd_hooks(self):
         self._in_place = None
         super()._remove_autograd_hooks()

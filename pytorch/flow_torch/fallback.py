@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from . import rendezvous
 from .functions import Buffer, Membership, flow, list_of, number
 from .tensors import alike, counts, dense, divide, elements, filled, joined, of_one_type, only, op_code, reduce_rows, reducible, room_for
 from .works import NO_TIME, Lane, Work, made, within
@@ -44,6 +45,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._groups[tuple(ranks)] += 1
         group = made("new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
         return ProcessGroup(group, timeout)
+
+    def merge_remote_group(self, store, size, timeout, group_name=None, group_desc=None):
+        group = rendezvous.merge(store, store.add("mergeGroupRank", 1) - 1, size, timeout)
+        group._set_group_name(group_name or f"{self._name}:merge")
+        return group
 
     def is_shared(self, _):
         return False
@@ -78,7 +84,7 @@ class ProcessGroup(dist.ProcessGroup):
         flow("abort")(self._group, b"torch.distributed's abort()")
 
     def shutdown(self):
-        if os.getpid() == self._process:
+        if not self._is_forked():
             for lane in list(self._lanes.values()):
                 lane.close()
             self._lanes.clear()
@@ -251,6 +257,17 @@ class ProcessGroup(dist.ProcessGroup):
 
         return self._begin(run, [result for work in works for result in work.results], opts or c10d.AllreduceOptions())
 
+    # The names since PyTorch 2.15.
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def gather_single(self, output, input_, opts):
+        return self.gather([list(output.view(self._size, -1))] if self._rank == opts.rootRank else [], [input_], opts)
+
     # Of messages.
 
     def send(self, tensors, to, tag=0):
@@ -317,12 +334,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _begin(self, job, results, opts):
         self._check()
-        lane = self._lane("collectives")
-        work = Work(self._group, job, list(results), opts.timeout, lane)
-        if lane is None or lane is threading.current_thread():  # in a forked process, which has no threads; in a callback
+        work = Work(self._group, job, list(results), opts.timeout)
+        if self._is_forked():  # it has no threads
             work.run()
             return work
-        lane.operations.put(work)
+        with self._lock:
+            lane = self._lane(("collectives",))
+        if lane is threading.current_thread():  # in a callback
+            work.run()
+            return work
+        lane.put(work)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not opts.asyncOp:
             work.ended.wait()
@@ -338,23 +359,30 @@ class ProcessGroup(dist.ProcessGroup):
         self._check()
         if tag < 0:
             raise ValueError(f"flow: a tag must not be negative: {tag}")
-        lane = self._lane(peer, receives=peer[0] != "to")
-        work = Work(self._group, None, list(tensors), NO_TIME, lane)
+        work = Work(self._group, None, list(tensors), NO_TIME)
         work.job = lambda group: run(group, work)
-        if lane is None:
+        if self._is_forked():
             work.run()
-        else:
-            lane.operations.put(work)
+            return work
+        with self._lock:
+            if peer not in self._lanes:
+                self._close_idle_lanes()
+            self._lane(peer, receives=peer[0] != "to").put(work)
         return work
 
+    def _is_forked(self):
+        return os.getpid() != self._process
+
     def _lane(self, key, receives=False):
-        """None in a forked process."""
-        if os.getpid() != self._process:
-            return None
-        with self._lock:
-            if key not in self._lanes:
-                self._lanes[key] = Lane(receives)
-            return self._lanes[key]
+        if key not in self._lanes:
+            self._lanes[key] = Lane(receives)
+        return self._lanes[key]
+
+    def _close_idle_lanes(self):
+        """Of messages with tags: programs may use any number of these, each for a short time."""
+        for key, lane in list(self._lanes.items()):
+            if len(key) > 1 and key[0] != "to" and key[-1] > 0 and lane.is_idle():
+                self._lanes.pop(key).close()
 
     def _all_reduce_sparse(self, tensor, opts):
         """The sum of everybody's entries."""
@@ -362,6 +390,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise RuntimeError("unsupported reduction operation: sparse tensors can only be summed up")
 
         def run(group):
+            self._check_alike(group, tensor)
             own = tensor.coalesce()
             entries, of_ranks = torch.tensor([own._nnz()]), torch.zeros(self._size, dtype=torch.int64)
             flow("all_gather")(group, elements(entries), elements(of_ranks))
@@ -376,6 +405,18 @@ class ProcessGroup(dist.ProcessGroup):
             tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
 
         return self._begin(run, [tensor], opts)
+
+    def _check_alike(self, group, tensor):
+        """An error on all ranks if the sparse tensor is not on all of them what it is on rank 0."""
+        dtypes = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+        own = torch.zeros(64, dtype=torch.int64)
+        own[: tensor.dim() + 3] = torch.tensor([dtypes.index(tensor.dtype), tensor.sparse_dim(), tensor.dim(), *tensor.shape])
+        rows = own.new_empty((self._size, len(own)))
+        flow("all_gather")(group, elements(own), elements(rows))
+        shown = [f"{sizes[:dims]} of {dtypes[dtype]}, {sparse} of the dimensions sparse" for dtype, sparse, dims, *sizes in rows.tolist()]
+        for rank, its in enumerate(shown):
+            if its != shown[0]:
+                raise RuntimeError(f"flow: the sparse tensors of an all_reduce must be alike: rank 0 has {shown[0]}, and rank {rank} has {its}")
 
     def _of_ranks(self, tensors):
         if len(tensors) != self._size:

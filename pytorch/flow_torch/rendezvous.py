@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -15,13 +16,29 @@ _joined = collections.Counter()
 
 
 def join(options, is_mixed):
-    """The backend of a group, on all its ranks: the C++ part's, or, if some rank does not have that, the one in Python. `is_mixed`: the
-    group has other backends as well, for other devices, and so cannot be Python's."""
-    store, rank, size = options.store, options.group_rank, options.group_size
+    """The backend of a group. `is_mixed`: the group has other backends as well, for other devices."""
+    rank, size = options.group_rank, options.group_size
     prefix = f"flow/{_joined[options.group_id]}"
     _joined[options.group_id] += 1
+    return meet(options.store, prefix, rank, size, options.timeout, is_mixed, launcher(rank, size))
+
+
+def merge(store, rank, size, timeout):
+    """The backend of a group that processes of other groups make by a store of their own: ProcessGroup.merge_remote_group."""
+    return meet(store, "flow", rank, size, timeout, False, None)
+
+
+def meet(store, prefix, rank, size, timeout, is_mixed, launcher):
+    """The backend of a group, on all its ranks: the C++ part's, or, if some rank does not have that, the one in Python, which a mixed group
+    cannot have. `launcher`: the address of flow-launch's store, if that has started this rank."""
     own = f"{prefix}/rank/{rank}"
-    store.set(own, json.dumps(about(rank, size)))
+    about = {
+        "library": reason(library.load),
+        "extension": reason(extension.load),
+        "machine": machine(),
+        "launcher": launcher,
+    }
+    store.set(own, json.dumps(about))
     ranks = [json.loads(store.get(f"{prefix}/rank/{other}")) for other in range(size)]
     for other, found in enumerate(ranks):
         missing = found["library"] or is_mixed and found["extension"]
@@ -29,7 +46,7 @@ def join(options, is_mixed):
             raise ImportError(f"flow_torch: rank {other} cannot join: {missing}")
     reasons = [f"rank {other}: {found['extension']}" for other, found in enumerate(ranks) if found["extension"]]
     if rank == 0 and reasons:
-        print(f"flow_torch: all ranks use the slower part in Python: {reasons[0]}", file=sys.stderr, flush=True)
+        say_once(f"flow_torch: all ranks use the slower part in Python: {reasons[0]}")
     if reasons:
         from . import fallback as part
     else:
@@ -53,7 +70,7 @@ def join(options, is_mixed):
             address=at,
             token=token,
         )
-    backend = part.join(place=place, name=token, timeout=options.timeout)
+    backend = part.join(place=place, name=token, timeout=timeout)
     store.delete_key(own)
     if rank == 0:
         store.delete_key(f"{prefix}/job")
@@ -62,14 +79,9 @@ def join(options, is_mixed):
     return backend
 
 
-def about(rank, size):
-    """What the others must know of this rank."""
-    return {
-        "library": reason(library.load),
-        "extension": reason(extension.load),
-        "machine": machine(),
-        "launcher": launcher(rank, size),
-    }
+@functools.cache
+def say_once(message):
+    print(message, file=sys.stderr, flush=True)
 
 
 def reason(load):

@@ -17,6 +17,8 @@ def install(backend_of):
     """`backend_of`: flow's backend of a group, if it has one."""
     _replace("monitored_barrier", _monitored_barrier, backend_of)
     _replace("split_group", _split_group, backend_of)
+    if hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"):
+        _replace("_maybe_attach_flight_recorder", _maybe_attach_flight_recorder)
     if hasattr(dist.distributed_c10d, "_new_process_group_helper"):
         _replace("_new_process_group_helper", _new_process_group_helper)
     elif replaces_gloo():
@@ -67,6 +69,16 @@ def _with_flow(backend):
 
 def _is_available(device):
     return getattr(torch, device).is_available()
+
+
+def _maybe_attach_flight_recorder(original):
+    """Since PyTorch 2.15. Its recorder cannot record groups that are Python's."""
+
+    def attach(group, *arguments):
+        if not hasattr(group, "new_group_of"):
+            original(group, *arguments)
+
+    return attach
 
 
 def wait_in_backward(complete_deferred):

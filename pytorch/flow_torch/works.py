@@ -41,9 +41,9 @@ def within(group, timeout):
 class Work(dist.Work):
     """An operation, and how it has ended."""
 
-    def __init__(self, group, job, results, timeout, lane):
+    def __init__(self, group, job, results, timeout):
         super().__init__()
-        self.group, self.job, self.results, self._timeout, self.lane = group, job, results, timeout, lane
+        self.group, self.job, self.results, self._timeout, self.lane = group, job, results, timeout, None
         self.error, self.source, self.ended = None, -1, threading.Event()
         # The second, as only an error that a callback raises is one for C++ as well.
         self.over = torch.futures.Future()
@@ -111,8 +111,15 @@ class Lane(threading.Thread):
 
     def __init__(self, receives=False):
         super().__init__(name="flow", daemon=True)
-        self.receives, self.operations = receives, queue.SimpleQueue()
+        self.receives, self.operations, self.last_ended = receives, queue.SimpleQueue(), None
         self.start()
+
+    def put(self, work):
+        work.lane, self.last_ended = self, work.ended
+        self.operations.put(work)
+
+    def is_idle(self):
+        return self.last_ended is None or self.last_ended.is_set()
 
     def run(self):
         while (work := self.operations.get()) is not None:

@@ -81,7 +81,13 @@ def forms():
     inputs = [torch.full((1 + other,), float(rank)) for other in range(size)]
     outputs = [torch.zeros(1 + rank) for _ in range(size)]
     dist.all_to_all(outputs, inputs)
+    gathered = torch.zeros(size, 3)
+    if hasattr(dist, "gather_single"):  # since PyTorch 2.15; gloo lacks it
+        dist.gather_single(torch.full((3,), float(rank)), gathered if rank == 1 else None, dst=1)
+    else:
+        dist.gather(torch.full((3,), float(rank)), list(gathered) if rank == 1 else None, dst=1)
     checks = {
+        "gather_single": rank != 1 or gathered[:, 0].tolist() == list(range(size)),
         "a parameter that is not contiguous": bool((parameter == 1).all()),
         "objects": objects == [{"rank": other} for other in range(size)],
         "strided": every_second.tolist() == [size, 1] * 5,

@@ -166,6 +166,72 @@ def tags(rank):
     return all("tag" in raised(call, ValueError) for call in calls)
 
 
+def many_tags(rank):
+    """Threads do not grow with them."""
+    before = len(os.listdir("/proc/self/task"))
+    for tag in range(1, 100):
+        work = dist.irecv(torch.zeros(1), 1 - rank, tag=tag)
+        dist.send(torch.ones(1), 1 - rank, tag=tag)
+        work.wait()
+    return len(os.listdir("/proc/self/task")) - before < 20
+
+
+def hook_that_waits(rank):
+    """In backward, for a future of an operation, and for what follows from it."""
+
+    def through(future_of):
+        net = DistributedDataParallel(nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)), bucket_cap_mb=0.1)
+
+        def hook(_, bucket):
+            done = torch.futures.Future()
+            done.set_result(future_of(net, bucket).wait())
+            return done
+
+        net.register_comm_hook(None, hook)
+        for _ in range(3):
+            net.zero_grad()
+            net(torch.full((1, 200), rank + 1.0)).sum().backward()
+        return (net.module[1].bias.grad == 1).all() and (net.module[1].weight.grad == mean_of(net.module[0], rank)).all()
+
+    def mean_of(layer, rank):
+        inputs = layer(torch.full((1, 200), rank + 1.0)).detach()
+        dist.all_reduce(inputs)
+        return inputs / 2
+
+    def mean(future):
+        return future.value()[0] / 2
+
+    def reduced(bucket):
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    return through(lambda _, bucket: reduced(bucket).then(mean)) and through(
+        lambda net, bucket: torch.futures.collect_all([net.reducer._run_allreduce_hook(bucket)]).then(lambda all_: mean(all_.value()[0]))
+    )
+
+
+def sparse_that_differ(rank):
+    shapes, types = ((3, 4 + rank), (3, 4)), (torch.float32, torch.float64)
+    errors = [
+        raised(lambda: dist.all_reduce(torch.ones(shape, dtype=dtype).to_sparse()), RuntimeError)
+        for shape, dtype in ((shapes[0], types[0]), (shapes[1], types[rank]))
+    ]
+    last = torch.ones(3, 4).to_sparse()
+    dist.all_reduce(last)
+    return all("rank 1 has [3, " in error for error in errors) and bool((last.to_dense() == 2).all())
+
+
+def merged_group(_):
+    """Twice: ranks are in the order in which they come."""
+    for number in range(2):
+        store = dist.PrefixStore(f"merged {number}", dist.distributed_c10d._get_default_store())
+        group = dist.group.WORLD.merge_remote_group(store, 2, timedelta(seconds=60), f"merged {number}")
+        ranks = torch.tensor([group.rank() + 1])
+        group.allreduce([ranks]).wait()
+        if (ranks.item(), group.size(), group.group_name) != (3, 2, f"merged {number}"):
+            return False
+    return True
+
+
 def work_of_the_parent(rank):
     work = dist.irecv(torch.ones(1), 1 - rank, tag=9)
     child = os.fork()
@@ -189,6 +255,10 @@ def main():
         bucket_seen_by_a_view,
         timeout_of_wait,
         tags,
+        many_tags,
+        hook_that_waits,
+        sparse_that_differ,
+        merged_group,
         work_of_the_parent,
         uneven_inputs,
         no_room,  # last: of the memory that is given back nothing small can be had

@@ -127,7 +127,7 @@ fn forks_and_memory() {
 #[test]
 fn what_would_hang_or_give_wrong_data() {
     if !is_skipped() {
-        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 11));
+        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 15));
     }
 }
 

@@ -213,6 +213,14 @@ public:
         return c10::make_intrusive<FlowBackend>(flow::own(made), timeout);
     }
 
+    // The processes find each other as those of a first group do, in Python.
+    c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
+                                      const int& rank, const int& size) override {
+        const py::gil_scoped_acquire gil;
+        const auto merge = py::module_::import("flow_torch.rendezvous").attr("merge");
+        return merge(store, rank, size, opts->timeout).cast<c10::intrusive_ptr<Backend>>();
+    }
+
     Tensor allocateTensor(long size, at::TensorOptions options) override {
         const auto tensor = flow::empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
         return tensor.defined() ? tensor : at::empty({size}, options);
@@ -324,6 +332,19 @@ public:
             const auto all = blocks(input, rank_ == root ? size_ : 0);
             check(flow_gather(group, elements(input.contiguous()), elements(all), root));
             divide(all.view(-1), output);
+        });
+    }
+
+    // Since PyTorch 2.15. The output is the root's only.
+    WorkPtr gather_into_tensor(Tensor& output, Tensor& input, const c10d::GatherOptions& opts) {
+        const bool is_root = rank_ == opts.rootRank;
+        if (is_root) {
+            TORCH_CHECK_TYPE(dense(output).scalar_type() == dense(input).scalar_type(), "flow: input and output must have one type");
+            TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, "flow: the output must be ", size_, " times as long as the input");
+        }
+        const auto all = is_root ? output : at::empty({0}, dense(input).options());
+        return collective(OpType::GATHER, {input}, {all}, opts, [input, all, root = opts.rootRank](const flow_group* group) {
+            fill(all, [&](const Tensor& own) { check(flow_gather(group, elements(input.contiguous()), elements(own), root)); });
         });
     }
 
@@ -601,10 +622,32 @@ private:
         return own;
     }
 
+    // An error on all ranks if the sparse tensor is not on all of them what it is on rank 0.
+    void check_alike(const flow_group* group, const Tensor& tensor) const {
+        std::vector<int64_t> own(64);
+        TORCH_CHECK(tensor.dim() <= static_cast<int64_t>(own.size()) - 3, "flow: a sparse tensor may have 61 dimensions, not ", tensor.dim());
+        own[0] = static_cast<int64_t>(tensor.scalar_type());
+        own[1] = tensor.sparse_dim();
+        own[2] = tensor.dim();
+        std::copy(tensor.sizes().begin(), tensor.sizes().end(), own.begin() + 3);
+        std::vector<int64_t> all(own.size() * size_);
+        check(flow_all_gather(group, {own.data(), own.size(), FLOW_I64}, {all.data(), all.size(), FLOW_I64}));
+        const auto of = [&](int rank) { return at::ArrayRef<int64_t>(all).slice(rank * own.size(), own.size()); };
+        const auto shown = [&](int rank) {
+            const auto its = of(rank);
+            return c10::str(its.slice(3, its[2]), " of ", static_cast<at::ScalarType>(its[0]), ", ", its[1], " of the dimensions sparse");
+        };
+        for (int rank = 1; rank < size_; ++rank) {
+            TORCH_CHECK(of(rank) == of(0), "flow: the sparse tensors of an all_reduce must be alike: rank 0 has ", shown(0), ", and rank ",
+                        rank, " has ", shown(rank));
+        }
+    }
+
     // The sum of sparse tensors: that of everybody's entries.
     WorkPtr all_reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& opts) {
         TORCH_CHECK(opts.reduceOp == c10d::ReduceOp::SUM, "unsupported reduction operation: sparse tensors can only be summed up");
         return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, {tensor}, opts, [this, tensor](const flow_group* group) {
+            check_alike(group, tensor);
             const auto own = tensor.coalesce();
             int64_t entries = own._nnz();
             std::vector<int64_t> all_entries(size_);
