@@ -2,9 +2,10 @@
 
 import json
 
-from measure import BUSY_LOOPS, MIB, PEERS, ROOT, busy_loops, row, run, size_name, torchrun_command
+from measure import BUSY_LOOPS, MIB, PEERS, RELEASE, ROOT, busy_loops, row, run, size_name, torchrun_command
 
 SIZES = [4, 1 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB]
+LARGE = [size for size in SIZES if size >= MIB]
 STEP_TO_REACH = {"mlp": 2.9, "wide": 1.8, "lenet": 1.2, "mobilenet": 1}
 SHARDED = ["wide", "GPT block"]
 BUSY_SIZES = [4, 64 << 10, MIB, 25 * MIB]
@@ -13,6 +14,7 @@ QUICK = ["--blocks", 3]
 
 
 def one_round(figures, python, is_quick):
+    figures.add_lines("flow", run(RELEASE / "flow-bench", "limit", "--json", "--sizes", ",".join(map(str, LARGE)))[0])
     measure(figures, "flow, backend", python, is_quick, SIZES, STEP_TO_REACH, SHARDED)
     for loops in BUSY_LOOPS:
         with busy_loops(loops):
@@ -52,7 +54,10 @@ def table(figures):
         return figures.median("flow, backend", way, name)
 
     for size in SIZES:
-        yield from all_reduce_rows(figures, size, 15 if size >= MIB else 1)
+        yield from all_reduce_rows(figures, size, 15 if size in LARGE else 1)
+        if size in LARGE:
+            own, limit = median("flow, shared memory", f"all-reduce {size}"), figures.median("flow", "limit", size)
+            yield row(f"dist.all_reduce {size_name(size)}, shared memory, against the zero-copy limit", own, limit)
     for model, at_least in STEP_TO_REACH.items():
         yield from step_rows(figures, model, at_least)
         own, local = (median(way, f"DDP {model}") for way in ("flow_torch", "local"))

@@ -82,8 +82,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _post_forward(self, output):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self._in_place is not None and is_synchronized and not self._join_config.enable and not hasattr(self, "buffer_hook"):
-            self._in_place.expect()
+        if self._in_place is not None and is_synchronized:
+            is_torchs = self._join_config.enable or hasattr(self, "buffer_hook")
+            self._in_place.leave() if is_torchs else self._in_place.expect()
         return output
 
     def register_comm_hook(self, state, hook):

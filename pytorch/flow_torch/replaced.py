@@ -1,4 +1,4 @@
-"""Functions of torch.distributed that refuse what is not PyTorch's own, or that FLOW_TORCH=1 changes."""
+"""Functions of PyTorch's that refuse what is not its own, that FLOW_TORCH=1 changes, or that would wait for what is left for later."""
 
 import datetime
 import functools
@@ -87,7 +87,8 @@ def wait_in_backward(complete_deferred):
 
     @functools.wraps(original)
     def wait(future):
-        if torch._C._current_graph_task_id() != -1 and not future.done():
+        # Also for a future that is complete: which are does not depend on when ranks come here.
+        if torch._C._current_graph_task_id() != -1:
             complete_deferred()
         return original(future)
 

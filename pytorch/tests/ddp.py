@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn import functional as F
 from torch.nn import parallel
 from torch.utils.checkpoint import checkpoint
@@ -346,6 +345,72 @@ def uneven_inputs(way):
     return train(net, optimizer=optimizer)
 
 
+def forwards_without_backward(way):
+    """Of which the last is followed by another in join()'s context."""
+    net = way.wrap(layers(), bucket_cap_mb=0.1)
+    results = []
+    for _ in range(2):
+        results += train(net)
+        net(data())
+        with net.join():
+            for _ in range(3 * dist.get_rank()):
+                net.zero_grad()
+                net(data()).square().mean().backward()
+        results += gradients(net)
+    return results
+
+
+def in_two_modules(way):
+    """Parameters that both reduce: in f16 gradients are divided first, and would be twice."""
+    trunk = layers(1, 200).half()
+    first, second = (way.wrap(nn.Sequential(trunk, *layers(1, 200).half())) for _ in range(2))
+    for _ in range(3):
+        batch = data(200).half()
+        (first(batch) + second(batch)).sum().backward()
+    return gradients(first) + gradients(second)
+
+
+def late_hooks(way):
+    """What they do to a gradient comes too late for torch's class, which has copied it."""
+    net = way.wrap(layers())
+    nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in net.parameters()]  # kept, or the hooks are gone
+
+    def zeroing(p):
+        def hook(*_):
+            p.grad.zero_()
+
+        return hook
+
+    for p, node in zip(net.parameters(), nodes):
+        node.register_hook(zeroing(p))
+    return train(net)
+
+
+class Negated(torch.autograd.Function):
+    """Its gradient is a view whose sign is a bit, on rank 0."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return torch._neg_view(gradient.clone()) if dist.get_rank() == 0 else -gradient
+
+
+class Signs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x):
+        return Negated.apply(x @ Negated.apply(self.large)) * Negated.apply(self.small)
+
+
+def negative_bits(way):
+    return train(way.wrap(Signs()))
+
+
 def communication_hook(register, **options):
     def run(way):
         net = way.wrap(layers(), **options)
@@ -444,6 +509,10 @@ SAME = {
     "kept gradients": kept_gradients,
     "clipped": clipped,
     "uneven inputs": uneven_inputs,
+    "forwards without backward": forwards_without_backward,
+    "in two modules": in_two_modules,
+    "late hooks": late_hooks,
+    "negative bits": negative_bits,
     "fp16 hook": communication_hook(lambda net, group: net.register_comm_hook(group, default_hooks.fp16_compress_hook)),
     "builtin hook": communication_hook(
         lambda net, _: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE), gradient_as_bucket_view=True
@@ -526,6 +595,20 @@ def gradients_with_a_graph():
     return all(torch.equal(plain, other) for plain, other in zip(*grads)) and net.module[0].weight.grad.requires_grad
 
 
+def distributed_autograd():
+    """Its gradients go to a context, and torch's Reducer finds them there."""
+    distributed_autograd = torch.distributed.autograd
+    distributed_autograd._init(dist.get_rank())
+    net = Flow().wrap(layers())
+    with distributed_autograd.context() as context:
+        distributed_autograd.backward(context, [net(data() + dist.get_rank()).square().mean()])
+        found = distributed_autograd.get_gradients(context)
+        own = found[net.module[0].weight]
+    other = own.clone()
+    dist.broadcast(other, 0)
+    return torch.equal(own, other) and net.module[0].weight.grad is None
+
+
 def changed_type():
     """torch's class reduces no gradients from then on, and says nothing."""
     net = Flow().wrap(layers())
@@ -552,13 +635,6 @@ def changed_graph():
     backward(net, data(), (0,))
     backward(net, data(), (0,))
     return "branches.1.0" in raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
-
-
-def optimizer_in_backward():
-    net = layers()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), optimizer_kwargs={"lr": 0.05})
-    net = Flow().wrap(net)
-    return "optimizers in backward" in raised(lambda: net(data()), NotImplementedError)
 
 
 def workers():
@@ -597,7 +673,7 @@ def memory():
 
 ALONE = [
     *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
-    *(optimizer_in_backward, gradients_with_a_graph, workers, memory),
+    *(gradients_with_a_graph, distributed_autograd, workers, memory),
 ]
 
 

@@ -730,8 +730,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("backend"), py::arg("torch"), py::arg("names"))
         .def("connect", &flow::InPlaceReducer::connect, no_gil)
         .def("expect", &flow::InPlaceReducer::expect, no_gil)
+        .def("leave", &flow::InPlaceReducer::leave, no_gil)
         .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
-        .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes);
+        .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes, no_gil);
     module.def("complete_deferred", &flow::Lane::complete_all_deferred, no_gil);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

@@ -214,8 +214,9 @@ public:
     }
 
     // Completes the futures that this thread's backward has left to its end: a hook is about to wait for one of them, or for one
-    // that follows from them.
+    // that follows from them. A callback waits for operations that it has started, whose futures are not left to the end.
     static void complete_all_deferred() {
+        if (is_completing_) return;
         for (const auto& lane : std::vector(in_backward_)) {
             if (const auto own = lane.lock()) own->complete_deferred();
         }
@@ -272,10 +273,10 @@ private:
     }
 
     void complete_deferred() {
-        const bool was_completing = std::exchange(is_completing_, true);
+        is_completing_ = true;
         run_up_to(nullptr, kNoTimeout);
         while (const auto operation = take_deferred()) operation->complete(operation->future_);
-        is_completing_ = was_completing;
+        is_completing_ = false;
     }
 
     OperationPtr take_deferred() {

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "gradient_memory.h"
@@ -75,15 +76,16 @@ public:
         if (!own_) own_ = new_group_();
     }
 
-    // After torch's Reducer has been prepared for a backward: takes that over. The first backward of a static graph, in which it
-    // learns what the graph is, is left to it.
+    // After torch's Reducer has been prepared for a backward: takes that over. Left to it are the first backward of a static graph,
+    // in which it learns what the graph is, and one whose gradients go to a context of distributed autograd.
     void expect() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         {
             std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
             const auto calls = TorchReducer::backward_calls(*torch_);
             const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(*torch_));
-            expects_ = !TorchReducer::is_static(*torch_) || !is_first;
+            const bool has_context = torch::distributed::autograd::DistAutogradContainer::currentContextId() != -1;
+            expects_ = !has_context && (!TorchReducer::is_static(*torch_) || !is_first);
             if (!expects_) return;
             TorchReducer::expects_hooks(*torch_) = false;
         }
@@ -100,6 +102,12 @@ public:
         marked_unused_ = false;
         ready_ = next_ = in_place_ = 0;
         task_ = -1;
+    }
+
+    // Leaves the next backward to torch's Reducer, also if there has been a forward for another, which did not come.
+    void leave() {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        expects_ = false;
     }
 
     // An error if the last backward has failed, or has not brought all gradients.
@@ -254,7 +262,7 @@ private:
     }
 
     static void copy(const at::Tensor& to, const at::Tensor& from) {
-        if (has_layout(to, from.strides())) {
+        if (has_layout(to, from.strides()) && to.is_neg() == from.is_neg()) {
             std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
         } else {
             to.copy_(from);
@@ -271,6 +279,14 @@ private:
             incoming.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
         }
         return storage.use_count() == 2;
+    }
+
+    // Whether nobody changes the gradient after this hook: no hook that was added to the parameter later, and no other module that
+    // reduces it as well.
+    bool is_last(const Gradient& gradient) const {
+        const auto is_own = [](const auto& hook) { return dynamic_cast<const Hook*>(hook.get()) != nullptr; };
+        const auto& all = hooks_[&gradient - gradients_.data()].first->post_hooks();
+        return is_own(all.back()) && std::count_if(all.begin(), all.end(), is_own) == 1;
     }
 
     void on_gradient(size_t index, const at::Tensor& incoming) {
@@ -323,8 +339,9 @@ private:
                         " on ", grad.device(), ": only modules that are said to be sparse may have sparse gradients");
             TORCH_CHECK(grad.scalar_type() == bucket.type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
                         ", and its parameter ", bucket.type);
-            const bool stays = incoming && gradient.is_large && !grad.requires_grad() && has_layout(grad, gradient.layout) &&
-                               is_exclusive(grad, *incoming) && flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
+            const bool stays = incoming && gradient.is_large && !grad.requires_grad() && !grad.is_neg() &&
+                               has_layout(grad, gradient.layout) && is_exclusive(grad, *incoming) && is_last(gradient) &&
+                               flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
             gradient.reduced = stays ? grad : place_of(gradient);
             if (stays) in_place_ += grad.nbytes();
             if (bucket.divides_first) {
