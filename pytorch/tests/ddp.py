@@ -5,6 +5,7 @@ usage: ddp.py [CASE...]     more ranks are for "many buckets", "types", "layouts
 """
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -661,6 +662,7 @@ def workers():
 
 def memory():
     """Gradients outlive what made them; without that, backward allocates as before."""
+    gc.collect()  # models of other cases
     net = Flow().wrap(layers())
     backward(net, data())
     grad = net.module[0].weight.grad
