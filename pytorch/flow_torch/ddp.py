@@ -83,8 +83,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._in_place is not None and is_synchronized:
-            is_torchs = self._join_config.enable or hasattr(self, "buffer_hook")
-            self._in_place.leave() if is_torchs else self._in_place.expect()
+            if self._join_config.enable or hasattr(self, "buffer_hook"):
+                self._in_place.leave()
+            else:
+                self._in_place.expect()
         return output
 
     def register_comm_hook(self, state, hook):

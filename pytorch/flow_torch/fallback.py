@@ -426,7 +426,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _parts(self, tensor, splits):
         """How many elements go to each rank, or come from there."""
-        rows = tensor.shape[0] if tensor.dim() else 1
+        if not tensor.dim():
+            raise RuntimeError("flow: tensors of all_to_all_single need rows to divide")
+        rows = tensor.shape[0]
         if not splits and rows % self._size:
             raise RuntimeError(f"flow: {rows} rows cannot be divided among {self._size} ranks")
         splits = list(splits) or [rows // self._size] * self._size

@@ -98,7 +98,7 @@ def _check(code, _, __):
         return
     message = _message()().decode(errors="replace")
     if code == TIMEOUT:
-        message += " (the timeout is an argument of init_process_group and new_group)"
+        message += " (the timeout is an argument of init_process_group, new_group and wait)"
     raise dist.DistBackendError(message)
 
 

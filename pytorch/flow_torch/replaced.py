@@ -17,11 +17,10 @@ def install(backend_of):
     """`backend_of`: flow's backend of a group, if it has one."""
     _replace("monitored_barrier", _monitored_barrier, backend_of)
     _replace("split_group", _split_group, backend_of)
-    if hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"):
-        _replace("_maybe_attach_flight_recorder", _maybe_attach_flight_recorder)
-    if hasattr(dist.distributed_c10d, "_new_process_group_helper"):
-        _replace("_new_process_group_helper", _new_process_group_helper)
-    elif replaces_gloo():
+    # These are not in each version of PyTorch.
+    _replace("_set_pg_timeout", _set_pg_timeout, backend_of)
+    _replace("_maybe_attach_flight_recorder", _maybe_attach_flight_recorder)
+    if not _replace("_new_process_group_helper", _new_process_group_helper) and replaces_gloo():
         warnings.warn(f"FLOW_TORCH=1 has no effect: flow_torch does not know how PyTorch {torch.__version__} makes groups")
 
 
@@ -35,11 +34,15 @@ def is_mixed():
 
 
 def _replace(name, replacement, *arguments):
-    original = getattr(dist.distributed_c10d, name)
+    """Whether there is such a function."""
+    original = getattr(dist.distributed_c10d, name, None)
+    if original is None:
+        return False
     function = functools.wraps(original)(replacement(original, *arguments))
     for module in (dist, dist.distributed_c10d):
         if hasattr(module, name):
             setattr(module, name, function)
+    return True
 
 
 def _new_process_group_helper(original):
@@ -69,6 +72,17 @@ def _with_flow(backend):
 
 def _is_available(device):
     return getattr(torch, device).is_available()
+
+
+def _set_pg_timeout(original, backend_of):
+    """torch's own knows gloo's and NCCL's only."""
+
+    def set_timeout(timeout, group=None):
+        if group is dist.GroupMember.NON_GROUP_MEMBER or backend_of(group) is None:
+            return original(timeout, group)
+        (group or dist.distributed_c10d._get_default_group()).set_timeout(timeout)
+
+    return set_timeout
 
 
 def _maybe_attach_flight_recorder(original):

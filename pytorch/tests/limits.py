@@ -30,6 +30,11 @@ def timeout_of_the_group(rank, group):
     return rank == 1 or "rank 1" in raised(lambda: dist.all_reduce(torch.ones(3), group=group))
 
 
+def timeout_set_by_its_private_name(rank, group):
+    dist.distributed_c10d._set_pg_timeout(SHORT, group)
+    return rank == 1 or "rank 1" in raised(lambda: dist.all_reduce(torch.ones(3), group=group))
+
+
 def timeout_of_an_operation(rank, group):
     options = dist.AllreduceOptions()
     options.timeout = SHORT
@@ -47,7 +52,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("flow")
     rank, failures = dist.get_rank(), 0
-    for case in monitored_barrier, timeout_of_the_group, timeout_of_an_operation, abort:
+    for case in monitored_barrier, timeout_of_the_group, timeout_set_by_its_private_name, timeout_of_an_operation, abort:
         good = case(rank, dist.new_group())
         dist.barrier()
         failures += not good

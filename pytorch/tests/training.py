@@ -1,6 +1,7 @@
 """DDP, FSDP2 and DTensor train to the same bits over flow and over gloo. Rank 0 prints a line for each case."""
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flow_torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
+from models import MODELS
+
 
 def model():
     torch.manual_seed(1)
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(300, 300), nn.ReLU())), nn.Linear(300, 10))
 
 
-def train(net, steps=5):
+def train(net, steps=5, batch=lambda: (torch.randn(16, 300), torch.randint(0, 10, (16,)))):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(dist.get_rank())
     for _ in range(steps):
-        x, y = torch.randn(16, 300), torch.randint(0, 10, (16,))
+        x, y = batch()
         optimizer.zero_grad()
         nn.functional.cross_entropy(net(x), y).backward()
         optimizer.step()
@@ -33,6 +37,16 @@ def train(net, steps=5):
 
 def ddp(**options):
     return lambda group: train(DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.5, **options))
+
+
+def of_bench(name):
+    def case(group):
+        torch.manual_seed(0)
+        net, shape = MODELS[name]()
+        net = DistributedDataParallel(net, process_group=group)
+        return train(net, steps=2, batch=lambda: (torch.randn(shape), torch.randint(0, 10, shape[:1])))
+
+    return case
 
 
 def fsdp2(group):
@@ -80,6 +94,7 @@ def main():
         "ddp, gradients are views of buckets": ddp(gradient_as_bucket_view=True),
         "ddp, static graph": ddp(static_graph=True),
         "ddp, unused parameters": ddp(find_unused_parameters=True),
+        **{f"ddp, {name}": of_bench(name) for name in ("mlp", "lenet", "wide", "mobilenet")},
         "fully_shard": fsdp2,
         "tensor parallel": tensor_parallel,
         "redistribute": redistribute,

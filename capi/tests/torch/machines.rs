@@ -4,9 +4,9 @@ use std::process::Command;
 
 use flow_harness::net::{ipv4, Net};
 use flow_harness::python::python;
-use flow_harness::{job, Process, TEST_TIMEOUT};
+use flow_harness::{assert_contains, job, Process, TEST_TIMEOUT};
 
-use crate::{is_skipped, script, with_flow};
+use crate::{is_skipped, script, with_flow, with_part, PARTS};
 
 /// A rank of `machines.py`.
 fn rank(number: usize, store: &str) -> Command {
@@ -41,6 +41,60 @@ fn ranks_meet_by_one_store() {
         assert_eq!(finished.stdout, expected(number), "{finished:?}");
     }
     let _ = std::fs::remove_file(store);
+}
+
+/// The same as on one: all collectives, messages with tags and from any source, forms of tensors,
+/// sub-groups, timeouts.
+#[test]
+fn what_is_over_gloo_is_the_same_on_two_machines() {
+    if is_skipped() {
+        return;
+    }
+    for (part, (name, ranks, line, lines)) in PARTS.into_iter().flat_map(|part| {
+        [("collectives.py", 3, "same", 1), ("limits.py", 2, ": good", 5)].map(|of| (part, of))
+    }) {
+        let Some(net) = Net::new(2) else { return };
+        let start = |number: usize| {
+            let mut command = Command::new(python());
+            let (number_, ranks) = (number.to_string(), ranks.to_string());
+            let variables = [
+                ("RANK", number_.as_str()),
+                ("WORLD_SIZE", &ranks),
+                ("MASTER_ADDR", &ipv4(0)),
+                ("MASTER_PORT", "29512"),
+                ("GLOO_SOCKET_IFNAME", "eth0"),
+            ];
+            net.start(number % 2, with_part(command.arg(script(name)), part).envs(variables))
+        };
+        for agent in (0..ranks).map(start).collect::<Vec<_>>() {
+            let finished = agent.finish();
+            let good = finished.stdout.lines().filter(|printed| printed.ends_with(line)).count();
+            assert!(finished.code == Some(0) && good == lines, "{name}: {finished:?}");
+        }
+    }
+}
+
+/// It is named with its machine.
+#[test]
+fn a_rank_that_is_killed_on_another_machine() {
+    if is_skipped() {
+        return;
+    }
+    for how in ["backward", "ddp"] {
+        let Some(net) = Net::new(2) else { return };
+        let store = std::env::temp_dir().join(job());
+        let start = |number: usize| {
+            let mut command = Command::new(python());
+            command.args([&script("killed.py"), how, store.to_str().unwrap(), &number.to_string()]);
+            net.start(number, with_flow(&mut command).env("MASTER_ADDR", ipv4(0)))
+        };
+        let [first, second] = [0, 1].map(start);
+        let first = first.finish();
+        second.finish();
+        assert_eq!(first.code, Some(3), "{first:?}");
+        assert_contains(&first.stdout, &["rank 0: all_reduce #", " failed: rank 1 (pid ", "node1"]);
+        let _ = std::fs::remove_file(store);
+    }
 }
 
 /// Two machines, and MASTER_ADDR is not the one of rank 0.

@@ -411,11 +411,13 @@ public:
         dense(output);
         dense(input);
         TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "flow: input and output must have one type");
+        TORCH_CHECK(input.dim() > 0 && output.dim() > 0, "flow: tensors of all_to_all_single need rows to divide");
         c10d::checkSplitSizes(input_splits, input, size_);
         c10d::checkSplitSizes(output_splits, output, size_);
         const auto parts = [this](const Tensor& tensor, const std::vector<int64_t>& splits) {
-            const auto unit = elements(tensor).count / std::max<int64_t>(tensor.dim() ? tensor.size(0) : 1, 1);
-            const auto rows = splits.empty() ? std::vector<int64_t>(size_, tensor.size(0) / size_) : splits;
+            const auto all_rows = tensor.size(0);
+            const auto unit = elements(tensor).count / std::max<int64_t>(all_rows, 1);
+            const auto rows = splits.empty() ? std::vector<int64_t>(size_, all_rows / size_) : splits;
             std::vector<size_t> counts;
             for (const auto row : rows) counts.push_back(row * unit);
             return counts;
@@ -720,7 +722,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));
     py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
         .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
-        .def("is_shared", &is_shared, py::arg("tensor"));
+        .def("is_shared", &is_shared, py::arg("tensor"))
+        .def_property_readonly("options", &FlowBackend::getBackendOptions);
     py::class_<flow::InPlaceReducer, std::shared_ptr<flow::InPlaceReducer>>(module, "InPlaceReducer")
         .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
                          std::vector<std::string> names) {

@@ -18,7 +18,7 @@ using Milliseconds = std::chrono::milliseconds;
 inline void check(int code) {
     if (code == FLOW_OK) return;
     std::string message = flow_error_message();
-    if (code == FLOW_ERROR_TIMEOUT) message += " (the timeout is an argument of init_process_group and new_group)";
+    if (code == FLOW_ERROR_TIMEOUT) message += " (the timeout is an argument of init_process_group, new_group and wait)";
     C10_THROW_ERROR(DistBackendError, message);
 }
 
