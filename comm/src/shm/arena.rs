@@ -88,6 +88,31 @@ impl Blocks {
         None
     }
 
+    /// Where free blocks of whole pages lie side by side: lengths and offsets.
+    fn free_runs(&self) -> Vec<(usize, usize)> {
+        let mut blocks: Vec<(usize, usize)> = Vec::new();
+        for (&size, list) in self.free.range(PAGE..) {
+            let warm = list.warm.iter().map(|&(_, offset)| offset);
+            blocks.extend(warm.chain(list.cold.iter().copied()).map(|offset| (offset, size)));
+        }
+        blocks.sort_unstable();
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for (offset, size) in blocks {
+            match runs.last_mut() {
+                Some((length, start)) if *start + *length == offset => *length += size,
+                _ => runs.push((size, offset)),
+            }
+        }
+        runs
+    }
+
+    /// Takes all free blocks of whole pages off the lists.
+    fn forget_pages(&mut self) {
+        for (size, list) in self.free.split_off(&PAGE) {
+            self.warm_free_bytes -= size * list.warm.len();
+        }
+    }
+
     /// A block of the part of the region that was never handed out.
     fn take_unused(&mut self, size: usize, end: usize) -> Option<(usize, usize)> {
         let offset = if size >= PAGE { self.used.next_multiple_of(PAGE) } else { self.used };
@@ -235,14 +260,20 @@ impl Arena {
         Some(Block { arena: Arc::clone(self), offset, size, born })
     }
 
-    /// The beginning of a free block that is larger; the rest stays free.
+    /// The beginning of free blocks that lie side by side; the rest stays free.
     fn split_free(&self, blocks: &mut Blocks, size: usize) -> Option<(usize, usize)> {
         let size = size.next_multiple_of(PAGE);
-        let (whole, offset) = blocks.take_free(size..=usize::MAX)?;
-        let rest = whole - size;
-        if rest > 0 {
-            self.discard(offset + size, rest);
-            blocks.free.entry(rest).or_default().cold.push(offset + size);
+        let runs = blocks.free_runs();
+        let &(length, offset) = runs.iter().filter(|&&(length, _)| length >= size).min()?;
+        blocks.forget_pages();
+        for &(length, offset) in &runs {
+            self.discard(offset, length);
+        }
+        let others = runs.into_iter().filter(|&(_, other)| other != offset);
+        for (length, offset) in others.chain([(length - size, offset + size)]) {
+            if length > 0 {
+                blocks.free.entry(length).or_default().cold.push(offset);
+            }
         }
         Some((size, offset))
     }
@@ -476,6 +507,9 @@ mod tests {
         assert!(offsets.windows(2).all(|pair| pair[0] + blocks[0].size() <= pair[1]));
         assert!(arena.allocate(arena.len / 4).is_none());
         assert!(arena.allocate(100).is_some());
+        // And the small ones a large one again, when they are free.
+        drop(blocks);
+        assert!(arena.allocate(arena.len / 4 * 3).is_some());
     }
 
     #[test]
