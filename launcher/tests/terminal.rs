@@ -297,8 +297,9 @@ fn pytorchs_breakpoint_works() {
 #[test]
 fn a_password_is_not_shown() {
     let folder = tempfile::tempdir().unwrap();
-    let text = "import getpass, os\nif os.environ['RANK'] == '0': print(len(getpass.getpass()), \
-                'letters')";
+    // One write: its pieces could come between those of the prompt, which is on stderr.
+    let text = "import getpass, os\nif os.environ['RANK'] == '0':\n  \
+                os.write(1, b'%d letters\\n' % len(getpass.getpass()))";
     let program = python(&folder, text);
     let Some(mut terminal) =
         Terminal::start(&launcher(&["--stdin", "0", "--nproc_per_node", "2", &program]))

@@ -65,6 +65,8 @@ fn global_rows_come_out_of_an_evaluation_as_they_went_in() {
             let whole = output.to_sbp([B]).unwrap().to_local().unwrap();
             close(&whole, &replicas::alone(2).iter().fold(&x + 0, |x, half| half.forward(&x)));
         }
+        // A rank that fails ends what others are still doing.
+        group.barrier().unwrap();
         // What would be weighted wrongly is an error.
         let part = replica.part(&x, [7, 6]).unwrap();
         let step = replica.pipeline.step(&[part], |outputs, _| outputs[0].mean(Kind::Double));
