@@ -20,7 +20,7 @@ def join(options, is_mixed):
     rank, size = options.group_rank, options.group_size
     prefix = f"flow/{_joined[options.group_id]}"
     _joined[options.group_id] += 1
-    return meet(options.store, prefix, rank, size, options.timeout, is_mixed, launcher(rank, size))
+    return meet(options.store, prefix, rank, size, options.timeout, is_mixed, launcher_store(rank, size))
 
 
 def merge(store, rank, size, timeout):
@@ -92,7 +92,7 @@ def reason(load):
         return str(error).removeprefix("flow_torch: ")
 
 
-def launcher(rank, size):
+def launcher_store(rank, size):
     """The address of flow-launch's store, if that has started the ranks, and these are the group's."""
     place = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     return os.environ.get("FLOW_STORE") if place == (str(rank), str(size)) else None

@@ -57,6 +57,13 @@ fn with_part(command: &mut Command, part: Part) -> &mut Command {
         .env("PYTHONWARNINGS", "ignore")
 }
 
+/// For two ranks.
+fn torchrun() -> Command {
+    let mut command = Command::new(python());
+    command.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
+    command
+}
+
 /// The script on so many ranks under flow-launch.
 fn launch(ranks: &str, part: Part, name: &str, arguments: &[&str]) -> Finished {
     let (python, script) = (python(), script(name));
@@ -89,9 +96,7 @@ fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
         return;
     }
     for part in PARTS {
-        let mut torchrun = Command::new(python());
-        torchrun.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
-        let finished = run(with_part(torchrun.arg(script("training.py")), part));
+        let finished = run(with_part(torchrun().arg(script("training.py")), part));
         assert!(finished.code == Some(0), "{finished:?}");
         let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
         assert_eq!(same.count(), 11, "{finished:?}");
@@ -148,6 +153,36 @@ fn distributed_checkpoint() {
         let finished = launch("2", part, "checkpoint.py", &[folder.path().to_str().unwrap()]);
         let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
         assert!(finished.code == Some(0) && same.count() == 4, "{finished:?}");
+    }
+}
+
+#[test]
+fn processes_of_mp_spawn() {
+    if is_skipped() {
+        return;
+    }
+    let store = std::env::temp_dir().join(job());
+    let mut command = Command::new(python());
+    let finished = run(with_flow(command.arg(script("spawned.py")).arg(&store)));
+    let _ = std::fs::remove_file(store);
+    assert_eq!(finished.stdout, "flow 1.5\nflow 1.5\n", "{finished:?}");
+}
+
+/// Each attempt makes its groups anew, in new processes or beside the same agent's store.
+#[test]
+fn ranks_that_are_started_again_go_on() {
+    if is_skipped() {
+        return;
+    }
+    let (python, script) = (python(), script("restarted.py"));
+    let mut theirs = torchrun();
+    theirs.args(["--max-restarts", "1", "--monitor-interval", "0.1", &script]);
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--no-python", &python, &script];
+    for mut start in [theirs, launcher(&flags)] {
+        let folder = tempfile::tempdir().unwrap();
+        let finished = run(with_flow(start.arg(folder.path())));
+        let ends = "attempt 1, from step 3: -9.0\n".repeat(2);
+        assert!(finished.code == Some(0) && finished.stdout == ends, "{finished:?}");
     }
 }
 

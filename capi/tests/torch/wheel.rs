@@ -10,7 +10,7 @@ use flow_harness::python::{have, python, python_path};
 use flow_harness::{program, root, Finished};
 use tempfile::TempDir;
 
-use crate::{is_skipped, script};
+use crate::{is_skipped, script, torchrun};
 
 /// The folder where the wheel is installed, with the C++ part for this PyTorch; None, said aloud,
 /// where it cannot be made.
@@ -116,12 +116,6 @@ fn trains_as_over_gloo(site: &Path, start: impl Fn() -> Command, library: &str) 
         lines
     };
     assert_eq!(weights("1", "flow"), weights("0", "gloo"));
-}
-
-fn torchrun() -> Command {
-    let mut command = Command::new(python());
-    command.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
-    command
 }
 
 #[test]

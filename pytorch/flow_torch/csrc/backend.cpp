@@ -13,20 +13,13 @@
 #include "lane.h"
 #include "memory.h"
 #include "reducer.h"
+#include "sparse.h"
+#include "tensors.h"
 
 namespace {
 
-using at::Tensor;
+using namespace flow;
 using c10d::OpType;
-using flow::check;
-using flow::elements;
-using flow::Group;
-using flow::Job;
-using flow::Milliseconds;
-using flow::OperationPtr;
-using flow::reducible;
-using RedOp = c10d::ReduceOp::RedOpType;
-using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // How long a helper leaves a collective, and a message, to whoever waits for it. Two ranks that send to each other first both need
@@ -34,114 +27,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr std::chrono::milliseconds kPatience(20);
 constexpr std::chrono::microseconds kPatienceForMessages(50);
 
-const Tensor& dense(const Tensor& tensor) {
-    TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided, "flow: only dense CPU tensors can be communicated here, not ",
-                tensor.layout(), " ones on ", tensor.device());
-    return tensor;
-}
-
-const Tensor& only(const Tensors& tensors) {
-    TORCH_CHECK(tensors.size() == 1, "flow: one tensor is expected, not ", tensors.size());
-    return tensors[0];
-}
-
-const Tensors& only(const std::vector<Tensors>& lists) {
-    TORCH_CHECK(lists.size() == 1, "flow: one list of tensors is expected, not ", lists.size());
-    return lists[0];
-}
-
-// A tensor of every rank of a group, all of one type.
-const Tensors& of_ranks(const Tensors& tensors, int size) {
-    TORCH_CHECK(tensors.size() == static_cast<size_t>(size), "flow: a tensor for each of ", size, " ranks is expected, not ",
-                tensors.size());
-    for (const auto& tensor : tensors) {
-        TORCH_CHECK_TYPE(dense(tensor).scalar_type() == tensors[0].scalar_type(), "flow: the tensors must have one type");
-    }
-    return tensors;
-}
-
-// That blocks have the type and the number of elements of this rank's.
-void alike(const Tensors& blocks, const Tensor& own) {
-    for (const auto& block : blocks) {
-        TORCH_CHECK_TYPE(block.scalar_type() == own.scalar_type(), "flow: inputs and outputs must have one type, not ",
-                         block.scalar_type(), " and ", own.scalar_type());
-        TORCH_CHECK_VALUE(block.numel() == own.numel(), "flow: inputs and outputs must have as many elements, not ", block.numel(),
-                          " and ", own.numel());
-    }
-}
-
-// Has `write` fill a tensor: where it is, or by way of a contiguous copy.
-template <typename Write>
-void fill(const Tensor& tensor, const Write& write) {
-    const auto own = tensor.contiguous();
-    write(own);
-    if (!own.is_same(tensor)) tensor.copy_(own);
-}
-
-// `count` blocks of as many elements as the tensor has, one after the other.
-Tensor blocks(const Tensor& tensor, int64_t count) {
-    return at::empty({count, tensor.numel()}, tensor.options().memory_format(at::MemoryFormat::Contiguous));
-}
-
-// The elements of all tensors, one after the other.
-Tensor joined(const Tensors& tensors) {
-    Tensors flat;
-    for (const auto& tensor : tensors) flat.push_back(tensor.reshape(-1));
-    return at::cat(flat);
-}
-
-// Room for them.
-Tensor room_for(const Tensors& tensors) {
-    int64_t total = 0;
-    for (const auto& tensor : tensors) total += tensor.numel();
-    return at::empty({total}, tensors[0].options().memory_format(at::MemoryFormat::Contiguous));
-}
-
-// Copies them to their tensors.
-void divide(const Tensor& joined, const Tensors& tensors) {
-    int64_t start = 0;
-    for (const auto& tensor : tensors) {
-        tensor.copy_(joined.narrow(0, start, tensor.numel()).view(tensor.sizes()));
-        start += tensor.numel();
-    }
-}
-
-// How many elements each rank has, as flow-comm counts them.
-std::vector<size_t> counts(const Tensors& tensors) {
-    std::vector<size_t> counts;
-    for (const auto& tensor : tensors) counts.push_back(flow::code_of(tensor.scalar_type()) ? tensor.numel() : tensor.nbytes());
-    return counts;
-}
-
-Tensor combine(RedOp op, const Tensor& left, const Tensor& right) {
-    using Op = c10d::ReduceOp;
-    const bool is_bool = left.scalar_type() == at::kBool;
-    switch (op) {
-        case Op::SUM: return is_bool ? left.logical_or(right) : left + right;
-        case Op::PRODUCT: return is_bool ? left.logical_and(right) : left * right;
-        case Op::MIN: return at::minimum(left, right);
-        case Op::MAX: return at::maximum(left, right);
-        case Op::BAND: return left.bitwise_and(right);
-        case Op::BOR: return left.bitwise_or(right);
-        case Op::BXOR: return left.bitwise_xor(right);
-        default: TORCH_CHECK(false, "flow: this reduction is not supported for ", left.scalar_type());
-    }
-}
-
-// Reduces the rows of a matrix, in their order, into one tensor: for types and reductions that flow-comm does not know.
-void reduce_rows(RedOp op, const Tensor& rows, const Tensor& result) {
-    auto sum = rows[0];
-    for (int64_t row = 1; row < rows.size(0); ++row) sum = combine(op, sum, rows[row]);
-    result.copy_(sum.view(result.sizes()));
-}
-
 void check_tag(int tag) {
     TORCH_CHECK_VALUE(tag >= 0, "flow: a tag must not be negative: ", tag);
-}
-
-void check_bitwise(RedOp op, at::ScalarType type) {
-    const bool is_bitwise = op == c10d::ReduceOp::BAND || op == c10d::ReduceOp::BOR || op == c10d::ReduceOp::BXOR;
-    TORCH_CHECK(!is_bitwise || c10::isIntegralType(type, /*includeBool=*/true), "flow: only integers have bitwise reductions, not ", type);
 }
 
 class FlowBackend final : public c10d::Backend {
@@ -150,7 +37,7 @@ public:
         : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
           group_(std::move(group)),
           options_(c10::make_intrusive<Options>("flow", timeout)),
-          collectives_(std::make_shared<flow::Lane>(group_, kPatience)) {
+          collectives_(std::make_shared<Lane>(group_, kPatience)) {
         init();
     }
 
@@ -177,8 +64,8 @@ public:
         std::iota(ranks.begin(), ranks.end(), 0);
         const auto key = c10::str("duplicate ", duplicates_++);
         flow_group* made = nullptr;
-        check(flow_new_group_of(flow::within(group_, options_->timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
-        return flow::own(made);
+        check(flow_new_group_of(within(group_, options_->timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
+        return own(made);
     }
 
     const std::string getBackendName() const override { return "flow"; }
@@ -187,7 +74,7 @@ public:
 
     void setTimeout(Milliseconds timeout) override {
         options_->timeout = timeout;
-        check(flow_set_timeout(get(), flow::seconds(timeout)));
+        check(flow_set_timeout(get(), seconds(timeout)));
     }
 
     void abort() override { check(flow_abort(get(), "torch.distributed's abort()")); }
@@ -209,8 +96,8 @@ public:
         const auto key = c10::str(c10::Join(",", ranks), "#", groups_[ranks]++);
         lock.unlock();
         flow_group* made = nullptr;
-        check(flow_new_group_of(flow::within(group_, timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
-        return c10::make_intrusive<FlowBackend>(flow::own(made), timeout);
+        check(flow_new_group_of(within(group_, timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
+        return c10::make_intrusive<FlowBackend>(own(made), timeout);
     }
 
     // The processes find each other as those of a first group do, in Python.
@@ -222,7 +109,7 @@ public:
     }
 
     Tensor allocateTensor(long size, at::TensorOptions options) override {
-        const auto tensor = flow::empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
+        const auto tensor = empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
         return tensor.defined() ? tensor : at::empty({size}, options);
     }
 
@@ -233,8 +120,8 @@ public:
         const auto code = reducible(dense(tensor).scalar_type(), op);
         check_bitwise(op, tensor.scalar_type());
         // Known to all ranks alike. Whether backward runs is not: a rank that has joined early, in DDP's join(), is in none.
-        const bool is_bucket = opts.asyncOp && !flow::is_seen(tensor);
-        if (is_bucket && code && tensor.is_contiguous() && tensor.nbytes() >= flow::kMinShared) {
+        const bool is_bucket = opts.asyncOp && !is_seen(tensor);
+        if (is_bucket && code && tensor.is_contiguous() && tensor.nbytes() >= kMinShared) {
             return reduce_bucket(tensors, *code, op, opts);
         }
         return collective(OpType::ALLREDUCE, tensors, tensors, opts, [this, tensor, op, code](const flow_group* group) {
@@ -445,7 +332,7 @@ public:
     WorkPtr send(Tensors& tensors, int to, int tag) override {
         check_tag(tag);
         const auto& tensor = dense(only(tensors));
-        return message(OpType::SEND, tensors, {to, kToRank}, [tensor, to, tag](const flow_group* group, flow::Operation&) {
+        return message(OpType::SEND, tensors, {to, kToRank}, [tensor, to, tag](const flow_group* group, Operation&) {
             check(flow_send(group, elements(tensor.contiguous()), to, tag));
         });
     }
@@ -453,7 +340,7 @@ public:
     WorkPtr recv(Tensors& tensors, int from, int tag) override {
         check_tag(tag);
         const auto& tensor = dense(only(tensors));
-        return message(OpType::RECV, tensors, {from, tag}, [tensor, from, tag](const flow_group* group, flow::Operation& own) {
+        return message(OpType::RECV, tensors, {from, tag}, [tensor, from, tag](const flow_group* group, Operation& own) {
             fill(tensor, [&](const Tensor& data) { check(flow_recv(group, elements(data), from, tag)); });
             own.set_source(from);
         });
@@ -462,7 +349,7 @@ public:
     WorkPtr recvAnysource(Tensors& tensors, int tag) override {
         check_tag(tag);
         const auto& tensor = dense(only(tensors));
-        return message(OpType::RECVANYSOURCE, tensors, {kAnyRank, tag}, [tensor, tag](const flow_group* group, flow::Operation& own) {
+        return message(OpType::RECVANYSOURCE, tensors, {kAnyRank, tag}, [tensor, tag](const flow_group* group, Operation& own) {
             size_t from = 0;
             fill(tensor, [&](const Tensor& data) { check(flow_recv_any(group, elements(data), tag, &from)); });
             own.set_source(static_cast<int>(from));
@@ -482,7 +369,7 @@ public:
         uint8_t byte = 0;
         const flow_buffer word{&byte, 1, FLOW_U8};
         if (rank_ != 0) {
-            const auto group = flow::within(group_, timeout);
+            const auto group = within(group_, timeout);
             if (flow_send(group.get(), word, 0, kArrived) != FLOW_OK || flow_recv(group.get(), word, 0, kPassed) != FLOW_OK) {
                 C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while ",
                                                            "waiting for send/recv from rank 0: ", flow_error_message()));
@@ -497,7 +384,7 @@ public:
         while (!missing.empty()) {
             const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
             size_t from = 0;
-            const auto group = flow::within(group_, std::max(left, Milliseconds(1)));
+            const auto group = within(group_, std::max(left, Milliseconds(1)));
             if (flow_recv_any(group.get(), word, kArrived, &from) != FLOW_OK) {
                 std::vector<int> named(missing.begin(), wait_all_ranks ? missing.end() : std::next(missing.begin()));
                 C10_THROW_ERROR(DistBackendError,
@@ -518,7 +405,7 @@ private:
     const flow_group* get() const { return group_.get(); }
 
     OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
-        return c10::make_intrusive<flow::Operation>(rank_, type, inputs, std::move(results));
+        return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results));
     }
 
     // Begins a collective, which is over when this returns, if it is not asynchronous.
@@ -568,7 +455,7 @@ private:
         std::lock_guard<std::mutex> lock(messages_mutex_);
         if (!messages_.count(peer)) close_idle_lanes();
         auto& lane = messages_[peer];
-        if (!lane) lane = std::make_shared<flow::Lane>(group_, kPatienceForMessages, type != OpType::SEND);
+        if (!lane) lane = std::make_shared<Lane>(group_, kPatienceForMessages, type != OpType::SEND);
         lane->submit(operation, std::move(job));
         return operation;
     }
@@ -587,7 +474,7 @@ private:
     WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
         const auto tensor = tensors[0];
         // What is reduced elsewhere need not be used again.
-        if (torch::autograd::get_current_graph_task_id() != -1) flow::share_bucket(get(), tensor);
+        if (torch::autograd::get_current_graph_task_id() != -1) share_bucket(get(), tensor);
         const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
         const auto number = static_cast<uint32_t>(sequence_++);
         const auto launched = std::make_shared<bool>(false);
@@ -624,50 +511,11 @@ private:
         return own;
     }
 
-    // An error on all ranks if the sparse tensor is not on all of them what it is on rank 0.
-    void check_alike(const flow_group* group, const Tensor& tensor) const {
-        std::vector<int64_t> own(64);
-        TORCH_CHECK(tensor.dim() <= static_cast<int64_t>(own.size()) - 3, "flow: a sparse tensor may have 61 dimensions, not ", tensor.dim());
-        own[0] = static_cast<int64_t>(tensor.scalar_type());
-        own[1] = tensor.sparse_dim();
-        own[2] = tensor.dim();
-        std::copy(tensor.sizes().begin(), tensor.sizes().end(), own.begin() + 3);
-        std::vector<int64_t> all(own.size() * size_);
-        check(flow_all_gather(group, {own.data(), own.size(), FLOW_I64}, {all.data(), all.size(), FLOW_I64}));
-        const auto of = [&](int rank) { return at::ArrayRef<int64_t>(all).slice(rank * own.size(), own.size()); };
-        const auto shown = [&](int rank) {
-            const auto its = of(rank);
-            return c10::str(its.slice(3, its[2]), " of ", static_cast<at::ScalarType>(its[0]), ", ", its[1], " of the dimensions sparse");
-        };
-        for (int rank = 1; rank < size_; ++rank) {
-            TORCH_CHECK(of(rank) == of(0), "flow: the sparse tensors of an all_reduce must be alike: rank 0 has ", shown(0), ", and rank ",
-                        rank, " has ", shown(rank));
-        }
-    }
-
     // The sum of sparse tensors: that of everybody's entries.
     WorkPtr all_reduce_sparse(const Tensor& tensor, const c10d::AllreduceOptions& opts) {
         TORCH_CHECK(opts.reduceOp == c10d::ReduceOp::SUM, "unsupported reduction operation: sparse tensors can only be summed up");
-        return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, {tensor}, opts, [this, tensor](const flow_group* group) {
-            check_alike(group, tensor);
-            const auto own = tensor.coalesce();
-            int64_t entries = own._nnz();
-            std::vector<int64_t> all_entries(size_);
-            check(flow_all_gather(group, {&entries, 1, FLOW_I64}, {all_entries.data(), all_entries.size(), FLOW_I64}));
-            const auto total = std::accumulate(all_entries.begin(), all_entries.end(), int64_t{0});
-            const auto gather = [&](const Tensor& rows) {
-                auto shape = rows.sizes().vec();
-                shape[0] = total;
-                const auto all = at::empty(shape, rows.options());
-                const auto unit = elements(all).count / std::max<int64_t>(total, 1);
-                std::vector<size_t> counts;
-                for (const auto entries : all_entries) counts.push_back(entries * unit);
-                check(flow_all_gather_v(group, elements(rows), elements(all), counts.data()));
-                return all;
-            };
-            const auto indices = gather(own.indices().t().contiguous()), values = gather(own.values().contiguous());
-            tensor.copy_(at::sparse_coo_tensor(indices.t(), values, tensor.sizes()).coalesce());
-        });
+        return collective(OpType::_ALLREDUCE_SPARSE, {tensor}, {tensor}, opts,
+                          [tensor](const flow_group* group) { sum_sparse(group, tensor); });
     }
 
     // reduce_scatter of a type or a reduction that flow-comm does not know: `own` is this rank's of the blocks of `all`.
@@ -683,10 +531,10 @@ private:
     const c10::intrusive_ptr<Options> options_;
     std::atomic<uint64_t> sequence_{0};
     std::atomic<uint64_t> duplicates_{0};
-    const std::shared_ptr<flow::Lane> collectives_;
-    flow::Staging staging_;  // of the operations in collectives_
+    const std::shared_ptr<Lane> collectives_;
+    Staging staging_;  // of the operations in collectives_
     std::mutex messages_mutex_;
-    std::map<Peer, std::shared_ptr<flow::Lane>> messages_;
+    std::map<Peer, std::shared_ptr<Lane>> messages_;
     std::mutex groups_mutex_;
     std::map<std::vector<size_t>, size_t> groups_;  // how many of these ranks were made
 };
@@ -705,8 +553,8 @@ c10::intrusive_ptr<FlowBackend> join(const std::optional<Place>& place, const st
         membership = {place->rank, place->world_size,      place->local_rank,    place->local_world_size,
                       place->node, place->address.c_str(), place->token.c_str()};
     }
-    check(flow_join(place ? &membership : nullptr, name.c_str(), flow::seconds(timeout), &group));
-    return c10::make_intrusive<FlowBackend>(flow::own(group), timeout);
+    check(flow_join(place ? &membership : nullptr, name.c_str(), seconds(timeout), &group));
+    return c10::make_intrusive<FlowBackend>(own(group), timeout);
 }
 
 bool is_shared(const FlowBackend& group, const Tensor& tensor) {
@@ -724,18 +572,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
         .def("is_shared", &is_shared, py::arg("tensor"))
         .def_property_readonly("options", &FlowBackend::getBackendOptions);
-    py::class_<flow::InPlaceReducer, std::shared_ptr<flow::InPlaceReducer>>(module, "InPlaceReducer")
+    py::class_<InPlaceReducer, std::shared_ptr<InPlaceReducer>>(module, "InPlaceReducer")
         .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
                          std::vector<std::string> names) {
                  const auto new_group = [backend] { return backend->duplicate(); };
-                 return std::make_shared<flow::InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
+                 return std::make_shared<InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
              }),
              py::arg("backend"), py::arg("torch"), py::arg("names"))
-        .def("connect", &flow::InPlaceReducer::connect, no_gil)
-        .def("expect", &flow::InPlaceReducer::expect, no_gil)
-        .def("leave", &flow::InPlaceReducer::leave, no_gil)
-        .def("check_finished", &flow::InPlaceReducer::check_finished, no_gil)
-        .def("in_place_bytes", &flow::InPlaceReducer::in_place_bytes, no_gil);
-    module.def("complete_deferred", &flow::Lane::complete_all_deferred, no_gil);
+        .def("connect", &InPlaceReducer::connect, no_gil)
+        .def("expect", &InPlaceReducer::expect, no_gil)
+        .def("leave", &InPlaceReducer::leave, no_gil)
+        .def("check_finished", &InPlaceReducer::check_finished, no_gil)
+        .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil);
+    module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

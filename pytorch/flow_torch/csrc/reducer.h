@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "gradient_memory.h"
+#include "tensors.h"
 
 namespace flow {
 
