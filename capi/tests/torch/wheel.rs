@@ -58,6 +58,7 @@ fn is_flow(finished: &Finished) {
 }
 
 #[test]
+#[ignore = "takes minutes: see docs/torch.md"]
 fn no_import_is_needed() {
     let Some(site) = site() else { return };
     let (python, script) = (python(), script("unmodified.py"));
@@ -75,6 +76,7 @@ fn no_import_is_needed() {
 /// Also before torch, which then imports the package by its entry point while that is being
 /// imported.
 #[test]
+#[ignore = "takes minutes: see docs/torch.md"]
 fn an_import_is_allowed() {
     let Some(site) = site() else { return };
     let mut import = Command::new(python());
@@ -96,6 +98,7 @@ fn mpirun() -> Option<Command> {
 }
 
 #[test]
+#[ignore = "takes minutes: see docs/torch.md"]
 fn under_mpirun() {
     let Some(site) = site() else { return };
     let Some(mut mpirun) = mpirun() else { return };
@@ -119,6 +122,7 @@ fn trains_as_over_gloo(site: &Path, start: impl Fn() -> Command, library: &str) 
 }
 
 #[test]
+#[ignore = "takes minutes: see docs/torch.md"]
 fn accelerate() {
     let Some(site) = site() else { return };
     if !have("accelerate") {
@@ -137,6 +141,7 @@ fn accelerate() {
 }
 
 #[test]
+#[ignore = "takes minutes: see docs/torch.md"]
 fn lightning() {
     let Some(site) = site() else { return };
     if !have("lightning") {
