@@ -13,6 +13,7 @@ mod parts;
 mod wheel;
 
 use std::process::Command;
+use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, python};
@@ -28,9 +29,21 @@ enum Part {
 
 const PARTS: [Part; 2] = [Part::Cpp, Part::Python];
 
-/// Says why not, where there is no PyTorch.
+/// Says why, where there is no PyTorch, or what its C++ part is compiled with.
 fn is_skipped() -> bool {
-    !have("torch")
+    static MISSING: OnceLock<Option<String>> = OnceLock::new();
+    if !have("torch") {
+        return true;
+    }
+    let missing = MISSING.get_or_init(|| {
+        let program = "import flow_torch.extension; flow_torch.extension.compiler()";
+        let finished = run(with_flow(Command::new(python()).args(["-c", program])));
+        (finished.code != Some(0)).then(|| finished.stderr.lines().last().unwrap_or("").into())
+    });
+    if let Some(missing) = missing {
+        println!("SKIPPED: PyTorch over flow: {missing}");
+    }
+    missing.is_some()
 }
 
 fn script(name: &str) -> String {

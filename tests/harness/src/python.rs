@@ -13,17 +13,18 @@ pub fn python() -> String {
     std::env::var("PYTHON").unwrap_or_else(|_| "python3".into())
 }
 
-/// The folder of that interpreter's packages.
-fn packages() -> PathBuf {
+/// The folder of that interpreter's packages; none, where there is no interpreter.
+fn packages() -> String {
     let program = "import sysconfig; print(sysconfig.get_path('purelib'))";
-    let output = Command::new(python()).args(["-c", program]).output().unwrap();
-    String::from_utf8(output.stdout).unwrap().trim_end().into()
+    let output = Command::new(python()).args(["-c", program]).output();
+    output
+        .map_or(String::new(), |output| String::from_utf8(output.stdout).unwrap().trim_end().into())
 }
 
 /// What goes to PYTHONPATH for PyTorch, and for the libraries that
 /// `scripts/setup --python-libraries` gets.
 pub fn python_path() -> String {
-    format!("{}:{}", root().join(".python-libraries").display(), packages().display())
+    format!("{}:{}", root().join(".python-libraries").display(), packages())
 }
 
 /// Whether there is such a module; says so if not.
