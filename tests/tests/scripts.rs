@@ -73,20 +73,23 @@ fn steps_that_fail_are_named_and_counted_and_the_others_run() {
 }
 
 #[test]
-fn tests_that_fail_are_named_and_counted() {
+fn tests_that_fail_or_take_long_are_named() {
     let cargo = "[ $1 = test ] || exit 0
         echo 'test good ... ok'
+        echo 'test slow ... ignored, takes minutes'
         echo 'test bad ... FAILED'
         echo 'test result: FAILED. 1 passed; 1 failed; 0 ignored'
         echo 'error: test failed, to rerun pass `-p some --lib`'
         exit 101";
     let finished = test("", cargo);
-    let expected = vec!["failed: bad", "1 passed, 1 failed"];
+    let slow = "not run: slow: takes minutes";
+    let expected = vec![slow, "failed: bad", "1 passed, 1 failed"];
     assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 
     let crash = "echo 'error: test failed, to rerun pass `-p other --lib`'; exit 101";
     let finished = test("", &cargo.replace("exit 101", crash));
-    let expected = vec!["failed: bad", "failed: cargo test, outside a test", "1 passed, 2 failed"];
+    let outside = "failed: cargo test, outside a test";
+    let expected = vec![slow, "failed: bad", outside, "1 passed, 2 failed"];
     assert_eq!((finished.code, end(&finished)), (Some(1), expected), "{finished:?}");
 }
 

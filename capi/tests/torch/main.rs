@@ -38,7 +38,12 @@ fn is_skipped() -> bool {
     let missing = MISSING.get_or_init(|| {
         let program = "import flow_torch.extension; flow_torch.extension.compiler()";
         let finished = run(with_flow(Command::new(python()).args(["-c", program])));
-        (finished.code != Some(0)).then(|| finished.stderr.lines().last().unwrap_or("").into())
+        let error = finished.stderr.lines().last().unwrap_or("").to_string();
+        // Anything else would be a fault of ours, which the tests show.
+        ["Python.h is missing", "there is no"]
+            .iter()
+            .any(|what| error.contains(what))
+            .then_some(error)
     });
     if let Some(missing) = missing {
         println!("SKIPPED: PyTorch over flow: {missing}");
@@ -74,6 +79,8 @@ fn with_part(command: &mut Command, part: Part) -> &mut Command {
 fn torchrun() -> Command {
     let mut command = Command::new(python());
     command.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
+    // Else it asks for this machine's name, which a container may not know.
+    command.args(["--local-addr", "127.0.0.1"]);
     command
 }
 
@@ -178,7 +185,8 @@ fn processes_of_mp_spawn() {
     let mut command = Command::new(python());
     let finished = run(with_flow(command.arg(script("spawned.py")).arg(&store)));
     let _ = std::fs::remove_file(store);
-    assert_eq!(finished.stdout, "flow 1.5\nflow 1.5\n", "{finished:?}");
+    let is_right = finished.stdout == "flow 1.5\n".repeat(2);
+    assert!(finished.code == Some(0) && is_right, "{finished:?}");
 }
 
 /// Each attempt makes its groups anew, in new processes or beside the same agent's store.

@@ -68,9 +68,7 @@ fn no_import_is_needed() {
         job.arg(backend).env("FLOW_TORCH", replaces);
         is_flow(&run(with_wheel(&mut job, site)));
     }
-    let mut torchrun = Command::new(&python);
-    torchrun.args(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]);
-    is_flow(&run(with_wheel(torchrun.args([&script, "flow"]), site)));
+    is_flow(&run(with_wheel(torchrun().args([&script, "flow"]), site)));
 }
 
 /// Also before torch, which then imports the package by its entry point while that is being

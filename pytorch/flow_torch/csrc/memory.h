@@ -1,9 +1,11 @@
 // Tensors in memory that all ranks of the machine can reach.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
+#include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
 
 #include "group.h"
