@@ -85,8 +85,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self):
         if not self._is_forked():
-            for lane in list(self._lanes.values()):
+            lanes = list(self._lanes.values())
+            idle = [lane for lane in lanes if lane.is_idle()]
+            for lane in lanes:
                 lane.close()
+            # The end of the process would break off a callback in the middle of C++ code, which aborts.
+            for lane in idle:
+                if lane is not threading.current_thread():
+                    lane.join(1)
             self._lanes.clear()
             # Left with its last operation.
             self._group = None

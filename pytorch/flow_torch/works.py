@@ -132,14 +132,13 @@ class Lane(threading.Thread):
 
     def close(self):
         """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread."""
-        may_wait = not self.receives or self.is_idle()
         with contextlib.suppress(queue.Empty):
             while self.receives:
                 work = self.operations.get_nowait()
                 work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
                 work.end()
         self.operations.put(None)
-        if may_wait and self is not threading.current_thread():
+        if not self.receives and self is not threading.current_thread():
             self.join()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -266,6 +267,12 @@ def main():
         good = case(rank)
         failures += not good
         print(f"{case.__name__}: {'good' if good else 'BAD'}", flush=True)
+    # Its callback may still run at the end of the process, which then must not abort.
+    partner = 1 - rank
+    last = dist.irecv(torch.zeros(1), partner, tag=4)
+    last.get_future().then(lambda _: time.sleep(0.05) or dist.send(torch.ones(1), partner, tag=5))
+    dist.send(torch.ones(1), partner, tag=4)
+    dist.recv(torch.zeros(1), partner, tag=5)
     # Nobody sends these.
     receives = [dist.irecv(torch.ones(1), 1 - rank, tag=3) for _ in range(2)]
     dist.barrier()

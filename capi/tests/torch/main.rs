@@ -189,7 +189,7 @@ fn processes_of_mp_spawn() {
     assert!(finished.code == Some(0) && is_right, "{finished:?}");
 }
 
-/// Each attempt makes its groups anew, in new processes or beside the same agent's store.
+/// Each attempt makes its groups anew; torchrun's agent keeps the store of the first.
 #[test]
 fn ranks_that_are_started_again_go_on() {
     if is_skipped() {
