@@ -4,8 +4,9 @@
 use std::fmt;
 use std::hash::Hasher;
 
+use flow_store::Address;
+
 use crate::settings::TRANSPORT;
-use crate::store::Address;
 
 /// A process's place in its job.
 #[derive(Clone, Debug, PartialEq, Eq)]

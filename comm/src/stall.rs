@@ -5,7 +5,8 @@ use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::store::Store;
+use flow_store::Store;
+
 use crate::trace::activity;
 
 /// How long a wait must be to be reported, in seconds; set by flow-launch.

@@ -3,8 +3,9 @@
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
+use flow_store::fork::ForkSafe;
+
 use crate::error::{Error, Result};
-use crate::fork::ForkSafe;
 
 /// A collective or a message that was started: it runs on a communication thread of the group.
 /// Collectives share one; messages to each rank, and those from each rank with each tag, have one

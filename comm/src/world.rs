@@ -8,12 +8,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use flow_store::{Server, Store};
+
 use crate::error::Error;
 use crate::liveness::ended;
 use crate::shm::arena::{Arena, Block};
 use crate::shm::control::Control;
 use crate::stall::{Stall, StallReporter};
-use crate::store::{Server, Store};
 use crate::trace;
 use crate::transport::Transport;
 

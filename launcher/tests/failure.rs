@@ -2,10 +2,10 @@
 //! failed worker's.
 
 use flow_harness::cli::{is_alive, run, script, until_gone, Running};
+use flow_store::Store;
 
 use std::time::Duration;
 
-use flow_comm::store::Store;
 use jiff::civil::DateTime;
 use jiff::tz::{offset, TimeZone};
 use jiff::Timestamp;

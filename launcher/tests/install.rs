@@ -14,13 +14,15 @@ fn cargo(arguments: &[&str]) -> Command {
 }
 
 #[test]
-fn no_crate_that_it_is_built_from_has_libtorch() {
+fn it_is_built_without_collectives_and_libtorch() {
     let manifest = root().join("launcher/Cargo.toml");
     let mut tree = cargo(&["tree", "--prefix", "none", "--manifest-path"]);
     // `--edges normal,build`: tests may use more.
     let crates = run(tree.arg(manifest).args(["--edges", "normal,build"])).success();
-    assert!(crates.contains("flow-comm "), "{crates}");
-    assert!(!crates.contains("torch-sys "), "{crates}");
+    assert!(crates.contains("flow-store "), "{crates}");
+    for absent in ["flow-comm ", "flow-kernels ", "cudarc ", "torch-sys "] {
+        assert!(!crates.contains(absent), "{absent}: {crates}");
+    }
 }
 
 #[test]

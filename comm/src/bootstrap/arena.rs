@@ -4,6 +4,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
+use flow_store::Error as StoreError;
 use serde::{Deserialize, Serialize};
 
 use super::json::{from_json, to_json};
@@ -13,7 +14,6 @@ use crate::liveness::has_ended;
 use crate::shm::arena::Arena;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::{sleep_on, Control};
-use crate::store::Error as StoreError;
 use crate::world::LIVENESS_INTERVAL;
 
 /// Where on this node the arena's memory is.

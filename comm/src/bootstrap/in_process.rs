@@ -4,12 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use flow_store::net::{host_name, secret};
+use flow_store::{Address, Server, Store};
+
 use crate::error::{Error, Result};
-use crate::net::{host_name, secret};
 use crate::shm::arena::{Arena, MAX_MAPPINGS};
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::Control;
-use crate::store::{Address, Server, Store};
 use crate::world::{Peer, World, IN_PROCESS};
 
 /// How long a rank waits for the answer of the store, which is in this process.

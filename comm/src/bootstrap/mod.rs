@@ -21,11 +21,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use flow_store::fork::Process;
 use rustix::process::{Pid, PidfdFlags};
 
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
-use crate::fork::Process;
 use crate::internode::presence::ALL_RANKS;
 use crate::settings;
 use crate::shm::arena_header::ArenaHeader;

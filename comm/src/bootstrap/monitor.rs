@@ -2,11 +2,12 @@
 
 use std::time::{Duration, Instant};
 
+use flow_store::{Error as StoreError, Store};
+
 use super::json::{from_json, to_json};
 use super::peer_info::{host_id, PeerInfo};
 use crate::liveness::has_ended;
 use crate::stall::Stall;
-use crate::store::{Error as StoreError, Store};
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// How often to look whether ranks have ended, and how many of those that are missing to ask the

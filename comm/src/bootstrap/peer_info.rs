@@ -1,9 +1,9 @@
 //! What ranks publish about themselves when they join.
 
+use flow_store::net::host_name;
 use serde::{Deserialize, Serialize};
 
 use crate::env::Membership;
-use crate::net::host_name;
 
 /// One rank, as it describes itself under `rank/<rank>` in the store.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

@@ -4,9 +4,10 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use flow_store::fork::ForkSafe;
+use flow_store::{Address, Server, Store};
+
 use crate::env::{hash, Membership, Rendezvous};
-use crate::fork::ForkSafe;
-use crate::store::{Address, Server, Store};
 
 /// The store, and its server if that is this rank's to run.
 pub fn connect_store(

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use flow_store::{Error as StoreError, Store};
 use serde_json::{json, Value};
 
 use super::parts::{NewGroup, Parts};
@@ -21,7 +22,6 @@ use crate::internode::presence::Presence;
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
 use crate::stall::Stall;
-use crate::store::{Error as StoreError, Store};
 use crate::world::FIRST_WARNING;
 
 /// How long to wait for the outcome before looking whether the others still live; and how long

@@ -26,6 +26,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use flow_kernels::{DType, Element, ReduceOp};
+use flow_store::fork::ForkSafe;
 
 use crate::arguments::Caller;
 use crate::backend::{BufferView, Buffers};
@@ -34,7 +35,6 @@ use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::fork::ForkSafe;
 use crate::kind::Kind;
 use crate::settings;
 use crate::trace::Record;

@@ -4,13 +4,13 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
 
 use flow_kernels::ReduceOp;
+use flow_store::fork::ForkSafe;
 
 use super::lane::{Lane, Workers};
 use super::parts::Parts;
 use super::{Inner, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::error::Result;
-use crate::fork::ForkSafe;
 use crate::work::{Work, Worker};
 
 impl ProcessGroup {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Device;
+use flow_store::Error as StoreError;
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
@@ -12,7 +13,6 @@ use super::library::Library;
 use super::result::UniqueId;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::store::Error as StoreError;
 
 /// How often the peers are checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Event, Stream};
 use flow_kernels::{DType, ReduceOp};
+use flow_store::fork::ForkSafe;
 
 use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
 use super::communicator::{Communicator, CommunicatorError};
@@ -18,7 +19,6 @@ use crate::arguments::Caller;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::fork::ForkSafe;
 use crate::kind::Kind;
 use crate::trace::{self, Start};
 

@@ -15,6 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Event;
+use flow_store::Store;
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
@@ -23,7 +24,6 @@ use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::kind::Kind;
 use crate::stall::Stall;
-use crate::store::Store;
 use crate::trace;
 use crate::world::FIRST_WARNING;
 

@@ -6,8 +6,9 @@
 
 use std::time::{Duration, Instant};
 
+use flow_store::{Error, Store};
+
 use super::clock;
-use crate::store::{Error, Store};
 
 /// How often rank 0 is asked.
 const ROUNDS: usize = 8;

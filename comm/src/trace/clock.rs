@@ -6,9 +6,8 @@
 
 use std::time::{Duration, Instant};
 
+use flow_store::fork::Once;
 use rustix::time::{clock_gettime, ClockId};
-
-use crate::fork::Once;
 
 /// The file in which Linux names its clock source.
 const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -94,7 +93,7 @@ fn moment() -> (u64, Instant) {
 
 #[inline]
 fn origin() -> &'static Origin {
-    static ORIGIN: Once<Origin> = Once::new();
+    static ORIGIN: Once<Origin> = Once::empty();
     ORIGIN.get_or_make(|| {
         let source = std::fs::read_to_string(CLOCK_SOURCE).unwrap_or_default();
         let has_counter = cfg!(target_arch = "x86_64") && source.trim() == "tsc";

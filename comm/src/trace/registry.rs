@@ -2,9 +2,10 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use flow_store::fork::{Once, Process};
+
 use super::record::Record;
 use super::ring::{name, Ring};
-use crate::fork::{Once, Process};
 
 /// How many operations that are under way [`activity`] names.
 const SHOWN: usize = 4;
@@ -20,7 +21,7 @@ static REGISTRY: Registry = Registry::new();
 
 impl Registry {
     const fn new() -> Self {
-        Self { rings: Mutex::new(Vec::new()), child: Once::new() }
+        Self { rings: Mutex::new(Vec::new()), child: Once::empty() }
     }
 }
 

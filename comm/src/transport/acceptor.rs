@@ -13,14 +13,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-use hmac::{Hmac, Mac};
+use flow_store::proof;
 use nix::sys::socket::{listen, Backlog};
-use sha2::Sha256;
 
-use crate::store::prove;
-
-/// The bytes of a proof, and of the longest handshake.
-const PROOF: usize = 32;
+/// The size in bytes of the longest handshake.
 const MAX_HANDSHAKE: usize = 2048;
 /// Connections that have not said all of their handshake: more are not accepted, nor are they kept
 /// for longer; while others cannot be accepted, not even for so long.
@@ -60,8 +56,8 @@ pub fn introduce(
         // While nobody listens there, a socket can get connected to itself.
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
-    let mut handshake = ((PROOF + name.len()) as u32).to_le_bytes().to_vec();
-    handshake.extend(proof(token, address, name).finalize().into_bytes());
+    let mut handshake = ((proof::SIZE + name.len()) as u32).to_le_bytes().to_vec();
+    handshake.extend(proof::prove(token, &proved_message(address, name)));
     handshake.extend(name.as_bytes());
     // A new socket has room for it.
     stream.write_all(&handshake)
@@ -152,7 +148,7 @@ impl Pending {
             let wanted = match self.handshake.first_chunk::<4>() {
                 None => 4,
                 Some(&length) => match u32::from_le_bytes(length) as usize {
-                    length @ PROOF..=MAX_HANDSHAKE => 4 + length,
+                    length @ proof::SIZE..=MAX_HANDSHAKE => 4 + length,
                     _ => return Outcome::Rejected,
                 },
             };
@@ -172,9 +168,9 @@ impl Pending {
 
     /// Of a complete handshake.
     fn authenticate(&self, token: &str, address: SocketAddr) -> Outcome {
-        let (proved, name) = self.handshake[4..].split_at(PROOF);
+        let (proved, name) = self.handshake[4..].split_at(proof::SIZE);
         match std::str::from_utf8(name) {
-            Ok(name) if proof(token, address, name).verify_slice(proved).is_ok() => {
+            Ok(name) if proof::is_right(proved, token, &proved_message(address, name)) => {
                 Outcome::Named(name.into())
             }
             _ => {
@@ -188,10 +184,10 @@ impl Pending {
     }
 }
 
-/// The proof of knowing `token`, in a handshake at `address`. The text is longer than what the
+/// What a handshake at `address` proves to know the token for. The text is longer than what the
 /// store challenges with, so the one proof never passes for the other.
-fn proof(token: &str, address: SocketAddr, name: &str) -> Hmac<Sha256> {
-    prove(token, format!("connection to {address}: {name}").as_bytes())
+fn proved_message(address: SocketAddr, name: &str) -> Vec<u8> {
+    format!("connection to {address}: {name}").into_bytes()
 }
 
 #[cfg(test)]
@@ -252,7 +248,7 @@ mod tests {
     fn any_token_and_name_of_bearable_length_will_do() {
         let token = format!("of two\nlines{}", "!".repeat(5000));
         let mut acceptor = Acceptor::open(LOCALHOST, &token).unwrap();
-        for name in ["a\nb", &"n".repeat(MAX_HANDSHAKE - PROOF)] {
+        for name in ["a\nb", &"n".repeat(MAX_HANDSHAKE - proof::SIZE)] {
             let _guest = connect_to(&acceptor, name);
             assert!(accepted(&mut acceptor, name).is_some());
         }

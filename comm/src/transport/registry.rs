@@ -38,7 +38,7 @@ fn find(name: &str) -> Result<Open, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Address;
+    use flow_store::Address;
 
     #[test]
     fn a_transport_is_found_by_its_name() {

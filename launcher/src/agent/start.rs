@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::io::{stdout, IsTerminal};
 
 use anyhow::Context;
-use flow_comm::net::host_name;
+use flow_store::net::host_name;
 
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_comm::net::local_address_for;
-use flow_comm::store::{Address, Error, Store};
+use flow_store::net::local_address_for;
+use flow_store::{Address, Error, Store};
 
 use crate::control::node::Node;
 use crate::control::protocol::{command_key, AgentEvent, AgentId, Command, ControlMessage};

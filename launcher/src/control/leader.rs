@@ -14,8 +14,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
-use flow_comm::net::secret;
-use flow_comm::store::{Address, Server, TcpStore};
+use flow_store::net::secret;
+use flow_store::{Address, Server, TcpStore};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::coordinator::Coordinator;

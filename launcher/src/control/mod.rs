@@ -24,7 +24,7 @@ use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use flow_comm::net::host_name;
+use flow_store::net::host_name;
 
 use crate::control::follower::Follower;
 use crate::control::leader::Leader;

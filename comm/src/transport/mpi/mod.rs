@@ -11,12 +11,12 @@ mod session;
 use std::time::{Duration, Instant};
 
 pub use connections::open;
+use flow_store::net::{host_name, secret};
+use flow_store::{Address, Server};
 use session::{with_session, MAX_BACKOFF};
 
 use crate::env::Membership;
-use crate::net::{host_name, secret};
 use crate::settings;
-use crate::store::{Address, Server};
 
 /// The longest text of [`exchange_store_address`].
 const MAX_PLACE: usize = 512;

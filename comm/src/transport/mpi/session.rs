@@ -22,14 +22,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use flow_store::fork::Process;
 use mpi::attribute::{AttributeKey, CommAttribute};
 use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AnyCommunicator, AsRaw, Communicator};
 use mpi::Threading;
-
-use crate::fork::Process;
 
 /// The tag of handshakes, which no link has, and the longest handshake.
 pub const HANDSHAKE_TAG: c_int = 0;

@@ -28,15 +28,15 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use flow_store::net::local_address_for;
+use flow_store::Address;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::queue::QueuePair;
 use super::{Connections, DisconnectReason, PeerDown, Transport};
 use crate::bootstrap::PeerInfo;
 use crate::env::{Membership, Rendezvous};
-use crate::net::local_address_for;
 use crate::settings::{self, LOCAL_ADDRESS};
-use crate::store::Address;
 use control::ChannelId;
 use endpoint::Endpoint;
 use pair::Waits;

@@ -3,8 +3,8 @@
 
 use std::process::{Child, Command, Output, Stdio};
 
-use flow_comm::store::{Address, Server, TcpStore};
 use flow_harness::python::{have, python};
+use flow_store::{Address, Server, TcpStore};
 
 /// A store for PyTorch's clients, and its port.
 fn serve() -> (Server, TcpStore, String) {

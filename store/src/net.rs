@@ -18,9 +18,10 @@ pub fn host_name() -> String {
 pub fn local_address_for(peer: impl ToSocketAddrs) -> io::Result<IpAddr> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
     for address in peer.to_socket_addrs()? {
-        let any: IpAddr = match address.is_ipv4() {
-            true => Ipv4Addr::UNSPECIFIED.into(),
-            false => Ipv6Addr::UNSPECIFIED.into(),
+        let any: IpAddr = if address.is_ipv4() {
+            Ipv4Addr::UNSPECIFIED.into()
+        } else {
+            Ipv6Addr::UNSPECIFIED.into()
         };
         let local = UdpSocket::bind((any, 0)).and_then(|socket| {
             socket.connect(address)?;

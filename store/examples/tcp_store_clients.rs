@@ -2,7 +2,7 @@
 //! with PyTorch's: each connects, validates, pings, counts itself, waits for a key that the last of
 //! them sets, and gets it.
 //!
-//!     cargo run --release -p flow-comm --example tcp_store_clients [CLIENTS [RUNS]]
+//!     cargo run --release -p flow-store --example tcp_store_clients [CLIENTS [RUNS]]
 //!
 //! Each server is in a process of its own. The clients are the same for both, and not in Python,
 //! which would be the most of it. The servers take turns, and which comes first in each. PYTHON
@@ -15,8 +15,8 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use std::{env, fs, thread};
 
-use flow_comm::store::{Address, Server, Store};
 use flow_harness::raise_file_limit;
+use flow_store::{Address, Server, Store};
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(120);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_comm::store::{Address, Server};
+use flow_store::{Address, Server};
 use log::{LevelFilter, Log, Metadata, Record};
 
 const TOKEN: &str = "0123456789abcdef";

@@ -12,6 +12,9 @@
 //! | [`TcpStore`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
+//! Beside it are what other crates share with it: processes that are forked ([`fork`]), this host
+//! in the network ([`net`]), and proofs of knowing a token ([`proof`]).
+//!
 //! Whoever connects must prove to know the store's token, which is not sent itself; on a unix
 //! socket both sides must also belong to the same user. Keys and values live until they are
 //! deleted, or as long as the store.
@@ -29,9 +32,12 @@ mod auth;
 mod client;
 mod connection;
 mod event_loop;
+pub mod fork;
 mod hosted;
 mod inbox;
 mod listener;
+pub mod net;
+pub mod proof;
 mod protocol;
 mod server;
 mod service;
@@ -47,7 +53,6 @@ use nix::sys::socket::{getsockopt, sockopt};
 pub use address::Address;
 pub use client::Store;
 pub use inbox::Inbox;
-pub(crate) use protocol::prove;
 pub use server::{Server, TcpStore};
 
 /// What can go wrong with a store, with the address and the operation on which key.

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_comm::store::{Address, Error, Server, Store};
 use flow_harness::raise_file_limit;
+use flow_store::{Address, Error, Server, Store};
 use hmac::{Hmac, Mac};
 use nix::sys::resource::{setrlimit, Resource};
 use rustix::event::{poll, PollFd, PollFlags, Timespec};

@@ -35,9 +35,6 @@
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
-
 /// The version in hello; both sides must have the same.
 pub const VERSION: u8 = 3;
 /// The largest frame before a client is admitted, without its length.
@@ -53,13 +50,6 @@ const MAGIC: &[u8] = b"FLOW";
 
 /// What a challenge consists of.
 pub type Nonce = [u8; 16];
-
-/// The proof of knowing `token`, for who was challenged with `nonce`.
-pub fn prove(token: &str, nonce: &[u8]) -> Hmac<Sha256> {
-    Hmac::<Sha256>::new_from_slice(token.as_bytes())
-        .expect("a key may have any length")
-        .chain_update(nonce)
-}
 
 /// The frame that `input` consists of, without its length; `None` if it is not complete.
 ///

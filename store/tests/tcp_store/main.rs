@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_comm::store::{Address, Error, Server, Store, TcpStore};
 use flow_harness::python::{have, python};
 use flow_harness::raise_file_limit;
+use flow_store::{Address, Error, Server, Store, TcpStore};
 use nix::sys::resource::{setrlimit, Resource};
 
 mod limits;

@@ -1,15 +1,15 @@
 //! How long it takes many clients to join a store on loopback: each connects, says hello, sets a
 //! key of its own, waits for one that the last of them sets, and gets a value.
 //!
-//!     cargo run --release -p flow-comm --example store_clients [CLIENTS [RUNS]]
+//!     cargo run --release -p flow-store --example store_clients [CLIENTS [RUNS]]
 
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use std::{env, thread};
 
-use flow_comm::store::{Address, Server, Store};
 use flow_harness::raise_file_limit;
+use flow_store::{Address, Server, Store};
 use nix::sys::resource::{getrusage, UsageWho};
 use nix::sys::time::TimeVal;
 

@@ -10,10 +10,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use hmac::Mac;
-
 use super::address::resolve;
-use super::protocol::{prove, Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
+use super::proof::prove;
+use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
 use super::{belongs_to_us, list, Address, Error, Result};
 use crate::fork::Process;
 
@@ -296,7 +295,7 @@ fn open(
         left_until(deadline)?,
     )?;
     if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
-        let proof = prove(token, &nonce).finalize().into_bytes();
+        let proof = prove(token, &nonce);
         frame = round_trip(
             socket.as_mut(),
             &Request::Proof { proof: &proof }.encode(),

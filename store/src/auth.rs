@@ -7,11 +7,11 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
-use hmac::Mac;
 use nix::sys::resource::{getrlimit, Resource};
 use rustix::rand::{getrandom, GetRandomFlags};
 
-use super::protocol::{self, prove, Nonce, Request, MAX_HELLO, VERSION};
+use super::proof;
+use super::protocol::{self, Nonce, Request, MAX_HELLO, VERSION};
 use super::service::ServiceId;
 use super::tcp_store::VALIDATION;
 
@@ -155,9 +155,9 @@ impl PendingAuth {
                 "it speaks version {VERSION} of its protocol, this program version {version}; use \
                  one version of Flow in a job"
             )),
-            (Request::Proof { proof }, Some(nonce)) => {
-                let proves = |token: &str| prove(token, &nonce).verify_slice(proof).is_ok();
-                match self.tokens.iter().find(|(_, token)| proves(token)) {
+            (Request::Proof { proof: sent }, Some(nonce)) => {
+                let mut tokens = self.tokens.iter();
+                match tokens.find(|(_, token)| proof::is_right(sent, token, &nonce)) {
                     Some((store, _)) => AuthOutcome::Admit { service: *store, used: input.len() },
                     None => AuthOutcome::Refuse(
                         "wrong token; FLOW_TOKEN must be that of the job that serves the store"

@@ -57,8 +57,8 @@ impl Process {
 pub struct Once<T>(AtomicPtr<T>);
 
 impl<T: Send + Sync> Once<T> {
-    /// Without a value.
-    pub const fn new() -> Self {
+    /// An empty cell.
+    pub const fn empty() -> Self {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
