@@ -1,6 +1,6 @@
 //! What README and docs/ say of files and environment variables is so.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -150,4 +150,52 @@ fn anchor(line: &str) -> String {
     let kept = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// What the crates in these folders depend on, by Cargo.toml, by folder.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let mut dependencies = BTreeMap::new();
+    for folder in FOLDERS {
+        let Ok(manifest) = fs::read_to_string(root().join(folder).join("Cargo.toml")) else {
+            continue; // a Python package
+        };
+        let (_, section) = manifest.split_once("\n[dependencies]\n").unwrap_or_default();
+        let section = section.split("\n[").next().unwrap();
+        let names =
+            section.lines().filter_map(|line| line.strip_prefix("flow-")?.split(' ').next());
+        let folders = names.map(|name| name.replace("train", "flow"));
+        dependencies.insert(folder.to_string(), folders.collect());
+    }
+    dependencies.remove("tests");
+    dependencies
+}
+
+/// Whether `from` depends on `to`, itself or through others.
+fn depends(dependencies: &BTreeMap<String, BTreeSet<String>>, from: &str, to: &str) -> bool {
+    dependencies[from].iter().any(|next| next == to || depends(dependencies, next, to))
+}
+
+#[test]
+fn the_picture_of_the_crates_has_their_dependencies() {
+    let page = fs::read_to_string(root().join("docs/architecture.md")).unwrap();
+    let drawn: BTreeSet<(&str, &str)> =
+        page.lines().filter_map(|line| line.trim().split_once(" --> ")).collect();
+    let dependencies = dependencies();
+    let mut missing = Vec::new();
+    for (from, direct) in &dependencies {
+        for to in direct {
+            let is_implied = direct.iter().any(|next| depends(&dependencies, next, to));
+            if !is_implied && !drawn.contains(&(from, to)) {
+                missing.push(format!("{from} --> {to}"));
+            }
+        }
+    }
+    let is_gone = |(from, to): &&(&str, &str)| {
+        dependencies.get(*from).is_some_and(|direct| !direct.contains(*to))
+    };
+    let gone: Vec<_> = drawn.iter().filter(is_gone).collect();
+    assert!(
+        drawn.len() > 5 && missing.is_empty() && gone.is_empty(),
+        "docs/architecture.md lacks {missing:?}, and draws {gone:?}, which no Cargo.toml has"
+    );
 }
