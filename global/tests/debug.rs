@@ -1,6 +1,6 @@
 //! `FLOW_GLOBAL_DEBUG=1`: each operation is compared, and the bytes of plain tensors.
 
-#[path = "common/ranks.rs"]
+#[path = "it/common/ranks.rs"]
 mod common;
 
 use common::ranks;

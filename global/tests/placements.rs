@@ -1,13 +1,13 @@
 //! Operations whose inputs are on different placements, after `move_inputs(true)`: a process has one
 //! such choice, so this is a program of its own.
 
-#[path = "common/ranks.rs"]
-mod common;
+#[path = "it/common/ranks.rs"]
+mod ranks;
 
-use common::{assert_close, ranks};
 use flow_global as global;
 use flow_global::explain::Why;
 use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
+use ranks::{assert_close, ranks};
 use tch::{nn, nn::Module, Device, Kind, Tensor};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);

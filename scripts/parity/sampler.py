@@ -1,4 +1,4 @@
-"""Writes tests/data/sampler.json: what PyTorch's DistributedSampler gives, for ddp/tests/sampler.rs to compare with.
+"""Writes tests/data/sampler.json: what PyTorch's DistributedSampler gives, for ddp/tests/it/sampler.rs to compare with.
 
 Run with any Python that has torch: python scripts/parity/sampler.py
 One case a line. A rank's indices are stored in full up to FULL of them; beyond, as their number, the first and last

@@ -1,4 +1,4 @@
-"""The training of examples/tests/gpt.rs by torch.nn: prints its losses, and how far gradients and weights differ.
+"""The training of examples/tests/it/gpt.rs by torch.nn: prints its losses, and how far gradients and weights differ.
 
 usage: reference.py CHECKPOINTS TEXT < PLACES     a line for each step: where its samples begin, as a list
 """

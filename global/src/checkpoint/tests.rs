@@ -7,7 +7,7 @@ use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 use tempfile::{tempdir, TempDir};
 
-#[path = "../../tests/common/pytorch.rs"]
+#[path = "../../tests/it/common/pytorch.rs"]
 mod pytorch;
 
 use pytorch::pytorch;

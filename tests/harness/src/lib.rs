@@ -4,11 +4,13 @@
 //! - [`Process`]: a process whose output is collected; [`Finished`]: how it ended.
 //! - [`launch`], [`ranks`], [`ranks_on_nodes`]: jobs of the workspace's programs, which are built
 //!   first where they are older than their sources.
+//! - [`runs_apart`]: a test in a process of its own.
 //! - [`cli`]: flow-launch itself, with shell scripts as workers.
 //! - [`executable`]: programs and scripts that a test writes.
 //! - [`net`]: several machines.
 //! - [`python`]: the interpreter, its modules, and flow-launch's wheel.
 
+mod apart;
 pub mod cli;
 mod executable;
 mod job;
@@ -19,6 +21,7 @@ pub mod python;
 use std::path::Path;
 use std::time::Duration;
 
+pub use apart::runs_apart;
 pub use executable::executable;
 pub use job::{
     build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,

@@ -3,10 +3,10 @@
 
 // Tables and checks of those tests, which use more of them.
 #[allow(dead_code)]
-#[path = "../../../../global/tests/operations/cases/mod.rs"]
+#[path = "../../../../global/tests/it/operations/cases/mod.rs"]
 mod cases;
 #[allow(dead_code)]
-#[path = "../../../../global/tests/models/training/mod.rs"]
+#[path = "../../../../global/tests/it/models/training/mod.rs"]
 mod training;
 
 use crate::models;

@@ -1,6 +1,6 @@
 //! Pipelines between processes: what the tests of flow-pipeline check on threads, and ranks that die.
 
-#[path = "../../../../pipeline/tests/common/mod.rs"]
+#[path = "../../../../pipeline/tests/it/common/mod.rs"]
 mod common;
 
 use crate::models;

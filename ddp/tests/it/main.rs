@@ -1,0 +1,5 @@
+//! Samplers, loaders and checkpoints of one process.
+
+mod checkpoint;
+mod loader;
+mod sampler;

@@ -1,9 +1,0 @@
-//! mnist with checkpoints, killed and started again through the real launcher.
-
-#[path = "../common/mod.rs"]
-mod common;
-mod folder;
-mod job;
-mod killed;
-mod other_ranks;
-mod other_training;

@@ -1,0 +1,14 @@
+//! The examples, as their users run them.
+
+mod bench;
+mod checkpoint;
+mod common;
+mod global;
+mod gpt;
+mod mnist;
+mod mobilenet;
+mod noise_scale;
+mod started_by_others;
+mod trace;
+mod train;
+mod views;

@@ -1,0 +1,22 @@
+//! Global tensors: operations, models, checkpoints, on ranks that are threads.
+
+mod api;
+mod boxing;
+mod checkpoint;
+mod checkpoint_random;
+mod clip;
+mod common;
+mod cudnn;
+mod data_parallel;
+mod execute;
+mod grad_scaler;
+mod half;
+mod models;
+mod nn;
+mod operations;
+mod page;
+mod planner;
+mod record;
+mod sequence;
+mod views;
+mod zero;

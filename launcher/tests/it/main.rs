@@ -1,0 +1,25 @@
+//! flow-launch, as its users run it.
+
+mod clusters;
+mod dry_run;
+mod elastic;
+mod events;
+mod failure;
+mod flags;
+mod hosts;
+mod install;
+mod libraries;
+mod logs;
+mod net;
+mod nodes;
+mod output;
+mod python_api;
+mod pytorch;
+mod restart;
+mod signals;
+mod start;
+mod stdin;
+mod terminal;
+mod trace;
+mod usage;
+mod watchdog;
