@@ -117,7 +117,11 @@ fn a_stopped_server_takes_no_client_for_silent() {
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "inbox::a_stopped_server_takes_no_client_for_silent", "--nocapture"])
+        .args([
+            "--exact",
+            "store::inbox::a_stopped_server_takes_no_client_for_silent",
+            "--nocapture",
+        ])
         .env(CHILD, "1");
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let address = BufReader::new(child.stdout.take().unwrap())

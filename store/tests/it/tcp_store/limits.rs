@@ -260,7 +260,7 @@ fn file_descriptors_are_left_for_others() {
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "limits::file_descriptors_are_left_for_others", "--nocapture"])
+        .args(["--exact", "tcp_store::limits::file_descriptors_are_left_for_others", "--nocapture"])
         .env(CHILD, "1");
     let (mut child, address) = start_server(&mut command);
     let try_one = || {

@@ -223,13 +223,7 @@ fn a_client_that_dies_while_it_waits_is_forgotten() {
 /// In a process of its own, as the limit is the process's.
 #[test]
 fn a_server_without_free_file_descriptors_goes_on() {
-    const CHILD: &str = "FLOW_TEST_FILE_LIMIT";
-    if std::env::var_os(CHILD).is_none() {
-        let test = "server::a_server_without_free_file_descriptors_goes_on";
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        let output =
-            command.args(["--exact", test, "--nocapture"]).env(CHILD, "1").output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    if runs_apart(a_server_without_free_file_descriptors_goes_on, &[]) {
         return;
     }
     setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_harness::raise_file_limit;
+use flow_harness::{raise_file_limit, runs_apart};
 use flow_store::{Address, Error, Server, Store};
 use hmac::{Hmac, Mac};
 use nix::sys::resource::{setrlimit, Resource};
