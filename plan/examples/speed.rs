@@ -6,8 +6,8 @@ use flow_plan::schedule::{Schedule, ScheduleKind};
 use flow_plan::{search, Constraints, Task};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (model, cluster) =
-        (include_str!("../models/gpt3-175b.json"), include_str!("../models/dgx-a100.json"));
+    let model = include_str!("../models/gpt3-175b.json");
+    let cluster = include_str!("../models/dgx-a100.json");
     for (batch, ranks) in [(1_536, 3_072), (20_160, 10_080), (110_880, 10_080)] {
         let mut task = Task::from_json(model, Some(cluster))?;
         task.batch = batch;

@@ -1,49 +1,69 @@
-//! What a pipeline's schedule costs, as formulas: waiting, and how many activations a rank holds.
+//! Formulas of pipeline schedules: how long ranks wait, and how many activations a rank holds.
 //!
 //! Tests compare all of them with the simulator.
 
 use crate::schedule::ScheduleKind;
 
-/// Seconds of one micro-batch in a stage, or in several.
+/// Seconds that one micro-batch takes in a stage, or in several.
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Work {
     /// The forward.
     pub forward: f64,
-    /// The backward's gradients of inputs, with what is recomputed for them.
+    /// The backward's gradients of inputs, and the recomputation for them.
     pub backward_input: f64,
     /// The backward's gradients of weights.
     pub backward_weight: f64,
 }
 
 impl Work {
-    /// Forward and backward.
+    /// Returns the seconds of forward and backward.
     pub fn total(&self) -> f64 {
         self.forward + self.backward_input + self.backward_weight
     }
 
+    /// Returns the seconds of the backward.
+    fn backward(&self) -> f64 {
+        self.backward_input + self.backward_weight
+    }
+
     fn sum<'a>(works: impl IntoIterator<Item = &'a Self>) -> Self {
-        works.into_iter().fold(Self::default(), |sum, work| Self {
-            forward: sum.forward + work.forward,
-            backward_input: sum.backward_input + work.backward_input,
-            backward_weight: sum.backward_weight + work.backward_weight,
-        })
+        let mut sum = Self::default();
+        for work in works {
+            sum.forward += work.forward;
+            sum.backward_input += work.backward_input;
+            sum.backward_weight += work.backward_weight;
+        }
+        sum
+    }
+
+    fn minus(&self, other: &Self) -> Self {
+        Self {
+            forward: self.forward - other.forward,
+            backward_input: self.backward_input - other.backward_input,
+            backward_weight: self.backward_weight - other.backward_weight,
+        }
     }
 }
 
-/// Seconds of a step that the average rank of a pipeline does not compute.
+/// Returns the most seconds that one of these takes for a micro-batch.
+fn longest(works: &[Work]) -> f64 {
+    works.iter().map(Work::total).fold(0.0, f64::max)
+}
+
+/// Seconds of a step in which the average rank of a pipeline does not compute.
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Waits {
-    /// For stages that take longer than the average.
+    /// Waiting for stages that take longer than the average.
     pub imbalance: f64,
-    /// For the first micro-batch to come, and for the last to go.
+    /// Waiting for the first micro-batch to come, and for the last to go.
     pub bubble: f64,
-    /// For what is on its way.
+    /// Waiting for messages on their way.
     pub sends: f64,
 }
 
 impl ScheduleKind {
-    /// With fewer micro-batches than this, `ranks` ranks wait for each other between chunks and
-    /// phases, too: more than [`waits`] says.
+    /// Returns the fewest micro-batches for which [`waits`] holds. With fewer, `ranks` ranks also wait
+    /// for each other between chunks and phases.
     pub fn fewest_micro_batches(self, ranks: usize) -> usize {
         match self {
             Self::Gpipe | Self::OneFOneB => 1,
@@ -53,14 +73,16 @@ impl ScheduleKind {
     }
 }
 
-/// How long the ranks of a pipeline wait in a step. `stages` is each stage's work, and `send` the
-/// time from a send until the receive is over, which keeps no rank busy.
+/// Predicts how long the ranks of a pipeline wait in a step. `stages` is each stage's work. `send` is
+/// the time from a send until the receive is over; it keeps no rank busy.
 ///
-/// Holds from [`ScheduleKind::fewest_micro_batches`] on, and in zero bubble schedules where
-/// gradients of inputs take the longest and those of weights the shortest. For equal stages and
-/// sends that are shorter than half a stage's gradients of weights (zb) or its forward
-/// (interleaved) all is exact. Otherwise gpipe is exact, 1f1b and zb-h1 are upper bounds;
-/// interleaved and zb-v are a few percent off, either way, with stages as `split` deals them out.
+/// The formulas hold from [`ScheduleKind::fewest_micro_batches`] on. In zero bubble schedules
+/// gradients of inputs must take the longest and those of weights the shortest.
+///
+/// All formulas are exact for equal stages and short sends: shorter than half a stage's gradients of
+/// weights (zb), or than its forward (interleaved). Otherwise gpipe is exact, and 1f1b and zb-h1 are
+/// upper bounds. Interleaved and zb-v are then a few percent off, either way, with stages as `split`
+/// deals them out.
 pub fn waits(
     kind: ScheduleKind,
     ranks: usize,
@@ -68,95 +90,173 @@ pub fn waits(
     send: f64,
     micro_batches: usize,
 ) -> Waits {
-    let (count, hops) = (micro_batches as f64, (ranks - 1) as f64);
-    let chunks = stages.len() / ranks;
-    let all = Work::sum(stages);
-    let of_rank = |rank| Work::sum(kind.stages_of(rank, ranks, chunks).map(|stage| &stages[stage]));
-    let by_total = |a: &Work, b: &Work| a.total().total_cmp(&b.total());
-    let slowest = (0..ranks).map(of_rank).max_by(by_total).unwrap_or_default();
-    let others = Work {
-        forward: all.forward - slowest.forward,
-        backward_input: all.backward_input - slowest.backward_input,
-        backward_weight: all.backward_weight - slowest.backward_weight,
-    };
-    let least = |of: fn(&Work) -> f64| stages.iter().map(of).fold(f64::INFINITY, f64::min);
-    let longest_of = |chunk: &[Work]| chunk.iter().map(Work::total).fold(0.0, f64::max);
-    let by_chunk: f64 = stages.chunks(ranks).map(longest_of).sum();
-    // `pace` is the time between two micro-batches.
+    let pipeline = Pipeline::new(kind, ranks, stages, send, micro_batches);
     let (pace, bubble, sends) = match kind {
-        // All ranks wait for the slowest forward, then for the slowest backward.
-        ScheduleKind::Gpipe => {
-            let backward = |work: &Work| work.backward_input + work.backward_weight;
-            let longest = |of: &dyn Fn(&Work) -> f64| stages.iter().map(of).fold(0.0, f64::max);
-            let pace = longest(&|work| work.forward) + longest(&backward);
-            (pace, all.total() - pace, 2.0 * hops * send)
-        }
-        ScheduleKind::OneFOneB => {
-            let stalls = round_trip(stages, send) - slowest.total();
-            (slowest.total(), others.total(), 2.0 * hops * send + (count - 1.0) * stalls)
-        }
-        // Ranks wait for each other chunk by chunk.
-        ScheduleKind::Interleaved => {
-            let others = |chunk: &[Work]| Work::sum(chunk).total() - longest_of(chunk);
-            let bubble = stages.chunks(ranks).map(others).fold(0.0, f64::max);
-            // Below this a send is over before its receiver has time for what is sent.
-            let (forward, total) = (least(|work| work.forward), least(Work::total));
-            let late = ((send - forward) / 2.0).max((send - total / 2.0) / 2.0).max(0.0);
-            let borders = (stages.len() - 1) as f64;
-            let stalls = 2.0 * late * (count * chunks as f64 + hops);
-            (by_chunk, bubble, if ranks > 1 { stalls + 2.0 * borders * (send - late) } else { 0.0 })
-        }
-        // The first rank begins p - 1 forwards before the last, and gets the last gradient p - 1
-        // gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. With sends, as
-        // the simulator has it, that path crosses each border four times.
-        ScheduleKind::ZbH1 => {
-            let bubble = others.forward + others.backward_input - others.backward_weight;
-            let late = (send - least(|work| work.backward_weight) / 2.0).max(0.0);
-            let stalls = 2.0 * late * (count + hops);
-            let sends = if ranks > 1 { stalls + 4.0 * hops * (send - late) } else { 0.0 };
-            (slowest.total(), bubble, sends)
-        }
-        // Of the two ends in `Schedule::zb_v` the later counts; a rank has two stages, so that a hop
-        // is half a rank's. What sends add was found with the simulator.
-        ScheduleKind::ZbV => {
-            let late = (send - least(|work| work.backward_weight) / 2.0).max(0.0);
-            let (stalls, send) = (2.0 * late * (2.0 * count + hops), send - late);
-            let (input, weight) = (others.backward_input, others.backward_weight);
-            let bubble = |send: f64| {
-                let (there, back) = (5.0 * hops - 2.0, 6.0 * hops - 2.0);
-                (input / 2.0 + there * send).max(input - weight + back * send)
-            };
-            // Ranks wait for some stages of others, not for all: the middle is closest.
-            let pace = (slowest.total() + by_chunk) / 2.0;
-            match ranks {
-                1 => (pace, 0.0, 0.0),
-                _ => (pace, bubble(0.0), stalls + bubble(send) - bubble(0.0)),
-            }
-        }
+        ScheduleKind::Gpipe => pipeline.gpipe(),
+        ScheduleKind::OneFOneB => pipeline.one_f_one_b(),
+        ScheduleKind::Interleaved => pipeline.interleaved(),
+        ScheduleKind::ZbH1 => pipeline.zb_h1(),
+        ScheduleKind::ZbV => pipeline.zb_v(),
     };
-    let mean = all.total() / ranks as f64;
+    let mean = pipeline.all.total() / ranks as f64;
     // Rounding may make these less than 0.
-    Waits { imbalance: (count * (pace - mean)).max(0.0), bubble: bubble.max(0.0), sends }
+    let imbalance = (pipeline.count * (pace - mean)).max(0.0);
+    Waits { imbalance, bubble: bubble.max(0.0), sends }
 }
 
-/// The time between two micro-batches in 1F1B. Rank r holds p - r activations, so that it waits for
-/// a gradient from rank q after q - r + 1 micro-batches: the longest mean over neighbouring ranks of
-/// their work and the sends there and back between them.
+/// What the formulas of all schedules need.
+struct Pipeline<'a> {
+    /// The work of each stage.
+    stages: &'a [Work],
+    /// The work of all stages.
+    all: Work,
+    /// The work of the slowest rank.
+    slowest: Work,
+    /// The work of the other ranks.
+    others: Work,
+    ranks: usize,
+    /// The number of borders between neighbouring ranks.
+    hops: f64,
+    /// The number of micro-batches.
+    count: f64,
+    /// Seconds from a send until the receive is over.
+    send: f64,
+}
+
+/// Each schedule's time between two micro-batches, its bubble, and what sends add.
+impl<'a> Pipeline<'a> {
+    fn new(
+        kind: ScheduleKind,
+        ranks: usize,
+        stages: &'a [Work],
+        send: f64,
+        micro_batches: usize,
+    ) -> Self {
+        let chunks = stages.len() / ranks;
+        let slowest = (0..ranks)
+            .map(|rank| Work::sum(kind.stages_of(rank, ranks, chunks).map(|stage| &stages[stage])))
+            .max_by(|a, b| a.total().total_cmp(&b.total()))
+            .unwrap_or_default();
+        let all = Work::sum(stages);
+        Self {
+            stages,
+            all,
+            slowest,
+            others: all.minus(&slowest),
+            ranks,
+            hops: (ranks - 1) as f64,
+            count: micro_batches as f64,
+            send,
+        }
+    }
+
+    /// All ranks wait for the slowest forward, then for the slowest backward.
+    fn gpipe(&self) -> (f64, f64, f64) {
+        let forward = self.stages.iter().map(|work| work.forward).fold(0.0, f64::max);
+        let backward = self.stages.iter().map(Work::backward).fold(0.0, f64::max);
+        let pace = forward + backward;
+        (pace, self.all.total() - pace, 2.0 * self.hops * self.send)
+    }
+
+    fn one_f_one_b(&self) -> (f64, f64, f64) {
+        let pace = self.slowest.total();
+        let stalls = round_trip(self.stages, self.send) - pace;
+        let sends = 2.0 * self.hops * self.send + (self.count - 1.0) * stalls;
+        (pace, self.others.total(), sends)
+    }
+
+    /// Ranks wait for each other chunk by chunk.
+    fn interleaved(&self) -> (f64, f64, f64) {
+        let bubble = self
+            .stages
+            .chunks(self.ranks)
+            .map(|chunk| Work::sum(chunk).total() - longest(chunk))
+            .fold(0.0, f64::max);
+        if self.ranks == 1 {
+            return (self.pace_by_chunk(), bubble, 0.0);
+        }
+        // Below this a send is over before its receiver has time for what is sent.
+        let forward = self.stages.iter().map(|work| work.forward).fold(f64::INFINITY, f64::min);
+        let total = self.stages.iter().map(Work::total).fold(f64::INFINITY, f64::min);
+        let late = ((self.send - forward) / 2.0).max((self.send - total / 2.0) / 2.0).max(0.0);
+        let chunks = self.stages.len() / self.ranks;
+        let borders = (self.stages.len() - 1) as f64;
+        let stalls = 2.0 * late * (self.count * chunks as f64 + self.hops);
+        (self.pace_by_chunk(), bubble, stalls + 2.0 * borders * (self.send - late))
+    }
+
+    /// The first rank begins p - 1 forwards before the last, and gets the last gradient p - 1
+    /// gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. With sends, as
+    /// the simulator has it, that path crosses each border four times.
+    fn zb_h1(&self) -> (f64, f64, f64) {
+        let Work { forward, backward_input, backward_weight } = self.others;
+        let bubble = forward + backward_input - backward_weight;
+        if self.ranks == 1 {
+            return (self.slowest.total(), bubble, 0.0);
+        }
+        let late = self.late_beside_weights();
+        let stalls = 2.0 * late * (self.count + self.hops);
+        (self.slowest.total(), bubble, stalls + 4.0 * self.hops * (self.send - late))
+    }
+
+    /// Of the two ends in `Schedule::zb_v` the later counts; a rank has two stages, so that a hop
+    /// is half a rank's. What sends add was found with the simulator.
+    fn zb_v(&self) -> (f64, f64, f64) {
+        // Ranks wait for some stages of others, not for all: the middle is closest.
+        let pace = (self.slowest.total() + self.pace_by_chunk()) / 2.0;
+        if self.ranks == 1 {
+            return (pace, 0.0, 0.0);
+        }
+        let late = self.late_beside_weights();
+        let stalls = 2.0 * late * (2.0 * self.count + self.hops);
+        let bubble = self.bubble_of_v(0.0);
+        (pace, bubble, stalls + self.bubble_of_v(self.send - late) - bubble)
+    }
+
+    /// The bubble of ZB-V with sends that take so long.
+    fn bubble_of_v(&self, send: f64) -> f64 {
+        let Work { backward_input, backward_weight, .. } = self.others;
+        let there = (5.0 * self.hops - 2.0) * send;
+        let back = (6.0 * self.hops - 2.0) * send;
+        (backward_input / 2.0 + there).max(backward_input - backward_weight + back)
+    }
+
+    /// The time between two micro-batches if ranks wait for the slowest stage of each chunk.
+    fn pace_by_chunk(&self) -> f64 {
+        self.stages.chunks(self.ranks).map(longest).sum()
+    }
+
+    /// How much too late a send is that runs beside gradients of weights.
+    fn late_beside_weights(&self) -> f64 {
+        let weights = self.stages.iter().map(|work| work.backward_weight);
+        (self.send - weights.fold(f64::INFINITY, f64::min) / 2.0).max(0.0)
+    }
+}
+
+/// Returns the time between two micro-batches in 1F1B. Rank r holds p - r activations, so that it waits
+/// for a gradient from rank q after q - r + 1 micro-batches. The time is the longest mean over
+/// neighbouring ranks of their work and the sends there and back between them.
 fn round_trip(stages: &[Work], send: f64) -> f64 {
-    let mut period = stages.iter().map(Work::total).fold(0.0, f64::max);
+    let mut period = longest(stages);
     // Each round finds neighbours that take longer than `period` on average, and their mean.
     loop {
-        let (mut longest, mut sum) = ((0.0, 1.0), (0.0, 0.0));
+        let mut most_excess = 0.0;
+        let mut ranks_of_most = 1.0;
+        let mut excess = 0.0;
+        let mut ranks = 0.0;
         for stage in stages {
-            if sum.0 <= 0.0 {
-                sum = (0.0, 0.0);
+            if excess <= 0.0 {
+                excess = 0.0;
+                ranks = 0.0;
             }
-            sum = (sum.0 + stage.total() + 2.0 * send - period, sum.1 + 1.0);
-            if sum.0 > longest.0 {
-                longest = sum;
+            excess = excess + stage.total() + 2.0 * send - period;
+            ranks += 1.0;
+            if excess > most_excess {
+                most_excess = excess;
+                ranks_of_most = ranks;
             }
         }
-        let longer = (longest.0 - 2.0 * send) / longest.1;
+        let longer = (most_excess - 2.0 * send) / ranks_of_most;
         if longer.is_nan() || longer <= 1e-12 * period {
             return period;
         }
@@ -164,8 +264,7 @@ fn round_trip(stages: &[Work], send: f64) -> f64 {
     }
 }
 
-/// How many micro-batches' activations of its stages a rank holds at most, of all its stages
-/// together.
+/// Returns the most activations of micro-batches that a rank holds, in all its stages together.
 pub fn in_flight(
     kind: ScheduleKind,
     chunks: usize,
@@ -187,7 +286,7 @@ pub fn in_flight(
     }
 }
 
-/// How many micro-batches' activations a rank holds at most of its stage `chunk`.
+/// Returns the most activations of micro-batches that a rank holds of its stage `chunk`.
 pub fn in_flight_of_chunk(
     kind: ScheduleKind,
     (chunk, chunks): (usize, usize),
@@ -196,13 +295,16 @@ pub fn in_flight_of_chunk(
     micro_batches: usize,
 ) -> usize {
     match kind {
-        // A chunk's backward comes so many forwards after its own, of which every v-th group is the
+        // A chunk's backward comes `later` forwards after its own. Every v-th group of these is the
         // chunk's.
         ScheduleKind::Interleaved => {
             let (group, uneven) = groups(ranks, micro_batches);
-            let later = 2 * (chunks - 1 - chunk) * group + 2 * (ranks - 1 - rank) + 1;
-            let later = later + 2 * uneven * (chunks - 1);
-            let (rounds, rest) = (later / (group * chunks), later % (group * chunks));
+            let later = 2 * (chunks - 1 - chunk) * group
+                + 2 * (ranks - 1 - rank)
+                + 1
+                + 2 * uneven * (chunks - 1);
+            let rounds = later / (group * chunks);
+            let rest = later % (group * chunks);
             micro_batches.min(rounds * group + rest.min(group))
         }
         ScheduleKind::ZbV => {
@@ -212,8 +314,9 @@ pub fn in_flight_of_chunk(
     }
 }
 
-/// Of how many micro-batches a rank has the gradients of inputs, but not yet those of weights, of
-/// its stage `chunk`, at most: in zero bubble schedules. The one that is computed counts.
+/// Returns the most micro-batches of which a rank has the gradients of inputs, but not yet those of
+/// weights, in its stage `chunk`. The micro-batch that is computed counts. Only in zero bubble
+/// schedules this can be more than 1.
 pub fn weights_pending(kind: ScheduleKind, chunk: usize, rank: usize) -> usize {
     match kind {
         ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::Interleaved => 1,
@@ -222,7 +325,8 @@ pub fn weights_pending(kind: ScheduleKind, chunk: usize, rank: usize) -> usize {
     }
 }
 
-/// The largest group of micro-batches of an interleaved schedule, and whether others are smaller.
+/// Returns the largest group of micro-batches of an interleaved schedule, and 1 if others are smaller,
+/// else 0.
 fn groups(ranks: usize, micro_batches: usize) -> (usize, usize) {
     let count = (micro_batches / ranks).max(1);
     (micro_batches.div_ceil(count), usize::from(!micro_batches.is_multiple_of(count)))

@@ -17,7 +17,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Option<Command>,
     #[command(flatten)]
-    pub plan: PlanArgs,
+    pub search: SearchArgs,
 }
 
 #[derive(Subcommand)]
@@ -29,7 +29,7 @@ pub enum Command {
 }
 
 #[derive(Args)]
-pub struct PlanArgs {
+pub struct SearchArgs {
     /// The model, its batch, and how it is trained (docs/planner.md)
     #[arg(value_name = "MODEL.json", required = true)]
     pub model: Option<PathBuf>,

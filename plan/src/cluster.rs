@@ -1,4 +1,4 @@
-//! The machines: what a rank computes and moves in a second, and how ranks are connected.
+//! The machines: how fast a rank computes, and how ranks are connected.
 
 use serde::Deserialize;
 
@@ -15,17 +15,18 @@ pub struct Cluster {
     pub memory: f64,
     /// Floating point operations a second of a rank, at best.
     pub flops: f64,
-    /// How much of `flops` matrix products reach.
+    /// The share of `flops` that matrix products reach.
     pub matmul: Efficiency,
     /// Bytes a second between a rank and its memory.
     pub memory_bandwidth: f64,
-    /// Between ranks of a node.
+    /// The connection between ranks of a node.
     pub intra_node: Link,
-    /// Between nodes: the bandwidth is what each rank of a node has if all of them send.
+    /// The connection between nodes. The bandwidth is that of each rank when all ranks of a node
+    /// send.
     pub inter_node: Link,
-    /// Ranks of a node that compute at once: all of them, unless ranks share cores.
+    /// Ranks of a node that compute at once. By default all of them do; fewer if ranks share cores.
     pub concurrent_ranks: Option<usize>,
-    /// Seconds that a layer's forward takes besides: starting its operations.
+    /// Seconds that a layer's forward takes to start its operations.
     #[serde(default)]
     pub layer_overhead: f64,
 }
@@ -37,7 +38,7 @@ pub struct Cluster {
 pub struct Efficiency {
     /// The share that very large products reach, above 0 and at most 1.
     pub peak_share: f64,
-    /// The size that reaches half of it; 0: all sizes reach the same.
+    /// The size that reaches half of `peak_share`. With 0 all sizes reach the same share.
     pub half_size: f64,
 }
 
@@ -81,31 +82,32 @@ impl Cluster {
         not_negative("cluster.layer_overhead", self.layer_overhead)
     }
 
-    /// Each `stride`-th of `ranks` ranks, `size` of them, as the ranks of an axis of a mesh are.
-    /// Where such groups lie differently on nodes, the one that crosses nodes most counts.
+    /// The group of each `stride`-th of `ranks` ranks, `size` in all, as on an axis of a mesh. If
+    /// such groups lie differently on nodes, this is the one that crosses nodes most.
     pub(crate) fn group(&self, size: usize, stride: usize, ranks: usize) -> Group {
         let node = self.ranks_per_node;
-        let on_a_node = match node.is_multiple_of(stride) {
-            _ if ranks <= node => size,
-            true => greatest_common_divisor(node / stride, size),
-            false => 1,
+        let on_a_node = if ranks <= node {
+            size
+        } else if node.is_multiple_of(stride) {
+            greatest_common_divisor(node / stride, size)
+        } else {
+            1
         };
-        let link = match size > on_a_node {
-            false => self.intra_node,
-            // The ring enters and leaves a node once: over the connections of all its ranks there.
-            true => {
-                let shared = self.inter_node.bandwidth * on_a_node as f64;
-                let bandwidth = match on_a_node {
-                    1 => shared,
-                    _ => shared.min(self.intra_node.bandwidth),
-                };
-                Link { bandwidth, latency: self.inter_node.latency }
-            }
-        };
+        let link = if size > on_a_node { self.ring_between(on_a_node) } else { self.intra_node };
         Group { size, on_a_node, link }
     }
 
-    /// As [`Cluster::group`], of ranks that send to their neighbours: each over its own connection.
+    /// The link of a ring with `on_a_node` ranks on each node. The ring enters and leaves a node
+    /// once, over the connections of all its ranks there.
+    fn ring_between(&self, on_a_node: usize) -> Link {
+        let shared = self.inter_node.bandwidth * on_a_node as f64;
+        let is_only_between = on_a_node == 1;
+        let bandwidth =
+            if is_only_between { shared } else { shared.min(self.intra_node.bandwidth) };
+        Link { bandwidth, latency: self.inter_node.latency }
+    }
+
+    /// A [`Cluster::group`] of ranks that send to their neighbours, each over its own connection.
     pub(crate) fn neighbours(&self, size: usize, stride: usize, ranks: usize) -> Group {
         let group = self.group(size, stride, ranks);
         let link = if group.crosses_nodes() { self.inter_node } else { self.intra_node };
@@ -114,7 +116,7 @@ impl Cluster {
         Group { link, on_a_node, ..group }
     }
 
-    /// How many ranks of a node take turns on what one of them needs.
+    /// The number of ranks that take turns on the cores that one rank needs.
     pub(crate) fn ranks_per_core(&self, ranks: usize) -> f64 {
         let on_a_node = self.ranks_per_node.min(ranks);
         on_a_node as f64 / self.concurrent_ranks.unwrap_or(on_a_node).min(on_a_node) as f64
@@ -128,11 +130,11 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
     }
 }
 
-/// Ranks that communicate, and the slowest link that they do it over.
+/// Ranks that communicate, and the slowest link between them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Group {
     pub size: usize,
-    /// How many of them are on a node.
+    /// The number of its ranks on one node.
     pub on_a_node: usize,
     pub link: Link,
 }

@@ -1,4 +1,4 @@
-//! What stages cost a rank for one micro-batch: seconds and bytes.
+//! Seconds and bytes that layers cost a rank for one micro-batch.
 
 use std::ops::Range;
 
@@ -13,41 +13,45 @@ use crate::training::Training;
 pub(crate) struct Cost {
     /// Parameters on the rank.
     pub parameters: f64,
-    /// Of these, copies of those of the first layer.
+    /// Parameters on the rank that are copies of the first layer's.
     pub tied_parameters: f64,
     /// Seconds of the forward's computing. Each half of the backward takes as long.
     pub forward: f64,
     /// Seconds of the forward's all-reduces of tensor parallelism; the backward's are as long.
     pub all_reduce: f64,
-    /// Seconds of computing again.
+    /// Seconds of recomputation in the backward.
     pub recompute: f64,
-    /// Seconds of the all-reduces of computing again.
+    /// Seconds of the recomputation's all-reduces.
     pub recompute_all_reduce: f64,
     /// Bytes that go through all-reduces, forward and backward.
     pub reduced_bytes: f64,
     /// Bytes kept from forward to backward.
     pub activations: f64,
-    /// Bytes that the backward computes again.
+    /// Bytes that the backward recomputes.
     pub recomputed: f64,
-    /// Layers with parameters.
+    /// The number of layers with parameters.
     pub layers: f64,
 }
 
 impl Cost {
-    pub fn add(&mut self, other: &Self) {
-        self.parameters += other.parameters;
-        self.tied_parameters += other.tied_parameters;
-        self.forward += other.forward;
-        self.all_reduce += other.all_reduce;
-        self.recompute += other.recompute;
-        self.recompute_all_reduce += other.recompute_all_reduce;
-        self.reduced_bytes += other.reduced_bytes;
-        self.activations += other.activations;
-        self.recomputed += other.recomputed;
-        self.layers += other.layers;
+    pub fn sum(costs: &[Self]) -> Self {
+        let mut sum = Self::default();
+        for cost in costs {
+            sum.parameters += cost.parameters;
+            sum.tied_parameters += cost.tied_parameters;
+            sum.forward += cost.forward;
+            sum.all_reduce += cost.all_reduce;
+            sum.recompute += cost.recompute;
+            sum.recompute_all_reduce += cost.recompute_all_reduce;
+            sum.reduced_bytes += cost.reduced_bytes;
+            sum.activations += cost.activations;
+            sum.recomputed += cost.recomputed;
+            sum.layers += cost.layers;
+        }
+        sum
     }
 
-    /// Seconds of a micro-batch.
+    /// Returns the seconds of a micro-batch.
     pub fn work(&self) -> Work {
         let forward = self.forward + self.all_reduce;
         Work {
@@ -57,7 +61,7 @@ impl Cost {
         }
     }
 
-    /// Each of these costs, divided.
+    /// Divides each of these costs.
     pub fn divided_by(&self, count: f64) -> Self {
         Self {
             parameters: self.parameters / count,
@@ -75,17 +79,17 @@ impl Cost {
 }
 
 /// The costs of all layers under a layout's micro-batch, tensor parallelism and recomputation.
-pub(crate) struct Costs {
+pub(crate) struct LayerCosts {
     layers: Vec<Cost>,
     /// The most parameters of a layer on a rank.
     pub largest_layer: f64,
-    /// The most bytes that the backward of one layer computes again.
+    /// The most bytes that the backward of one layer recomputes.
     pub largest_recomputed: f64,
     /// Bytes of each layer's input that a rank keeps.
     inputs: Vec<f64>,
 }
 
-impl Costs {
+impl LayerCosts {
     pub fn new(model: &Model, cluster: &Cluster, training: &Training, layout: &Layout) -> Self {
         let group = cluster.group(layout.tensor, 1, layout.ranks());
         let mut costs = Self {
@@ -94,7 +98,7 @@ impl Costs {
             largest_recomputed: 0.0,
             inputs: Vec::with_capacity(model.layers.len()),
         };
-        // Most layers are as the one before.
+        // Most layers equal the one before.
         let mut last: Option<(&Layer, Cost)> = None;
         for layer in &model.layers {
             let cost = match last {
@@ -112,29 +116,28 @@ impl Costs {
         costs
     }
 
-    /// The costs of a stage of these layers.
+    /// Sums the costs of these layers.
     pub fn of(&self, layers: Range<usize>) -> Cost {
-        let mut sum = Cost::default();
-        self.layers[layers].iter().for_each(|cost| sum.add(cost));
-        sum
+        Cost::sum(&self.layers[layers])
     }
 
-    /// Bytes that a rank sends to the next stage, whose first layer this is, and gets back as
+    /// Bytes that a rank sends to the stage that begins with this layer. As many come back as
     /// gradients.
     pub fn sent_to(&self, layer: usize) -> f64 {
         self.inputs[layer]
     }
 
-    /// Of what a rank receives: the bytes that it then gathers from its group of tensor parallelism.
+    /// Bytes of a received input that a rank then gathers from its group of tensor parallelism.
     pub fn gathered(&self, layer: usize, training: &Training, layout: &Layout) -> f64 {
-        match training.scatter_gather && !layout.sequence_parallel {
-            true => self.inputs[layer] * layout.tensor as f64,
-            false => 0.0,
+        if training.scatter_gather && !layout.sequence_parallel {
+            self.inputs[layer] * layout.tensor as f64
+        } else {
+            0.0
         }
     }
 }
 
-/// A layer's costs.
+/// Computes a layer's costs.
 fn cost_of(
     layer: &Layer,
     cluster: &Cluster,

@@ -1,7 +1,6 @@
-//! What is wrong with an input of the planner.
+//! Errors of the planner.
 
-/// An input that the planner cannot work with. Each message is one line and says what would be
-/// right.
+/// An input that the planner cannot use. Each message is one line and says what would be right.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The text is no JSON, or a field is missing, unknown, or of another type.
@@ -22,7 +21,7 @@ pub enum Error {
         /// What would be right.
         need: &'static str,
     },
-    /// The model and the batch cannot be laid out so.
+    /// The layout does not fit the model or the batch.
     #[error("{layout}: {reason}")]
     Layout {
         /// The layout.
@@ -30,7 +29,7 @@ pub enum Error {
         /// Why not, and what would be right.
         reason: String,
     },
-    /// One of several measured runs.
+    /// One of several measured runs has an error.
     #[error("run {name:?}: {error}")]
     Run {
         /// The run's name.
@@ -48,11 +47,11 @@ pub enum Error {
     },
 }
 
-/// A result with [`Error`].
+/// Result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// [`Error::Field`].
+    /// Makes an [`Error::Field`].
     pub(crate) fn field(
         field: impl Into<String>,
         value: impl ToString,
@@ -62,29 +61,29 @@ impl Error {
     }
 }
 
-/// The largest number that is taken: products of several are still numbers.
+/// The largest number that an input may have. Products of several such numbers are still finite.
 const LARGEST: f64 = 1e30;
 
-/// An error unless `value` is above 0, from 1e-30 to 1e30.
+/// Returns an error unless `value` is from 1e-30 to 1e30.
 pub(crate) fn positive(field: impl Into<String>, value: f64) -> Result<()> {
-    match (1.0 / LARGEST..=LARGEST).contains(&value) {
-        true => Ok(()),
-        false => Err(Error::field(field, value, "give a number above 0, from 1e-30 to 1e30")),
+    if (1.0 / LARGEST..=LARGEST).contains(&value) {
+        return Ok(());
     }
+    Err(Error::field(field, value, "give a number above 0, from 1e-30 to 1e30"))
 }
 
-/// An error unless `value` is from 0 to 1e30.
+/// Returns an error unless `value` is from 0 to 1e30.
 pub(crate) fn not_negative(field: impl Into<String>, value: f64) -> Result<()> {
-    match (0.0..=LARGEST).contains(&value) {
-        true => Ok(()),
-        false => Err(Error::field(field, value, "give a number from 0 to 1e30")),
+    if (0.0..=LARGEST).contains(&value) {
+        return Ok(());
     }
+    Err(Error::field(field, value, "give a number from 0 to 1e30"))
 }
 
-/// An error unless `value` is from 0 to 1.
+/// Returns an error unless `value` is from 0 to 1.
 pub(crate) fn share(field: &'static str, value: f64) -> Result<()> {
-    match (0.0..=1.0).contains(&value) {
-        true => Ok(()),
-        false => Err(Error::field(field, value, "give a share from 0 to 1")),
+    if (0.0..=1.0).contains(&value) {
+        return Ok(());
     }
+    Err(Error::field(field, value, "give a share from 0 to 1"))
 }

@@ -1,4 +1,4 @@
-//! How a job is laid out on its ranks.
+//! The layout of a job on its ranks.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::schedule::ScheduleKind;
 
-/// What of the forward is computed again in the backward, so that fewer activations are kept
+/// The part of the forward that the backward computes again, so that fewer activations are kept
 /// (Korthikanti et al. 2022).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -22,10 +22,10 @@ pub enum Recompute {
 }
 
 impl Recompute {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 3] = [Self::None, Self::Selective, Self::Full];
 
-    /// As on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -35,11 +35,11 @@ impl Recompute {
     }
 }
 
-/// The samples that a step may have.
+/// The numbers of samples that a step may have.
 pub(crate) const BATCHES: std::ops::RangeInclusive<usize> = 1..=1 << 32;
 
-/// A mesh of `pipeline` x `data` x `tensor` ranks, of which the last are neighbours, and what they
-/// do.
+/// How a job is laid out: a mesh of `pipeline` x `data` x `tensor` ranks, and what they do. Ranks of
+/// tensor parallelism are neighbours.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 pub struct Layout {
     /// Ranks that share a batch.
@@ -54,32 +54,32 @@ pub struct Layout {
     pub schedule: ScheduleKind,
     /// Stages of a rank: 2 for zb-v, 2 or more for interleaved, else 1.
     pub chunks: usize,
-    /// What the ranks of data parallelism share out (Rajbhandari et al. 2020): 0 nothing, 1 the
-    /// optimizer's state, 2 gradients too, 3 weights too.
+    /// The stage of ZeRO (Rajbhandari et al. 2020). Ranks of data parallelism share out: with 0 nothing,
+    /// with 1 the optimizer's state, with 2 gradients too, with 3 weights too.
     pub zero: u8,
-    /// What is computed again.
+    /// The part of the forward that the backward computes again.
     pub recompute: Recompute,
-    /// Whether ranks of tensor parallelism share out what lies between its matrix products.
+    /// Whether ranks of tensor parallelism share out the activations between its matrix products.
     pub sequence_parallel: bool,
 }
 
 impl Layout {
-    /// Ranks in all.
+    /// Returns the number of all ranks.
     pub fn ranks(&self) -> usize {
         self.data.saturating_mul(self.tensor).saturating_mul(self.pipeline)
     }
 
-    /// Stages of the model.
+    /// Returns the number of stages of the model.
     pub fn stages(&self) -> usize {
         self.pipeline.saturating_mul(self.chunks)
     }
 
-    /// How many micro-batches of a batch pass each pipeline.
+    /// Returns the number of micro-batches of a batch that pass each pipeline.
     pub fn micro_batches(&self, batch: usize) -> usize {
         batch / self.data.saturating_mul(self.micro_batch).max(1)
     }
 
-    /// Whether the layout divides the model and the batch.
+    /// Returns an error unless the layout divides the model and the batch.
     pub(crate) fn check(&self, model: &Model, batch: usize) -> Result<()> {
         match self.reason_against(model, batch) {
             None => Ok(()),
@@ -87,7 +87,7 @@ impl Layout {
         }
     }
 
-    /// Why the layout cannot be, if it cannot.
+    /// Returns why the layout is impossible, or None if it is possible.
     pub(crate) fn reason_against(&self, model: &Model, batch: usize) -> Option<String> {
         let Self { data, tensor, pipeline, micro_batch, chunks, .. } = *self;
         if [data, tensor, pipeline, micro_batch, chunks].contains(&0) {
@@ -96,11 +96,11 @@ impl Layout {
         let name = self.schedule.name();
         match self.schedule {
             ScheduleKind::Interleaved if chunks < 2 => {
-                return Some("interleaved takes 2 chunks or more".into())
+                return Some("interleaved takes 2 chunks or more".into());
             }
             ScheduleKind::ZbV if chunks != 2 => return Some("zb-v takes 2 chunks".into()),
             ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::ZbH1 if chunks != 1 => {
-                return Some(format!("{name} takes 1 chunk, not {chunks}"))
+                return Some(format!("{name} takes 1 chunk, not {chunks}"));
             }
             _ => {}
         }
@@ -114,7 +114,8 @@ impl Layout {
             let most = model.tensor_parallel;
             return Some(format!("tensor parallelism must divide {most}, the model's heads"));
         }
-        let (stages, layers) = (self.stages(), model.layers.len());
+        let stages = self.stages();
+        let layers = model.layers.len();
         if stages > layers {
             return Some(format!("{stages} stages are more than the model's {layers} layers"));
         }
@@ -149,32 +150,32 @@ impl fmt::Display for Layout {
     }
 }
 
-/// The parts of a layout that are given; the others are searched for.
+/// Parts of a layout that are given. The search tries all values of the others.
 #[derive(Clone, Copy, Default, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Constraints {
-    /// As [`Layout::data`].
+    /// The wanted [`Layout::data`].
     pub data: Option<usize>,
-    /// As [`Layout::tensor`].
+    /// The wanted [`Layout::tensor`].
     pub tensor: Option<usize>,
-    /// As [`Layout::pipeline`].
+    /// The wanted [`Layout::pipeline`].
     pub pipeline: Option<usize>,
-    /// As [`Layout::micro_batch`].
+    /// The wanted [`Layout::micro_batch`].
     pub micro_batch: Option<usize>,
-    /// As [`Layout::schedule`].
+    /// The wanted [`Layout::schedule`].
     pub schedule: Option<ScheduleKind>,
-    /// As [`Layout::chunks`].
+    /// The wanted [`Layout::chunks`].
     pub chunks: Option<usize>,
-    /// As [`Layout::zero`].
+    /// The wanted [`Layout::zero`].
     pub zero: Option<u8>,
-    /// As [`Layout::recompute`].
+    /// The wanted [`Layout::recompute`].
     pub recompute: Option<Recompute>,
-    /// As [`Layout::sequence_parallel`].
+    /// The wanted [`Layout::sequence_parallel`].
     pub sequence_parallel: Option<bool>,
 }
 
 impl Constraints {
-    /// These parts, and those of `other` that are not given here.
+    /// Returns these parts, with those of `other` where none is given here.
     pub fn or(self, other: Self) -> Self {
         Self {
             data: self.data.or(other.data),
@@ -189,7 +190,7 @@ impl Constraints {
         }
     }
 
-    /// Whether there are such sizes.
+    /// Returns an error if a size is 0 or there is no such stage of ZeRO.
     pub(crate) fn check(&self) -> Result<()> {
         let sizes = [
             ("layout.data", self.data),
@@ -207,7 +208,7 @@ impl Constraints {
         }
     }
 
-    /// The layout of these parts. What is not given is 1, 1f1b, or nothing.
+    /// Makes a layout of these parts. A part that is not given is 1, 1f1b, or nothing.
     pub fn filled(self) -> Layout {
         Layout {
             data: self.data.unwrap_or(1),

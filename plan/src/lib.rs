@@ -1,8 +1,10 @@
-//! How a job is spread over its ranks, as pure functions: no process, no tensor, no I/O.
+//! Predicts layouts and pipeline schedules of training jobs. All functions are pure: no process, no
+//! tensor, no I/O.
 //!
-//! [`schedule`] says what each rank of a pipeline does, and when. The planner is the rest: from a
-//! model, a cluster and a batch ([`Task`]) it predicts what a [`Layout`] needs ([`predict`]) and
-//! finds the fastest ones ([`search`]). The program `flow-plan` prints what these return.
+//! [`schedule`] says what each rank of a pipeline does, and when. The other modules are the planner.
+//! A [`Task`] is a model, a cluster and a batch. [`predict`] returns the time and memory of a
+//! [`Layout`] of a task, and [`search`] finds the fastest layouts. The program `flow-plan` prints what
+//! these functions return.
 
 pub mod bubble;
 mod cluster;
@@ -28,7 +30,7 @@ pub use model::{Layer, Model, Transformer};
 pub use prediction::{predict, Limit, Part, Prediction, Time, Traffic};
 pub use runs::{compare, Comparison, Measured};
 pub use schedule::ScheduleKind;
-pub use search::{search, Plans};
+pub use search::{search, SearchResult};
 pub use split::split;
 pub use task::Task;
 pub use training::Training;

@@ -3,13 +3,13 @@
 use serde::Serialize;
 
 use crate::bubble::{in_flight, in_flight_of_chunk, weights_pending};
-use crate::cost::{Cost, Costs};
+use crate::cost::{Cost, LayerCosts};
 use crate::layout::Layout;
 use crate::schedule::ScheduleKind;
 use crate::task::Task;
 use crate::training::Training;
 
-/// Bytes of a rank, on the rank that needs most.
+/// Bytes on the rank that needs most.
 #[derive(Clone, Copy, Default, Debug, Serialize)]
 pub struct Memory {
     /// Weights.
@@ -18,59 +18,74 @@ pub struct Memory {
     pub gradients: f64,
     /// The optimizer's state.
     pub optimizer: f64,
-    /// What is kept for the backward, and what the backward computes again.
+    /// Activations: those kept for the backward, and those that the backward recomputes.
     pub activations: f64,
-    /// All of these.
+    /// The sum of the above.
     pub total: f64,
-    /// Whether the cluster's memory is enough.
+    /// Whether `total` is at most the cluster's memory.
     pub fits: bool,
 }
 
 impl Memory {
-    /// `ranks` are the costs of the pipeline's ranks, and `activations` the bytes of theirs.
+    /// Computes the memory of the rank that needs most. `ranks` are the costs of the pipeline's ranks,
+    /// and `activations` their bytes of activations.
     pub(crate) fn new(
         ranks: &[Cost],
         activations: &[f64],
         task: &Task,
         layout: &Layout,
-        costs: &Costs,
+        costs: &LayerCosts,
+    ) -> Self {
+        ranks
+            .iter()
+            .zip(activations)
+            .map(|(cost, &bytes)| Self::of_rank(cost.parameters, bytes, task, layout, costs))
+            .max_by(|a, b| a.total.total_cmp(&b.total))
+            .unwrap_or_default()
+    }
+
+    fn of_rank(
+        parameters: f64,
+        activations: f64,
+        task: &Task,
+        layout: &Layout,
+        costs: &LayerCosts,
     ) -> Self {
         let Training { weights, gradients, optimizer, .. } = task.training;
-        let data = layout.data as f64;
-        let part = |stage: u8| if layout.zero >= stage { data } else { 1.0 };
-        // A layer's whole weights and gradients are there while the layer is computed.
-        let whole = |stage: u8| match layout.zero >= stage && layout.data > 1 {
-            true => costs.largest_layer,
-            false => 0.0,
+        let shares = layout.data as f64;
+        let mut stored_weights = parameters;
+        let mut stored_gradients = parameters;
+        // A layer's whole gradients and weights are there while the layer is computed.
+        let whole_layer = if layout.data > 1 { costs.largest_layer } else { 0.0 };
+        if layout.zero >= 2 {
+            stored_gradients = parameters / shares + whole_layer;
+        }
+        if layout.zero >= 3 {
+            stored_weights = parameters / shares + whole_layer;
+        }
+        let mut memory = Self {
+            weights: weights * stored_weights,
+            gradients: gradients * stored_gradients,
+            optimizer: optimizer * parameters / if layout.zero >= 1 { shares } else { 1.0 },
+            activations,
+            ..Self::default()
         };
-        let of = |(cost, &activations): (&Cost, &f64)| {
-            let parameters = cost.parameters;
-            let mut memory = Self {
-                weights: weights * (parameters / part(3) + whole(3)),
-                gradients: gradients * (parameters / part(2) + whole(2)),
-                optimizer: optimizer * parameters / part(1),
-                activations,
-                ..Self::default()
-            };
-            memory.total = memory.weights + memory.gradients + memory.optimizer + activations;
-            memory.fits = memory.total <= task.cluster.memory;
-            memory
-        };
-        let all = ranks.iter().zip(activations).map(of);
-        all.max_by(|a, b| a.total.total_cmp(&b.total)).unwrap_or_default()
+        memory.total = memory.weights + memory.gradients + memory.optimizer + activations;
+        memory.fits = memory.total <= task.cluster.memory;
+        memory
     }
 }
 
-/// Bytes of activations on a rank of the pipeline, whose stages have these costs.
+/// Bytes of activations on a rank of the pipeline. `stages` are the costs of its stages.
 pub(crate) fn activations(
     rank: usize,
     stages: &[Cost],
     micro_batches: usize,
     layout: &Layout,
-    costs: &Costs,
+    costs: &LayerCosts,
 ) -> f64 {
     let Layout { schedule, pipeline, chunks, .. } = *layout;
-    // All are not held at once: the largest of those that can be.
+    // Not all chunks hold their most at once: the largest activations count first.
     let mut left = in_flight(schedule, chunks, rank, pipeline, micro_batches);
     let mut by_size: Vec<(usize, f64)> =
         stages.iter().map(|stage| stage.activations).enumerate().collect();
@@ -82,16 +97,16 @@ pub(crate) fn activations(
         bytes += held as f64 * size;
         left -= held;
     }
-    bytes
-        + match schedule {
-            ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::Interleaved => {
-                costs.largest_recomputed
-            }
-            // What is computed again for the gradients of inputs lives until those of weights.
-            ScheduleKind::ZbH1 | ScheduleKind::ZbV => {
-                let pending = |chunk| weights_pending(schedule, chunk, rank) as f64;
-                let again = stages.iter().enumerate();
-                again.map(|(chunk, stage)| pending(chunk) * stage.recomputed).sum()
-            }
+    let recomputed: f64 = match schedule {
+        ScheduleKind::Gpipe | ScheduleKind::OneFOneB | ScheduleKind::Interleaved => {
+            costs.largest_recomputed
         }
+        // What is recomputed for the gradients of inputs lives until those of weights.
+        ScheduleKind::ZbH1 | ScheduleKind::ZbV => stages
+            .iter()
+            .enumerate()
+            .map(|(chunk, stage)| weights_pending(schedule, chunk, rank) as f64 * stage.recomputed)
+            .sum(),
+    };
+    bytes + recomputed
 }

@@ -1,4 +1,4 @@
-//! The model as a list of layers: what each needs of a rank for one sample.
+//! The model as a list of layers, with the bytes and operations of one sample.
 
 use std::ops::Range;
 
@@ -12,18 +12,19 @@ use crate::split::split;
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layer {
-    /// How often the layer follows itself; 1 if left out.
+    /// The number of equal layers; 1 if left out.
     pub repeat: Option<usize>,
     /// Parameters.
     #[serde(default)]
     pub parameters: f64,
-    /// Parameters of the first layer that this layer uses too: a copy, unless both are on one rank.
+    /// Parameters of the first layer that this layer uses too. They are a copy, unless both layers are
+    /// on one rank.
     #[serde(default)]
     pub tied_parameters: f64,
     /// Floating point operations of the forward; the backward has twice as many.
     pub flops: f64,
-    /// The smallest dimension of its matrix products, beside the batch: tensor parallelism divides
-    /// it. Left out: so large that it does not matter.
+    /// The smallest dimension of its matrix products, beside the batch. Tensor parallelism divides it.
+    /// If left out, the products are so large that their size does not matter.
     pub gemm_size: Option<f64>,
     /// Rows of its matrix products for one sample, as the tokens of a sequence; 1 if left out.
     pub rows: Option<f64>,
@@ -33,34 +34,33 @@ pub struct Layer {
     /// Bytes that are kept for the backward and that tensor parallelism divides.
     #[serde(default)]
     pub activations: f64,
-    /// Bytes that are kept for the backward on each rank of tensor parallelism, unless sequence
-    /// parallelism divides them.
+    /// Bytes that each rank of tensor parallelism keeps for the backward, unless sequence parallelism
+    /// divides them.
     #[serde(default)]
     pub replicated_activations: f64,
-    /// Bytes of inputs of linear layers, which sequence parallelism gathers. They too are kept for
-    /// the backward on each rank of tensor parallelism, unless sequence parallelism divides them and
-    /// [`Training::keep_gathered`](crate::Training::keep_gathered) is not set.
+    /// Bytes of inputs of linear layers, which sequence parallelism gathers. Each rank of tensor
+    /// parallelism keeps them for the backward. With sequence parallelism it keeps its part only,
+    /// unless [`Training::keep_gathered`](crate::Training::keep_gathered) is set.
     #[serde(default)]
     pub gathered_activations: f64,
     /// Bytes kept for the backward that selective recomputation does not keep: the scores of
     /// attention. Tensor parallelism divides them.
     #[serde(default)]
     pub score_activations: f64,
-    /// Operations by which selective recomputation makes these again.
+    /// Operations by which selective recomputation computes the scores again.
     #[serde(default)]
     pub score_flops: f64,
     /// Bytes that tensor parallelism all-reduces in the forward, and again in the backward.
     #[serde(default)]
     pub all_reduce: f64,
-    /// Whether full recomputation leaves the layer as it is.
+    /// Whether full recomputation keeps the layer's activations.
     #[serde(default)]
     pub never_recomputed: bool,
 }
 
 impl Layer {
-    /// Whether this layer of a model's list can be.
+    /// Returns an error unless the layer's numbers are possible. `index` is its place in the model.
     fn check(&self, index: usize) -> Result<()> {
-        let field = |name| format!("layers[{index}].{name}");
         let numbers = [
             ("parameters", self.parameters),
             ("tied_parameters", self.tied_parameters),
@@ -74,7 +74,7 @@ impl Layer {
             ("all_reduce", self.all_reduce),
         ];
         for (name, value) in numbers {
-            not_negative(field(name), value)?;
+            not_negative(format!("layers[{index}].{name}"), value)?;
         }
         let counts = [
             ("repeat", self.repeat.map(|count| count as f64)),
@@ -84,7 +84,8 @@ impl Layer {
         for (name, value) in counts {
             let value = value.unwrap_or(1.0);
             if !(1.0..=1e30).contains(&value) {
-                return Err(Error::field(field(name), value, "give a number of at least 1"));
+                let field = format!("layers[{index}].{name}");
+                return Err(Error::field(field, value, "give a number of at least 1"));
             }
         }
         Ok(())
@@ -103,9 +104,9 @@ pub struct Transformer {
     pub heads: usize,
     /// Tokens of a sample.
     pub sequence: usize,
-    /// Tokens that there are.
+    /// Tokens of the vocabulary.
     pub vocabulary: usize,
-    /// Features inside the MLP; 4 `hidden` if left out.
+    /// Features inside the MLP; 4 x `hidden` if left out.
     pub mlp: Option<usize>,
     /// Whether there is dropout, whose masks are kept for the backward; yes if left out.
     pub dropout: Option<bool>,
@@ -139,12 +140,12 @@ impl Transformer {
         Ok(())
     }
 
-    /// The embedding, the blocks, and the logits, with elements of so many bytes.
+    /// Returns the embedding, the blocks, and the logits. `element` is the size of an element in bytes.
     ///
-    /// Parameters and operations are those of Narayanan et al. 2021 (equations 2 and 3); the bytes
-    /// of activations those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-    /// Transformer Models" (section 4.1), with 2 bytes written out as the size of an element. Masks
-    /// of dropout have 1 byte.
+    /// Parameters and operations are those of Narayanan et al. 2021 (equations 2 and 3). The bytes of
+    /// activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+    /// Transformer Models" (section 4.1), with `element` in place of their 2 bytes. Masks of dropout
+    /// have 1 byte.
     pub fn layers(&self, element: f64) -> Vec<Layer> {
         let [h, s, a, v] =
             [self.hidden, self.sequence, self.heads, self.vocabulary].map(|size| size as f64);
@@ -200,17 +201,17 @@ impl Transformer {
 /// The layers of a model, one after another.
 #[derive(Clone, Debug)]
 pub struct Model {
-    /// Equal layers are written out: none has a `repeat`.
+    /// The layers in order. Equal layers are written out: none has a `repeat`.
     pub layers: Vec<Layer>,
-    /// Tensor parallelism must divide this; 1: the model has none.
+    /// The number that tensor parallelism must divide. With 1 the model has no tensor parallelism.
     pub tensor_parallel: usize,
 }
 
-/// More layers than this are refused.
+/// The most layers that a model may have.
 const MOST_LAYERS: usize = 10_000;
 
 impl Model {
-    /// A transformer, with elements of so many bytes.
+    /// Makes a transformer. `element` is the size of an element in bytes.
     ///
     /// # Errors
     /// A size of 0 or above 2^30, or heads that do not divide the features.
@@ -219,7 +220,7 @@ impl Model {
         Self::new(&shape.layers(element), shape.heads)
     }
 
-    /// A model of these layers. Tensor parallelism must divide `tensor_parallel`.
+    /// Makes a model of these layers. Tensor parallelism must divide `tensor_parallel`.
     ///
     /// # Errors
     /// No layers or more than 10,000, none with operations, or a number that is negative or not
@@ -247,23 +248,27 @@ impl Model {
         Ok(Self { layers: all, tensor_parallel })
     }
 
-    /// The layers of each of so many stages: the largest has as few operations as it can.
+    /// Divides the layers into stages, so that the largest stage has as few operations as it can.
     pub fn stages(&self, count: usize) -> Vec<Range<usize>> {
         let flops: Vec<f64> = self.layers.iter().map(|layer| layer.flops).collect();
         split(&flops, count)
     }
 
-    /// All parameters.
+    /// Returns the number of all parameters.
     pub fn parameters(&self) -> f64 {
         self.layers.iter().map(|layer| layer.parameters).sum()
     }
 
-    /// Operations of forward and backward of one sample: three times the forward's. With full
-    /// recomputation as Narayanan et al. 2021 count them (equation 3): four times, except in layers
-    /// that are not recomputed.
+    /// Returns the operations of forward and backward of one sample: three times the forward's. With
+    /// full recomputation they are four times the forward's, except in layers that are never
+    /// recomputed (Narayanan et al. 2021, equation 3).
     pub fn flops(&self, recomputes: bool) -> f64 {
-        let times = |layer: &Layer| if recomputes && !layer.never_recomputed { 4.0 } else { 3.0 };
-        self.layers.iter().map(|layer| times(layer) * layer.flops).sum()
+        let mut flops = 0.0;
+        for layer in &self.layers {
+            let passes = if recomputes && !layer.never_recomputed { 4.0 } else { 3.0 };
+            flops += passes * layer.flops;
+        }
+        flops
     }
 }
 

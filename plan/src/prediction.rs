@@ -1,4 +1,4 @@
-//! What a layout is predicted to need: the time of a step, and bytes on links.
+//! The prediction for a layout: the time of a step, and bytes on links.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::bubble::{waits, Waits, Work};
 use crate::cluster::{Cluster, Group};
-use crate::cost::{Cost, Costs};
+use crate::cost::{Cost, LayerCosts};
 use crate::data_parallel::DataParallel;
 use crate::error::Result;
 use crate::layout::{Layout, Recompute};
@@ -14,7 +14,7 @@ use crate::memory::{self, Memory};
 use crate::schedule::ScheduleKind;
 use crate::task::Task;
 
-/// Seconds of a step, of the average rank.
+/// Seconds of a step on the average rank.
 #[derive(Clone, Copy, Default, Debug, Serialize)]
 pub struct Time {
     /// Forward and backward.
@@ -23,9 +23,9 @@ pub struct Time {
     pub recompute: f64,
     /// All-reduces of tensor parallelism.
     pub tensor: f64,
-    /// Sending between stages, and waiting for what is on its way.
+    /// Sending between stages, and waiting for messages on their way.
     pub pipeline: f64,
-    /// Reducing gradients, and gathering weights with ZeRO, as far as nothing runs beside it.
+    /// Reducing gradients, and gathering weights with ZeRO, while nothing else runs.
     pub data: f64,
     /// The optimizer.
     pub optimizer: f64,
@@ -35,12 +35,12 @@ pub struct Time {
     pub bubble: f64,
     /// Waiting for cores that other ranks of the node use.
     pub cores: f64,
-    /// All of these.
+    /// The sum of the above.
     pub step: f64,
 }
 
-/// Bytes that a rank sends in a step, on the rank that sends most, and over which links. Where only
-/// some ranks of a node send to other nodes, as in a ring, each is given an equal part of that.
+/// Bytes that a rank sends in a step, by link, on the rank that sends most. If only some ranks of a
+/// node send to other nodes, as in a ring, each rank counts an equal part of these bytes.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Traffic {
     /// Bytes within a node.
@@ -57,19 +57,19 @@ impl Traffic {
         Self { intra_node: bytes - inter_node, inter_node, bandwidth: group.link.bandwidth }
     }
 
-    /// Bytes in all.
+    /// Returns all bytes.
     pub fn bytes(&self) -> f64 {
         self.intra_node + self.inter_node
     }
 }
 
-/// What a part of a step's time goes to.
+/// What limits a step, for a part of its time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {
     /// Forward, backward and the optimizer.
     Compute,
-    /// Memory: it takes computing again, or sharing out weights or gradients.
+    /// Memory, which recomputation and sharing out weights or gradients save.
     Memory,
     /// The links of tensor parallelism.
     TensorLink,
@@ -88,13 +88,13 @@ pub enum Limit {
 /// A part of a step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Part {
-    /// What the time goes to.
+    /// What limits the step in this part.
     pub limit: Limit,
-    /// From 0 to 1.
+    /// The part of the step, from 0 to 1.
     pub part: f64,
 }
 
-/// A layout and what it needs.
+/// The predicted time, memory and traffic of a layout.
 #[derive(Clone, Debug, Serialize)]
 pub struct Prediction {
     /// The layout.
@@ -105,73 +105,80 @@ pub struct Prediction {
     pub time: Time,
     /// Bytes of a rank.
     pub memory: Memory,
-    /// Of tensor parallelism.
+    /// The traffic of tensor parallelism.
     pub tensor_traffic: Traffic,
-    /// Between stages.
+    /// The traffic between stages.
     pub pipeline_traffic: Traffic,
-    /// Of data parallelism.
+    /// The traffic of data parallelism.
     pub data_traffic: Traffic,
-    /// The part of the step that the average rank waits for other stages, without what is on its
-    /// way.
+    /// The part of the step in which the average rank waits for other stages. Waiting for messages on
+    /// their way does not count.
     pub idle: f64,
-    /// Floating point operations a second of a rank, counted as Narayanan et al. 2021 do: with what
-    /// full recomputation computes again.
+    /// Floating point operations a second of a rank. Operations of full recomputation count, as in
+    /// Narayanan et al. 2021.
     pub flops: f64,
     /// The part of the peak that the model's own operations reach.
     pub utilization: f64,
-    /// What limits it: the two largest parts of the step.
+    /// The two largest parts of the step.
     pub limits: [Part; 2],
 }
 
-/// The prediction for one layout.
+/// Predicts one layout.
 ///
 /// # Errors
 /// The layout does not divide the model or the batch.
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
     layout.check(&task.model, task.batch)?;
-    let costs = Costs::new(&task.model, &task.cluster, &task.training, layout);
+    let costs = LayerCosts::new(&task.model, &task.cluster, &task.training, layout);
     let stages = Stages::new(task, layout, &costs, &task.model.stages(layout.stages()));
     Ok(stages.predict(task, layout, &costs))
 }
 
-/// The stages of a layout's ranks; the same for all stages of ZeRO.
+/// The stages of a layout's ranks. They do not depend on the stage of ZeRO.
 pub(crate) struct Stages {
-    /// By rank of the pipeline.
+    /// The costs of each rank of the pipeline.
     ranks: Vec<Cost>,
     /// Bytes of each rank's activations.
     activations: Vec<f64>,
     micro_batches: usize,
     waits: Waits,
-    /// For a micro-batch, of what the stages of a rank send and receive, at most: seconds in which
-    /// it does nothing else, bytes, and bytes that it gathers of what it has received.
+    /// The most seconds for a micro-batch in which a rank sends and receives and does nothing else.
     busy: f64,
+    /// The most bytes that a rank sends for a micro-batch.
     sent_bytes: f64,
+    /// The most bytes that a rank gathers, for a micro-batch, of what it has received.
     gathered_bytes: f64,
-    /// Seconds of the slowest send, as far as ranks do nothing else.
+    /// Seconds of the slowest send in which ranks do nothing else.
     busy_hop: f64,
 }
 
 impl Stages {
-    /// `ranges` are the layers of each stage.
-    pub fn new(task: &Task, layout: &Layout, costs: &Costs, ranges: &[Range<usize>]) -> Self {
+    /// Sums up the costs of each rank's stages. `ranges` are the layers of each stage.
+    pub fn new(task: &Task, layout: &Layout, costs: &LayerCosts, ranges: &[Range<usize>]) -> Self {
         let Task { cluster, training, batch, .. } = task;
         let Layout { pipeline, chunks, schedule, .. } = *layout;
         let group = neighbours(cluster, layout);
         let tensor = cluster.group(layout.tensor, 1, layout.ranks());
         let micro_batches = layout.micro_batches(*batch);
         let mut stages: Vec<Cost> = ranges.iter().map(|range| costs.of(range.clone())).collect();
-        // The first layer is here, and needs no copy.
+        // The first layer is on this rank, so that its stages need no copy.
         for stage in schedule.stages_of(0, pipeline, chunks) {
             stages[stage].parameters -= stages[stage].tied_parameters;
         }
         let busy_part = 1.0 - training.pipeline_overlap;
-        let (mut busy, mut sent_bytes, mut gathered_bytes) = (0.0_f64, 0.0_f64, 0.0_f64);
-        let (mut hop, mut ranks, mut activations) = (0.0_f64, Vec::new(), Vec::new());
+        let mut busy = 0.0_f64;
+        let mut sent_bytes = 0.0_f64;
+        let mut gathered_bytes = 0.0_f64;
+        let mut hop = 0.0_f64;
+        let mut ranks = Vec::new();
+        let mut activations = Vec::new();
         for rank in 0..pipeline {
-            let of: Vec<usize> = schedule.stages_of(rank, pipeline, chunks).collect();
+            let numbers: Vec<usize> = schedule.stages_of(rank, pipeline, chunks).collect();
             // An activation and a gradient over each border: one side's send, the other's receive.
-            let (mut seconds, mut bytes, mut gathered) = (0.0, 0.0, 0.0);
-            for border in of.iter().flat_map(|stage| [*stage, stage + 1]) {
+            let mut seconds = 0.0;
+            let mut bytes = 0.0;
+            let mut gathered = 0.0;
+            for border in numbers.iter().flat_map(|stage| [*stage, stage + 1]) {
                 // The two stages at the tip of the V are on one rank.
                 let is_tip = schedule == ScheduleKind::ZbV && border == pipeline;
                 if border == 0 || border == ranges.len() || pipeline == 1 || is_tip {
@@ -188,11 +195,15 @@ impl Stages {
             busy = busy.max(seconds);
             sent_bytes = sent_bytes.max(bytes);
             gathered_bytes = gathered_bytes.max(gathered);
-            let own: Vec<Cost> = of.iter().map(|&stage| stages[stage]).collect();
-            activations.push(memory::activations(rank, &own, micro_batches, layout, costs));
-            let mut sum = Cost::default();
-            own.iter().for_each(|stage| sum.add(stage));
-            ranks.push(sum);
+            let stages_of_rank: Vec<Cost> = numbers.iter().map(|&stage| stages[stage]).collect();
+            activations.push(memory::activations(
+                rank,
+                &stages_of_rank,
+                micro_batches,
+                layout,
+                costs,
+            ));
+            ranks.push(Cost::sum(&stages_of_rank));
         }
         let work: Vec<Work> = stages.iter().map(Cost::work).collect();
         let on_the_way = training.pipeline_overlap * hop;
@@ -210,12 +221,10 @@ impl Stages {
         }
     }
 
-    pub fn predict(&self, task: &Task, layout: &Layout, costs: &Costs) -> Prediction {
+    pub fn predict(&self, task: &Task, layout: &Layout, costs: &LayerCosts) -> Prediction {
         let Task { model, cluster, batch, .. } = task;
         let count = self.micro_batches as f64;
-        let mut mean = Cost::default();
-        self.ranks.iter().for_each(|cost| mean.add(cost));
-        let mean = mean.divided_by(self.ranks.len() as f64);
+        let mean = Cost::sum(&self.ranks).divided_by(self.ranks.len() as f64);
         let works = self.ranks.iter().map(Cost::work);
         let slowest = works.max_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
         let memory = Memory::new(&self.ranks, &self.activations, task, layout, costs);
@@ -241,7 +250,8 @@ impl Stages {
         time.cores = time.step - alone;
 
         let ranks = layout.ranks() as f64;
-        let a_second = |flops: f64| *batch as f64 * flops / time.step / ranks;
+        let flops = *batch as f64 * model.flops(layout.recompute == Recompute::Full);
+        let flops_of_model = *batch as f64 * model.flops(false);
         let tensor = cluster.group(layout.tensor, 1, layout.ranks());
         let reduced = self.ranks.iter().map(|cost| cost.reduced_bytes).fold(0.0, f64::max);
         Prediction {
@@ -253,20 +263,20 @@ impl Stages {
             pipeline_traffic: Traffic::over(&neighbours(cluster, layout), count * self.sent_bytes),
             data_traffic: Traffic::over(&data.group, data.bytes),
             idle: (time.imbalance + time.bubble) / time.step,
-            flops: a_second(model.flops(layout.recompute == Recompute::Full)),
-            utilization: a_second(model.flops(false)) / cluster.flops,
+            flops: flops / time.step / ranks,
+            utilization: flops_of_model / time.step / ranks / cluster.flops,
             limits: limits(&time, data.for_memory),
         }
     }
 }
 
-/// The ranks of an axis of stages.
+/// Returns the ranks of a pipeline, which send to their neighbours.
 fn neighbours(cluster: &Cluster, layout: &Layout) -> Group {
     cluster.neighbours(layout.pipeline, layout.data * layout.tensor, layout.ranks())
 }
 
-/// The two largest parts of a step. What ZeRO 2 and 3 move beside what ZeRO 1 does, and what is
-/// computed again, is for want of memory.
+/// Returns the two largest parts of a step. Recomputation, and the time that ZeRO 2 and 3 add to
+/// ZeRO 1, count for memory.
 fn limits(time: &Time, data_for_memory: f64) -> [Part; 2] {
     let mut parts = [
         (Limit::Compute, time.compute + time.optimizer),

@@ -1,4 +1,4 @@
-//! Runs that somebody has measured, beside what is predicted for them.
+//! Measured runs beside their predictions.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +14,7 @@ use crate::training::Training;
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RunsFile {
-    /// Where the numbers are from.
+    /// The source of the numbers.
     source: String,
     cluster: Option<Cluster>,
     #[serde(default)]
@@ -30,9 +30,9 @@ struct RunFile {
     layers: Option<Vec<Layer>>,
     tensor_parallel: Option<usize>,
     batch: usize,
-    /// Else that of the file.
+    /// By default that of the file.
     training: Option<Training>,
-    /// What is left out is 1, no ZeRO, 1f1b, and no recomputation.
+    /// By default 1, no ZeRO, 1f1b, and no recomputation.
     layout: Constraints,
     measured: Measured,
     /// Whether numbers of the cluster were chosen so that this run is predicted.
@@ -40,7 +40,7 @@ struct RunFile {
     fitted: bool,
 }
 
-/// What was measured of a run: one of the first two.
+/// The measured numbers of a run. One of `seconds` and `teraflops` is given.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
@@ -50,7 +50,7 @@ pub struct Measured {
     /// 10^12 floating point operations a second of a rank, counted as [`Prediction::flops`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub teraflops: Option<f64>,
-    /// Bytes of weights, gradients, the optimizer's state and activations, of the rank that has most.
+    /// Bytes of weights, gradients, the optimizer's state and activations, on the rank that has most.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<f64>,
 }
@@ -60,26 +60,26 @@ pub struct Measured {
 pub struct Comparison {
     /// The run's name.
     pub name: String,
-    /// What was measured.
+    /// The measured numbers.
     pub measured: Measured,
-    /// The same, predicted: seconds, or 10^12 operations a second.
+    /// The predicted number: seconds if these were measured, else 10^12 operations a second.
     pub predicted: f64,
-    /// How much more time is predicted than was measured, as a part of the latter.
+    /// The predicted time over the measured one, minus 1.
     pub error: f64,
-    /// How much more memory is predicted than was measured, as a part of the latter.
+    /// The predicted memory over the measured one, minus 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_error: Option<f64>,
-    /// Whether numbers of the cluster were chosen so that this run is predicted: no check of them.
+    /// Whether numbers of the cluster were fitted to this run, which then checks nothing.
     pub fitted: bool,
-    /// All that is predicted.
+    /// The whole prediction.
     pub prediction: Prediction,
 }
 
-/// Where the numbers of a file of runs are from, and each run beside its prediction. `cluster` is
-/// the text of a cluster's own JSON; without it, the file has one.
+/// Predicts each run of a file. Returns the source of the measured numbers, and each run beside its
+/// prediction. `cluster` is the text of a cluster's JSON; without it, the file has one.
 ///
 /// # Errors
-/// As of [`Task::from_json`] and [`predict`]; [`Error::Run`] names the run.
+/// Those of [`Task::from_json`] and [`predict`]. [`Error::Run`] names the run.
 pub fn compare(runs: &str, cluster: Option<&str>) -> Result<(String, Vec<Comparison>)> {
     let file: RunsFile = from_json(runs)?;
     file.training.check()?;
@@ -87,12 +87,12 @@ pub fn compare(runs: &str, cluster: Option<&str>) -> Result<(String, Vec<Compari
     if file.runs.is_empty() {
         return Err(Error::field("runs", "[]", "give at least one run"));
     }
-    let comparison = |run: RunFile| {
+    let mut comparisons = Vec::new();
+    for run in file.runs {
         let name = run.name.clone();
         let compared = compare_run(run, &cluster, file.training);
-        compared.map_err(|error| Error::Run { name, error: Box::new(error) })
-    };
-    let comparisons = file.runs.into_iter().map(comparison).collect::<Result<_>>()?;
+        comparisons.push(compared.map_err(|error| Error::Run { name, error: Box::new(error) })?);
+    }
     Ok((file.source, comparisons))
 }
 
@@ -101,24 +101,34 @@ fn compare_run(run: RunFile, cluster: &Cluster, training: Training) -> Result<Co
     training.check()?;
     run.layout.check()?;
     let model = model_of(run.transformer, run.layers, run.tensor_parallel, training.element)?;
-    let (batch, cluster) = (run.batch, cluster.clone());
-    let task = Task { model, batch, cluster, training, layout: run.layout };
+    let task =
+        Task { model, batch: run.batch, cluster: cluster.clone(), training, layout: run.layout };
     let Measured { seconds, teraflops, memory } = run.measured;
     for number in [seconds, teraflops, memory].into_iter().flatten() {
         positive("measured", number)?;
     }
     let prediction = predict(&task, &run.layout.filled())?;
-    let (step, operations) = (prediction.time.step, prediction.flops / 1e12);
     let (predicted, ratio) = match (seconds, teraflops) {
-        (Some(seconds), None) => (step, step / seconds),
-        (None, Some(teraflops)) => (operations, teraflops / operations),
+        (Some(seconds), None) => {
+            let predicted = prediction.time.step;
+            (predicted, predicted / seconds)
+        }
+        (None, Some(teraflops)) => {
+            let predicted = prediction.flops / 1e12;
+            (predicted, teraflops / predicted)
+        }
         (seconds, _) => {
             let given = if seconds.is_some() { "two speeds" } else { "without a speed" };
             return Err(Error::field("measured", given, "give `seconds` or `teraflops`"));
         }
     };
-    let memory_error = memory.map(|measured| prediction.memory.total / measured - 1.0);
-    let (name, measured, fitted) = (run.name, run.measured, run.fitted);
-    let error = ratio - 1.0;
-    Ok(Comparison { name, measured, predicted, error, memory_error, fitted, prediction })
+    Ok(Comparison {
+        name: run.name,
+        measured: run.measured,
+        predicted,
+        error: ratio - 1.0,
+        memory_error: memory.map(|measured| prediction.memory.total / measured - 1.0),
+        fitted: run.fitted,
+        prediction,
+    })
 }

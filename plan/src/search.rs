@@ -1,41 +1,41 @@
-//! All layouts of so many ranks, by predicted time.
+//! The search for the fastest layouts.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
-use std::ops::RangeInclusive;
+use std::ops::{Range, RangeInclusive};
 
-use crate::cost::Costs;
+use crate::cost::LayerCosts;
 use crate::error::{Error, Result};
 use crate::layout::{Constraints, Layout, Recompute};
-use crate::prediction::{Prediction, Stages};
+use crate::prediction::{predict, Prediction, Stages};
 use crate::schedule::ScheduleKind;
 use crate::task::Task;
 
-/// The most chunks that interleaved schedules are tried with.
+/// The most chunks that interleaved schedules are tried with, unless more are wanted.
 const MOST_CHUNKS: usize = 8;
 
-/// What is tried where nothing else is wanted: what Flow has. It has no selective recomputation, and
-/// no stages 2 and 3 of ZeRO.
+/// The recomputations and stages of ZeRO that are tried unless others are wanted. Flow has these only:
+/// no selective recomputation, and no stages 2 and 3 of ZeRO.
 const RECOMPUTATIONS: [Recompute; 2] = [Recompute::None, Recompute::Full];
 const ZERO_STAGES: RangeInclusive<u8> = 0..=1;
 
-/// More ranks are refused: finding their divisors takes too long.
+/// The most ranks of a search. Finding the divisors of more takes too long.
 const MOST_RANKS: usize = 1 << 32;
 
-/// What a search has found.
-pub struct Plans {
-    /// The fastest layouts that fit in memory, the fastest first. Of the layouts of one mesh, those
-    /// are left out that another one beats in both time and memory.
+/// The layouts that a search has found.
+pub struct SearchResult {
+    /// The fastest layouts that fit in memory, the fastest first. A layout is left out if another one
+    /// of the same mesh beats it in both time and memory.
     pub best: Vec<Prediction>,
-    /// The layout that needs the least memory, be it enough or not.
+    /// The layout that needs the least memory, whether it fits or not.
     pub smallest: Prediction,
-    /// How many layouts were predicted.
+    /// The number of predicted layouts.
     pub tried: usize,
-    /// How many of them fit in memory.
+    /// The number of layouts that fit in memory.
     pub fit: usize,
 }
 
-/// What a search keeps of a layout.
+/// A layout with the numbers that the search sorts by.
 #[derive(Clone, Copy)]
 struct Candidate {
     step: f64,
@@ -54,45 +54,78 @@ impl Candidate {
     }
 }
 
-/// Predicts all layouts of `ranks` ranks that have the wanted parts (those of the task count where
-/// `wanted` has none), and returns the `top` fastest. Selective recomputation and stages 2 and 3 of
-/// ZeRO, which Flow does not have, are tried only if wanted. The same input gives the same result.
+/// Predicts all layouts of `ranks` ranks that have the wanted parts, and returns the `top` fastest.
+///
+/// Where `wanted` gives no part, that of the task counts. Flow has no selective recomputation and no
+/// stages 2 and 3 of ZeRO: these are tried only if wanted. The same input gives the same result.
 ///
 /// # Errors
 /// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
-pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Result<Plans> {
+pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Result<SearchResult> {
     if !(1..=MOST_RANKS).contains(&ranks) {
         return Err(Error::Impossible { ranks, reason: "give 1 to 2^32 ranks".into() });
     }
     let wanted = wanted.or(task.layout);
     wanted.check()?;
-    let (mut tried, mut fit) = (0, 0);
-    let mut smallest: Option<Candidate> = None;
+    let mut search = Search {
+        task,
+        wanted: &wanted,
+        ranges_of: BTreeMap::new(),
+        smallest: None,
+        tried: 0,
+        fit: 0,
+        reason: None,
+    };
     let mut best: Vec<Candidate> = Vec::new();
-    // By the number of stages.
-    let mut ranges_of = BTreeMap::new();
-    // Why the last layout could not be that was the furthest from being one.
-    let mut reason = None;
-    for mesh in meshes(task, ranks, &wanted, &mut reason) {
+    for mesh in search.meshes(ranks) {
+        best.extend(search.best_of(&mesh));
+        best.sort_by(Candidate::by_time);
+        best.truncate(top);
+    }
+    let Some(smallest) = search.smallest else {
+        let reason = search.reason.unwrap_or_else(|| not_a_mesh(ranks, &wanted));
+        return Err(Error::Impossible { ranks, reason });
+    };
+    Ok(SearchResult {
+        best: best.iter().map(|found| predict(task, &found.layout)).collect::<Result<_>>()?,
+        smallest: predict(task, &smallest.layout)?,
+        tried: search.tried,
+        fit: search.fit,
+    })
+}
+
+/// A search under way.
+struct Search<'a> {
+    task: &'a Task,
+    wanted: &'a Constraints,
+    /// The layers of each stage, by the number of stages.
+    ranges_of: BTreeMap<usize, Vec<Range<usize>>>,
+    /// The layout that needs the least memory so far.
+    smallest: Option<Candidate>,
+    tried: usize,
+    fit: usize,
+    /// Why the last impossible layout was impossible.
+    reason: Option<String>,
+}
+
+impl Search<'_> {
+    /// Returns the layouts of a mesh that fit in memory, the fastest first, without those that another
+    /// one beats in both time and memory.
+    fn best_of(&mut self, mesh: &Layout) -> Vec<Candidate> {
+        let task = self.task;
+        let zero_stages = if mesh.data > 1 { ZERO_STAGES } else { 0..=0 };
         let mut candidates = Vec::new();
-        for variant in variants(task, &mesh, &wanted) {
-            let costs = Costs::new(&task.model, &task.cluster, &task.training, &variant);
-            for scheduled in schedules(task, &variant, &wanted, &mut reason) {
+        for variant in self.variants(mesh) {
+            let costs = LayerCosts::new(&task.model, &task.cluster, &task.training, &variant);
+            for scheduled in self.schedules(&variant) {
                 let count = scheduled.stages();
-                let ranges = ranges_of.entry(count).or_insert_with(|| task.model.stages(count));
+                let ranges =
+                    self.ranges_of.entry(count).or_insert_with(|| task.model.stages(count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
-                for zero in choices(wanted.zero, if mesh.data > 1 { ZERO_STAGES } else { 0..=0 }) {
+                for zero in choices(self.wanted.zero, zero_stages.clone()) {
                     let layout = Layout { zero, ..scheduled };
-                    tried += 1;
-                    let Prediction { time, memory, .. } = stages.predict(task, &layout, &costs);
-                    let candidate = Candidate { step: time.step, memory: memory.total, layout };
-                    if smallest.as_ref().is_none_or(|least| candidate.by_memory(least).is_lt()) {
-                        smallest = Some(candidate);
-                    }
-                    if memory.fits {
-                        fit += 1;
-                        candidates.push(candidate);
-                    }
+                    let prediction = stages.predict(task, &layout, &costs);
+                    candidates.extend(self.candidate(&prediction));
                 }
             }
         }
@@ -103,107 +136,108 @@ pub fn search(task: &Task, ranks: usize, wanted: &Constraints, top: usize) -> Re
             least = least.min(candidate.memory);
             is_smaller
         });
-        best.extend(candidates);
-        best.sort_by(Candidate::by_time);
-        best.truncate(top);
+        candidates
     }
-    let Some(smallest) = smallest else {
-        let reason = reason.unwrap_or_else(|| not_a_mesh(ranks, &wanted));
-        return Err(Error::Impossible { ranks, reason });
-    };
-    let predict = |candidate: &Candidate| crate::predict(task, &candidate.layout);
-    let best = best.iter().map(predict).collect::<Result<_>>()?;
-    Ok(Plans { best, smallest: predict(&smallest)?, tried, fit })
-}
 
-/// The layouts that differ in the mesh only.
-fn meshes(
-    task: &Task,
-    ranks: usize,
-    wanted: &Constraints,
-    reason: &mut Option<String>,
-) -> Vec<Layout> {
-    let mut meshes = Vec::new();
-    for tensor in divisors(ranks) {
-        for pipeline in divisors(ranks / tensor) {
-            let data = ranks / tensor / pipeline;
-            let is_wanted = |wanted: Option<usize>, size| wanted.is_none_or(|want| want == size);
-            let mesh = Constraints {
-                data: Some(data),
-                tensor: Some(tensor),
-                pipeline: Some(pipeline),
-                ..Constraints::default()
-            };
-            let mesh = mesh.filled();
-            let sizes = [(wanted.data, data), (wanted.tensor, tensor), (wanted.pipeline, pipeline)];
-            if sizes.iter().all(|&(wanted, size)| is_wanted(wanted, size)) {
-                match mesh.reason_against(&task.model, task.batch) {
-                    None => meshes.push(mesh),
-                    Some(against) => *reason = Some(against),
+    /// Counts a predicted layout, and returns it if it fits in memory.
+    fn candidate(&mut self, prediction: &Prediction) -> Option<Candidate> {
+        let Prediction { layout, time, memory, .. } = prediction;
+        let candidate = Candidate { step: time.step, memory: memory.total, layout: *layout };
+        self.tried += 1;
+        if self.smallest.as_ref().is_none_or(|least| candidate.by_memory(least).is_lt()) {
+            self.smallest = Some(candidate);
+        }
+        if !memory.fits {
+            return None;
+        }
+        self.fit += 1;
+        Some(candidate)
+    }
+
+    /// Returns the layouts that differ in the mesh only.
+    fn meshes(&mut self, ranks: usize) -> Vec<Layout> {
+        let mut meshes = Vec::new();
+        for tensor in divisors(ranks) {
+            for pipeline in divisors(ranks / tensor) {
+                let data = ranks / tensor / pipeline;
+                if self.wanted.data.is_some_and(|wanted| wanted != data)
+                    || self.wanted.tensor.is_some_and(|wanted| wanted != tensor)
+                    || self.wanted.pipeline.is_some_and(|wanted| wanted != pipeline)
+                {
+                    continue;
+                }
+                let mesh = Layout { data, tensor, pipeline, ..Constraints::default().filled() };
+                if self.is_possible(&mesh) {
+                    meshes.push(mesh);
                 }
             }
         }
+        meshes
     }
-    meshes
-}
 
-/// The mesh with each micro-batch and each way of recomputing and splitting activations.
-fn variants(task: &Task, mesh: &Layout, wanted: &Constraints) -> Vec<Layout> {
-    let mut variants = Vec::new();
-    let sizes = match wanted.micro_batch {
-        Some(size) => vec![size],
-        None => divisors(task.batch / mesh.data),
-    };
-    let sequence = if mesh.tensor > 1 { vec![false, true] } else { vec![false] };
-    for micro_batch in sizes {
-        for recompute in choices(wanted.recompute, RECOMPUTATIONS) {
-            for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
-                variants.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
+    /// Returns the mesh with each micro-batch and each way of recomputing and splitting activations.
+    fn variants(&self, mesh: &Layout) -> Vec<Layout> {
+        let wanted = self.wanted;
+        let mut variants = Vec::new();
+        let sizes = match wanted.micro_batch {
+            Some(size) => vec![size],
+            None => divisors(self.task.batch / mesh.data),
+        };
+        let sequence = if mesh.tensor > 1 { vec![false, true] } else { vec![false] };
+        for micro_batch in sizes {
+            for recompute in choices(wanted.recompute, RECOMPUTATIONS) {
+                for sequence_parallel in choices(wanted.sequence_parallel, sequence.clone()) {
+                    variants.push(Layout { micro_batch, recompute, sequence_parallel, ..*mesh });
+                }
             }
         }
+        variants
     }
-    variants
-}
 
-/// The layout with each schedule that it can have.
-fn schedules(
-    task: &Task,
-    variant: &Layout,
-    wanted: &Constraints,
-    reason: &mut Option<String>,
-) -> Vec<Layout> {
-    let chunks_of = |schedule| match schedule {
-        ScheduleKind::Interleaved => 2..=wanted.chunks.unwrap_or(0).max(MOST_CHUNKS),
-        ScheduleKind::ZbV => 2..=2,
-        _ => 1..=1,
-    };
-    // One rank has no pipeline: all schedules are the same.
-    let kinds = match variant.pipeline {
-        1 => vec![ScheduleKind::OneFOneB],
-        _ => {
-            let has_chunks = |kind: &ScheduleKind| {
-                wanted.chunks.is_none_or(|chunks| chunks_of(*kind).contains(&chunks))
-            };
-            ScheduleKind::ALL.into_iter().filter(has_chunks).collect()
+    /// Returns the layout with each schedule that it can have.
+    fn schedules(&mut self, variant: &Layout) -> Vec<Layout> {
+        let wanted = self.wanted;
+        // One rank has no pipeline: all schedules are the same.
+        let mut kinds = vec![ScheduleKind::OneFOneB];
+        if variant.pipeline > 1 {
+            kinds = ScheduleKind::ALL.to_vec();
+            kinds.retain(|&kind| {
+                wanted.chunks.is_none_or(|chunks| self.chunks_of(kind).contains(&chunks))
+            });
         }
-    };
-    let mut schedules = Vec::new();
-    for schedule in choices(wanted.schedule, kinds) {
-        let chunks = chunks_of(schedule);
-        for chunks in choices(wanted.chunks, chunks) {
-            // The stage of ZeRO is checked here; the caller tries the others.
-            let zero = wanted.zero.unwrap_or(0);
-            let layout = Layout { schedule, chunks, zero, ..*variant };
-            match layout.reason_against(&task.model, task.batch) {
-                None => schedules.push(layout),
-                Some(against) => *reason = Some(against),
+        let mut schedules = Vec::new();
+        for schedule in choices(wanted.schedule, kinds) {
+            for chunks in choices(wanted.chunks, self.chunks_of(schedule)) {
+                // The stage of ZeRO is checked here; the caller tries the others.
+                let zero = wanted.zero.unwrap_or(0);
+                let layout = Layout { schedule, chunks, zero, ..*variant };
+                if self.is_possible(&layout) {
+                    schedules.push(layout);
+                }
             }
         }
+        schedules
     }
-    schedules
+
+    /// Returns the numbers of chunks that a schedule is tried with.
+    fn chunks_of(&self, schedule: ScheduleKind) -> RangeInclusive<usize> {
+        match schedule {
+            ScheduleKind::Interleaved => 2..=self.wanted.chunks.unwrap_or(0).max(MOST_CHUNKS),
+            ScheduleKind::ZbV => 2..=2,
+            _ => 1..=1,
+        }
+    }
+
+    /// Checks a layout, and keeps the reason if it is impossible.
+    fn is_possible(&mut self, layout: &Layout) -> bool {
+        let reason = layout.reason_against(&self.task.model, self.task.batch);
+        let is_possible = reason.is_none();
+        self.reason = reason.or(self.reason.take());
+        is_possible
+    }
 }
 
-/// What is wanted, else all there is.
+/// Returns the wanted value, or all values if none is wanted.
 fn choices<T>(wanted: Option<T>, all: impl IntoIterator<Item = T>) -> Vec<T> {
     match wanted {
         Some(wanted) => vec![wanted],
@@ -211,7 +245,7 @@ fn choices<T>(wanted: Option<T>, all: impl IntoIterator<Item = T>) -> Vec<T> {
     }
 }
 
-/// All divisors, ascending.
+/// Returns all divisors, ascending.
 fn divisors(number: usize) -> Vec<usize> {
     let root = (1..).take_while(|divisor| divisor * divisor <= number);
     let low: Vec<usize> = root.filter(|divisor| number.is_multiple_of(*divisor)).collect();
@@ -220,7 +254,7 @@ fn divisors(number: usize) -> Vec<usize> {
     low.iter().copied().chain(high).collect()
 }
 
-/// Why no mesh has the wanted sizes.
+/// Says why no mesh has the wanted sizes.
 fn not_a_mesh(ranks: usize, wanted: &Constraints) -> String {
     let sizes = [wanted.data, wanted.tensor, wanted.pipeline];
     let [data, tensor, pipeline] =

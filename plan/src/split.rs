@@ -1,14 +1,14 @@
-//! Which layers make up a stage.
+//! Dividing layers into stages.
 
 use std::ops::Range;
 
 /// Halvings of an interval until its ends are neighbouring numbers.
 const HALVINGS: usize = 100;
 
-/// Divides layers with these costs, of at least 0, into contiguous stages, so that the largest cost
-/// of a stage is as small as it can be: the linear partition problem. Of these divisions, that in
-/// which each stage ends as close as it can to where equal stages would. With fewer layers than
-/// stages some stages are empty.
+/// Divides layers with these costs, of at least 0, into contiguous stages. The largest cost of a stage
+/// is as small as it can be: the linear partition problem. Of all such divisions, this is the one whose
+/// stages end as close as they can to the ends of equal stages. With fewer layers than stages, some
+/// stages are empty.
 ///
 /// ```
 /// use flow_plan::split;
@@ -23,7 +23,7 @@ pub fn split(costs: &[f64], stages: usize) -> Vec<Range<usize>> {
         Some(*sum)
     }));
     let most = smallest_largest(&sums, stages);
-    // Where each stage begins at the earliest, so that those from there on cost no more.
+    // The earliest begin of each stage, so that no stage from there on costs more than `most`.
     let mut earliest = vec![layers; stages + 1];
     for stage in (0..stages).rev() {
         let end = earliest[stage + 1];
@@ -49,24 +49,26 @@ pub fn split(costs: &[f64], stages: usize) -> Vec<Range<usize>> {
     ranges
 }
 
-/// The largest cost of a stage, as small as it can be.
+/// Returns the largest cost of a stage, as small as it can be.
 fn smallest_largest(sums: &[f64], stages: usize) -> f64 {
     let layers = sums.len() - 1;
-    let (mut too_small, mut enough) = (0.0, sums[layers]);
+    let mut too_small = 0.0;
+    let mut enough = sums[layers];
     if is_enough(sums, stages, too_small) {
         return too_small;
     }
     for _ in 0..HALVINGS {
         let middle = too_small + (enough - too_small) / 2.0;
-        match is_enough(sums, stages, middle) {
-            true => enough = middle,
-            false => too_small = middle,
+        if is_enough(sums, stages, middle) {
+            enough = middle;
+        } else {
+            too_small = middle;
         }
     }
     enough
 }
 
-/// Whether stages that cost no more than this can have all layers.
+/// Whether stages that cost at most `most` can have all layers.
 fn is_enough(sums: &[f64], stages: usize, most: f64) -> bool {
     let layers = sums.len() - 1;
     let mut start = 0;
@@ -79,7 +81,7 @@ fn is_enough(sums: &[f64], stages: usize, most: f64) -> bool {
     layers == 0
 }
 
-/// Where a stage ends that begins here and costs no more than this.
+/// Returns the end of the longest stage that begins at `start` and costs at most `most`.
 fn furthest(sums: &[f64], start: usize, most: f64) -> usize {
     let ends = sums[start..].partition_point(|sum| sum - sums[start] <= most);
     start + ends.max(1) - 1

@@ -1,4 +1,4 @@
-//! What is planned: a model, a cluster, a batch, read from JSON.
+//! The planner's input: a model, a cluster, a batch, read from JSON.
 
 use serde::de::DeserializeOwned;
 use serde::Deserialize;
@@ -9,7 +9,7 @@ use crate::layout::{Constraints, BATCHES};
 use crate::model::{Layer, Model, Transformer};
 use crate::training::Training;
 
-/// What is planned.
+/// A training job for the planner: its model, batch, cluster and training.
 ///
 /// ```
 /// use flow_plan::{predict, search, Task, Constraints};
@@ -27,8 +27,8 @@ use crate::training::Training;
 ///     }
 /// }"#;
 /// let task = Task::from_json(text, None)?;
-/// let plans = search(&task, 4, &Constraints::default(), 10)?;
-/// let best = &plans.best[0];
+/// let found = search(&task, 4, &Constraints::default(), 10)?;
+/// let best = &found.best[0];
 /// assert_eq!(best.layout.ranks(), 4);
 /// assert_eq!(predict(&task, &best.layout)?.time.step, best.time.step);
 /// # Ok::<(), flow_plan::Error>(())
@@ -47,7 +47,7 @@ pub struct Task {
     pub layout: Constraints,
 }
 
-/// A model in JSON: its shape as a transformer, or its layers.
+/// A task in JSON. The model is the shape of a transformer, or a list of layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TaskFile {
@@ -63,11 +63,10 @@ struct TaskFile {
 }
 
 impl Task {
-    /// Reads a model with batch, cluster, training and layout. `cluster` is the text of a cluster's
-    /// own JSON; without it, the model has one.
+    /// Reads a task. `cluster` is the text of a cluster's JSON; without it, the task has one.
     ///
     /// # Errors
-    /// [`Error::Json`] and [`Error::Field`], which name the field.
+    /// [`Error::Json`] and [`Error::Field`] name the wrong field.
     pub fn from_json(model: &str, cluster: Option<&str>) -> Result<Self> {
         let file: TaskFile = from_json(model)?;
         let TaskFile { transformer, layers, tensor_parallel, batch, training, layout, .. } = file;
@@ -83,10 +82,10 @@ impl Task {
     }
 }
 
-/// The cluster of this JSON, else the one of the file.
-pub(crate) fn cluster_of(text: Option<&str>, own: Option<Cluster>) -> Result<Cluster> {
+/// Returns the cluster of the JSON `text`, or else `in_file`.
+pub(crate) fn cluster_of(text: Option<&str>, in_file: Option<Cluster>) -> Result<Cluster> {
     let given = text.map(from_json).transpose()?;
-    let Some(cluster) = given.or(own) else {
+    let Some(cluster) = given.or(in_file) else {
         let need = "give the machines in this file, or in one of their own";
         return Err(Error::field("cluster", "missing", need));
     };
@@ -94,25 +93,26 @@ pub(crate) fn cluster_of(text: Option<&str>, own: Option<Cluster>) -> Result<Clu
     Ok(cluster)
 }
 
-/// A model by its shape or by its layers, whichever is given.
+/// Makes a model by its shape or by its layers, whichever is given.
 pub(crate) fn model_of(
     transformer: Option<Transformer>,
     layers: Option<Vec<Layer>>,
     tensor_parallel: Option<usize>,
     element: f64,
 ) -> Result<Model> {
-    let invalid = |field: &str, value: &str, need| Err(Error::field(field, value, need));
     match (transformer, layers, tensor_parallel) {
         (Some(shape), None, None) => Model::transformer(&shape, element),
         (None, Some(layers), most) => Model::new(&layers, most.unwrap_or(1)),
         (Some(_), None, Some(_)) => {
             let need = "leave it out: for a transformer it is the number of heads";
-            invalid("tensor_parallel", "given", need)
+            Err(Error::field("tensor_parallel", "given", need))
         }
         (Some(_), Some(_), _) => {
-            invalid("layers", "given beside `transformer`", "give one of the two")
+            Err(Error::field("layers", "given beside `transformer`", "give one of the two"))
         }
-        (None, None, _) => invalid("transformer", "missing", "give `transformer` or `layers`"),
+        (None, None, _) => {
+            Err(Error::field("transformer", "missing", "give `transformer` or `layers`"))
+        }
     }
 }
 
@@ -120,7 +120,7 @@ impl Cluster {
     /// Reads a cluster.
     ///
     /// # Errors
-    /// [`Error::Json`] and [`Error::Field`], which name the field.
+    /// [`Error::Json`] and [`Error::Field`] name the wrong field.
     pub fn from_json(text: &str) -> Result<Self> {
         cluster_of(Some(text), None)
     }

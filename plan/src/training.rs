@@ -1,10 +1,10 @@
-//! How the training is done: the bytes of a parameter, and what runs beside what.
+//! How the training is done: bytes of a parameter, and which communication runs beside computing.
 
 use serde::Deserialize;
 
 use crate::error::{share, Error, Result};
 
-/// How the training is done. Left out, all is as in mixed precision with Adam.
+/// How the training is done. The defaults are those of mixed precision with Adam.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Training {
@@ -14,21 +14,21 @@ pub struct Training {
     pub weights: f64,
     /// Bytes of a parameter's gradient, which is also what data parallelism reduces.
     pub gradients: f64,
-    /// Bytes that the optimizer has for a parameter: a copy of the weight in 4 bytes and Adam's two
-    /// averages are 12.
+    /// Bytes of the optimizer's state for a parameter. A copy of the weight in 4 bytes and Adam's two
+    /// averages make 12.
     pub optimizer: f64,
-    /// The part of the reduction of gradients that runs beside the backward, from 0 to 1. In ZeRO 3
-    /// also of gathering weights, beside forward and backward.
+    /// The part of the reduction of gradients that runs beside the backward, from 0 to 1. With ZeRO 3
+    /// it is also the part of gathering weights that runs beside forward and backward.
     pub data_overlap: f64,
     /// The part of a send between stages that keeps neither rank from computing, from 0 to 1. Ranks
     /// still wait for what they need.
     pub pipeline_overlap: f64,
     /// Whether each rank of tensor parallelism sends its part only, and the receivers gather
-    /// (Narayanan et al. 2021, section 4.1). With sequence parallelism that is always so.
+    /// (Narayanan et al. 2021, section 4.1). With sequence parallelism this always holds.
     pub scatter_gather: bool,
     /// Whether a rank keeps what sequence parallelism has gathered for linear layers, as Flow's
-    /// example `gpt` does. Else it keeps its part, and the backward gathers again (Korthikanti et al.
-    /// 2022, section 4.2.2).
+    /// example `gpt` does. Otherwise the rank keeps its part, and the backward gathers again
+    /// (Korthikanti et al. 2022, section 4.2.2).
     pub keep_gathered: bool,
 }
 
@@ -49,17 +49,17 @@ impl Default for Training {
 
 impl Training {
     pub(crate) fn check(&self) -> Result<()> {
-        let bytes = |field: &str, value: f64| match (0.0..=1024.0).contains(&value) {
-            true => Ok(()),
-            false => {
-                let need = "give a number of bytes from 0 to 1024";
-                Err(Error::field(field, value, need))
+        let sizes = [
+            ("training.element", self.element),
+            ("training.weights", self.weights),
+            ("training.gradients", self.gradients),
+            ("training.optimizer", self.optimizer),
+        ];
+        for (field, bytes) in sizes {
+            if !(0.0..=1024.0).contains(&bytes) {
+                return Err(Error::field(field, bytes, "give a number of bytes from 0 to 1024"));
             }
-        };
-        bytes("training.element", self.element)?;
-        bytes("training.weights", self.weights)?;
-        bytes("training.gradients", self.gradients)?;
-        bytes("training.optimizer", self.optimizer)?;
+        }
         share("training.data_overlap", self.data_overlap)?;
         share("training.pipeline_overlap", self.pipeline_overlap)
     }

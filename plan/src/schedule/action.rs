@@ -1,10 +1,12 @@
-//! What a rank does.
+//! The actions of a rank.
 
 use std::fmt;
 
-/// One thing that a rank does. `stage` counts all stages of the model, `micro_batch` those of a
-/// step; both begin with 0.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+use serde::{Deserialize, Serialize};
+
+/// One action of a rank. `stage` counts all stages of the model, and `micro_batch` all micro-batches of
+/// a step. Both begin with 0.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Action {
     /// The stage's forward.
     Forward {
@@ -13,7 +15,7 @@ pub enum Action {
         /// The micro-batch.
         micro_batch: usize,
     },
-    /// The stage's backward: the gradients of its inputs and of its weights at once.
+    /// The stage's whole backward: the gradients of its inputs and of its weights.
     Backward {
         /// The stage.
         stage: usize,
@@ -68,17 +70,17 @@ pub enum Action {
 use Action::*;
 
 impl Action {
-    /// The stage.
+    /// Returns the stage.
     pub fn stage(self) -> usize {
         self.parts().1
     }
 
-    /// The micro-batch.
+    /// Returns the micro-batch.
     pub fn micro_batch(self) -> usize {
         self.parts().2
     }
 
-    /// Whether this is a computation, and not a send or a receive.
+    /// Whether the action is a computation, and not a send or a receive.
     pub fn is_computation(self) -> bool {
         matches!(
             self,
@@ -86,7 +88,7 @@ impl Action {
         )
     }
 
-    /// Of a send: what the other rank does to receive it.
+    /// Returns the receive on the other rank that belongs to this send, or None if this is no send.
     pub fn receive(self) -> Option<Self> {
         match self {
             SendActivation { stage, micro_batch } => {
@@ -99,7 +101,7 @@ impl Action {
         }
     }
 
-    /// Of a receive: what the other rank does to send it.
+    /// Returns the send on the other rank that belongs to this receive, or None if this is no receive.
     pub fn send(self) -> Option<Self> {
         match self {
             RecvActivation { stage, micro_batch } => {
@@ -112,7 +114,7 @@ impl Action {
         }
     }
 
-    /// The same computation of another micro-batch; sends and receives are left as they are.
+    /// Returns the same computation of another micro-batch. Sends and receives stay the same.
     pub(super) fn of_micro_batch(self, micro_batch: usize) -> Self {
         match self {
             Forward { stage, .. } => Forward { stage, micro_batch },

@@ -1,5 +1,5 @@
-//! Whether counts can be those of a schedule, and computations are one: each on the rank of its
-//! stage, each once, none missing.
+//! Checks of counts and computations: each computation is on the rank of its stage, each comes once,
+//! and none is missing.
 
 use super::action::Action::{self, *};
 use super::done::Done;
@@ -8,7 +8,7 @@ use super::error::{Error, Result};
 /// The most computations that a schedule may have.
 pub(super) const MAX: usize = 1 << 24;
 
-/// Whether a schedule can have these counts: none is 0, and no list gets too long.
+/// Returns an error if a count is 0, or if there are too many computations.
 pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) -> Result<()> {
     for (count, what) in [(ranks, "rank"), (chunks, "chunk"), (micro_batches, "micro-batch")] {
         if count == 0 {
@@ -23,9 +23,10 @@ pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) ->
     }
 }
 
-/// The number of micro-batches of these computations, or what is wrong with them.
+/// Returns the number of micro-batches of these computations, or an error if they are no schedule.
 pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Result<usize> {
-    let (stages, ranks) = (rank_of_stage.len(), computations.len());
+    let stages = rank_of_stage.len();
+    let ranks = computations.len();
     for (count, what) in [(ranks, "rank"), (stages, "stage")] {
         if count == 0 {
             return Err(Error::Zero(what));
@@ -34,11 +35,10 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
     if let Some(stage) = rank_of_stage.iter().position(|&rank| rank >= ranks) {
         return Err(Error::UnknownRank { stage, rank: rank_of_stage[stage], ranks });
     }
-    let all = || computations.iter().flatten();
-    let last = all().map(|action| action.micro_batch()).max();
-    let last = last.ok_or(Error::Zero("micro-batch"))?;
+    let micro_batches = computations.iter().flatten().map(|action| action.micro_batch());
+    let last = micro_batches.max().ok_or(Error::Zero("micro-batch"))?;
     // With more micro-batches than this a forward or a backward is missing, of one of these.
-    let enough = all().count() / (2 * stages);
+    let enough = computations.iter().map(Vec::len).sum::<usize>() / (2 * stages);
     let mut done = Done::new(stages, last.min(enough) + 1);
     for (rank, list) in computations.iter().enumerate() {
         for &action in list {

@@ -1,4 +1,4 @@
-//! How schedules are made.
+//! Constructors of schedules.
 
 use super::action::Action;
 use super::check::{check, check_counts};
@@ -22,14 +22,13 @@ impl Schedule {
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
     pub fn gpipe(ranks: usize, micro_batches: usize) -> Result<Self> {
-        let actions = |rank| one_f_one_b::gpipe(rank, micro_batches);
-        Self::looped(ranks, 1, micro_batches, actions)
+        Self::looped(ranks, 1, micro_batches, |rank| one_f_one_b::gpipe(rank, micro_batches))
     }
 
     /// 1F1B (PipeDream-Flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
     /// on GPU Clusters Using Megatron-LM", section 2.2.1): a rank begins with backwards as soon as
-    /// it can, then does a forward and a backward in turns. Stage s is on rank s. As much time is
-    /// idle as with [`Schedule::gpipe`], but rank r of p holds min(p - r, m) activations only.
+    /// it can, then does a forward and a backward in turns. Stage s is on rank s. The idle time is
+    /// that of [`Schedule::gpipe`], but rank r of p holds min(p - r, m) activations only.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
@@ -38,8 +37,8 @@ impl Schedule {
     }
 
     /// Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2): each rank has `chunks` stages, and
-    /// stage s is on rank s mod p. The idle time of 1F1B is divided by `chunks`, for as many times
-    /// the communication, and for more activations.
+    /// stage s is on rank s mod p. The idle time is that of 1F1B divided by `chunks`. In exchange there
+    /// is `chunks` times the communication, and there are more activations.
     ///
     /// Ranks take micro-batches in groups: a group passes one of the rank's stages, then the next.
     /// The paper's groups have p micro-batches, so that m must be a multiple of p. Here m may be
@@ -56,8 +55,9 @@ impl Schedule {
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
     pub fn interleaved(ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
-        let actions = |rank| one_f_one_b::interleaved(rank, ranks, chunks, micro_batches);
-        Self::looped(ranks, chunks, micro_batches, actions)
+        Self::looped(ranks, chunks, micro_batches, |rank| {
+            one_f_one_b::interleaved(rank, ranks, chunks, micro_batches)
+        })
     }
 
     /// ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1): 1F1B with the
@@ -71,8 +71,7 @@ impl Schedule {
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
     pub fn zb_h1(ranks: usize, micro_batches: usize) -> Result<Self> {
-        let actions = |rank| zero_bubble::zb_h1(rank, ranks, micro_batches);
-        Self::looped(ranks, 1, micro_batches, actions)
+        Self::looped(ranks, 1, micro_batches, |rank| zero_bubble::zb_h1(rank, ranks, micro_batches))
     }
 
     /// ZB-V (Qi et al. 2023, section 6): each rank has two stages, s and 2 p - 1 - s, so that the
@@ -81,13 +80,15 @@ impl Schedule {
     ///
     /// Let F, B and W be the times of a stage's forward, and of its gradients of inputs and of
     /// weights. If W <= F <= B, and m >= 2 p - 1, the step takes (p - 1) max(B, 2 (B - W)) longer
-    /// than the work of a rank. For the last rank, the tip of the V, cannot begin with gradients
-    /// before the first micro-batch has passed all 2 p stages, and its gradient p - 1 of them: at
-    /// 2 p F + (p - 1) B, when it has computed 2 p forwards. From then on it is not idle, so that it
-    /// ends (p - 1) B after its work; meanwhile its last gradient of inputs passes the other p - 1
-    /// ranks, while it does 2 (p - 1) gradients of weights that it has put off. The later end of
-    /// these two counts (the simulator finds none that is later). If all three times are the same no
-    /// rank is idle from its first computation to its last.
+    /// than the work of a rank. This is the later of two ends (the simulator finds none that is later):
+    /// - The last rank is the tip of the V. It cannot begin with gradients before the first
+    ///   micro-batch has passed all 2 p stages, and its gradient p - 1 of them. This is at
+    ///   2 p F + (p - 1) B, when the last rank has computed 2 p forwards. From then on it is not idle,
+    ///   so that it ends (p - 1) B after its work.
+    /// - The last gradient of inputs then passes the other p - 1 ranks. Meanwhile the last rank does
+    ///   2 (p - 1) gradients of weights that it has put off.
+    ///
+    /// If all three times are the same, no rank is idle from its first computation to its last.
     ///
     /// Each rank holds at most 2 p activations of a stage: as much as rank 0 in 1F1B, whose stages
     /// are twice as large.
@@ -97,15 +98,15 @@ impl Schedule {
     pub fn zb_v(ranks: usize, micro_batches: usize) -> Result<Self> {
         check_counts(ranks, 2, micro_batches)?;
         let rank_of_stage = (0..ranks).chain((0..ranks).rev()).collect();
-        let actions = |rank| zero_bubble::zb_v(rank, ranks, micro_batches);
-        Self::custom(rank_of_stage, (0..ranks).map(actions).collect())
+        let computations = (0..ranks).map(|rank| zero_bubble::zb_v(rank, ranks, micro_batches));
+        Self::custom(rank_of_stage, computations.collect())
     }
 
-    /// The schedule of this name, one of [`ScheduleKind::ALL`]. Only `interleaved` looks at
+    /// Makes the schedule of this name, one of [`ScheduleKind::ALL`]. Only `interleaved` reads
     /// `chunks`.
     ///
     /// # Errors
-    /// No such name; else as the schedule's own method.
+    /// There is no such name, or the schedule's own method fails.
     pub fn named(name: &str, ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
         let Some(kind) = ScheduleKind::named(name) else {
             let names = ScheduleKind::ALL.map(ScheduleKind::name).join(", ");
@@ -120,8 +121,8 @@ impl Schedule {
         }
     }
 
-    /// A schedule of your own: the rank of each stage, and what each rank computes, in order. Sends
-    /// and receives are added.
+    /// Makes a schedule of your own from the rank of each stage, and what each rank computes, in
+    /// order. Sends and receives are added.
     ///
     /// ```
     /// use flow_plan::schedule::{Action::*, Schedule};
@@ -145,15 +146,15 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// With stage s on rank s mod p: what `actions` says of each rank.
+    /// Makes a schedule with stage s on rank s mod p, of each rank's computations.
     fn looped(
         ranks: usize,
         chunks: usize,
         micro_batches: usize,
-        actions: impl Fn(usize) -> Vec<Action>,
+        computations_of: impl Fn(usize) -> Vec<Action>,
     ) -> Result<Self> {
         check_counts(ranks, chunks, micro_batches)?;
         let rank_of_stage = (0..ranks * chunks).map(|stage| stage % ranks).collect();
-        Self::custom(rank_of_stage, (0..ranks).map(actions).collect())
+        Self::custom(rank_of_stage, (0..ranks).map(computations_of).collect())
     }
 }

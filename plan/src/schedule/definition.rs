@@ -1,9 +1,11 @@
-//! The schedule as data.
+//! A schedule as data.
+
+use serde::Serialize;
 
 use super::action::Action;
 
-/// A schedule: which rank has which stage, and what each rank does, in order, sends and receives
-/// included.
+/// A schedule: the rank of each stage, and the actions of each rank in order. Sends and receives are
+/// actions too.
 ///
 /// ```
 /// use flow_plan::schedule::{Action, Schedule};
@@ -13,7 +15,7 @@ use super::action::Action;
 /// assert_eq!(schedule.actions(0)[0], Action::Forward { stage: 0, micro_batch: 0 });
 /// # Ok::<(), flow_plan::schedule::Error>(())
 /// ```
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Schedule {
     pub(super) rank_of_stage: Vec<usize>,
     pub(super) micro_batches: usize,
@@ -22,22 +24,22 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.actions.len()
     }
 
-    /// The number of stages of the model.
+    /// Returns the number of stages of the model.
     pub fn stages(&self) -> usize {
         self.rank_of_stage.len()
     }
 
-    /// The number of micro-batches of a step.
+    /// Returns the number of micro-batches of a step.
     pub fn micro_batches(&self) -> usize {
         self.micro_batches
     }
 
-    /// The rank of a stage.
+    /// Returns the rank of a stage.
     ///
     /// # Panics
     /// If there is no such stage: stages go from 0 to [`Schedule::stages`] - 1.
@@ -45,12 +47,12 @@ impl Schedule {
         self.rank_of_stage[stage]
     }
 
-    /// The stages of a rank, ascending: none if there is no such rank.
+    /// Returns the stages of a rank, ascending: none if there is no such rank.
     pub fn stages_of(&self, rank: usize) -> Vec<usize> {
         (0..self.stages()).filter(|&stage| self.rank_of_stage[stage] == rank).collect()
     }
 
-    /// What a rank does, in order: nothing if there is no such rank.
+    /// Returns the actions of a rank, in order: none if there is no such rank.
     pub fn actions(&self, rank: usize) -> &[Action] {
         self.actions.get(rank).map_or(&[], Vec::as_slice)
     }

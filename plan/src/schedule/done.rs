@@ -1,11 +1,11 @@
-//! Which actions are over.
+//! The set of actions that are over.
 
 use super::action::Action::{self, *};
 
-/// A set of actions of so many stages and micro-batches. A backward at once is both its halves.
+/// A set of actions. A whole backward counts as both its halves.
 pub(super) struct Done {
     micro_batches: usize,
-    /// Of each stage and micro-batch: a bit for each kind of action.
+    /// A bit for each kind of action, by stage and micro-batch.
     kinds: Vec<u8>,
 }
 
@@ -14,8 +14,8 @@ impl Done {
         Self { micro_batches, kinds: vec![0; stages * micro_batches] }
     }
 
-    /// Adds an action; whether it was not there. Others than those of these stages and
-    /// micro-batches are not kept, and never there.
+    /// Adds an action, and returns whether it is new. Actions of other stages or micro-batches are not
+    /// kept, and always new.
     pub fn insert(&mut self, action: Action) -> bool {
         let bits = bits(action);
         let Some(kinds) = self.place(action).and_then(|place| self.kinds.get_mut(place)) else {

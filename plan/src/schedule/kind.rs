@@ -1,11 +1,11 @@
-//! The schedules that have a name.
+//! The names of schedules.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A schedule by its name: the order in which the ranks of a pipeline do their forwards and
-/// backwards. [`Schedule`](super::Schedule) has a constructor for each, with its source.
+/// The name of a schedule, which orders the forwards and backwards of the ranks of a pipeline.
+/// [`Schedule`](super::Schedule) has a constructor for each, with its source.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
 pub enum ScheduleKind {
     /// All forwards, then all backwards.
@@ -20,17 +20,17 @@ pub enum ScheduleKind {
     /// 1F1B in which weights' gradients fill the gaps.
     #[serde(rename = "zb-h1")]
     ZbH1,
-    /// The same with two chunks on each rank, the second on the way back.
+    /// ZB-H1 with two chunks on each rank, the second on the way back.
     #[serde(rename = "zb-v")]
     ZbV,
 }
 
 impl ScheduleKind {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 5] =
         [Self::Gpipe, Self::OneFOneB, Self::Interleaved, Self::ZbH1, Self::ZbV];
 
-    /// As on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gpipe => "gpipe",
@@ -41,12 +41,12 @@ impl ScheduleKind {
         }
     }
 
-    /// The schedule of this name.
+    /// Returns the schedule of this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// The stages of a rank of `ranks`, with `chunks` for each.
+    /// Returns the stages of a rank, if each of `ranks` ranks has `chunks` stages.
     pub fn stages_of(
         self,
         rank: usize,

@@ -1,9 +1,9 @@
-//! Pipeline schedules: what each rank does with the stages of a model, and in which order.
+//! Pipeline schedules: the actions of each rank on the stages of a model, in order.
 //!
-//! A [`Schedule`] is data. Whoever carries it out does each rank's [`Schedule::actions`] one after
-//! another. Sends do not wait for their receivers. From one rank to another, receives come in the
-//! order of their sends, so that an executor needs no tags. [`simulate`] says when ranks do what,
-//! how long they are idle, and how many activations they hold.
+//! A [`Schedule`] is data. An executor does each rank's [`Schedule::actions`] one after another. Sends
+//! do not wait for their receivers. From one rank to another, receives come in the order of their
+//! sends, so that an executor needs no tags. [`simulate`] returns when ranks compute what, how long
+//! they are idle, and how many activations they hold.
 
 mod action;
 mod check;

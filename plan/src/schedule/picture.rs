@@ -1,4 +1,4 @@
-//! Timelines and their comparison as text.
+//! Timelines, and a comparison of schedules, as text.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use super::simulator::{simulate, Costs, Timeline};
 /// The longest line, without the rank.
 const COLUMNS: f64 = 10_000.0;
 
-/// A timeline as text: a line for each rank, with time to the right.
+/// Draws a timeline as text: a line for each rank, with time to the right.
 ///
 /// `F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` the gradients of inputs
 /// and of weights alone; `2F3` is the forward of stage 2, where ranks have several stages: torch's
@@ -40,31 +40,38 @@ pub fn picture(timeline: &Timeline) -> String {
     });
     let intervals = ranks.clone().flat_map(|rank| timeline.intervals(rank));
     let visible = intervals.filter(|interval| interval.end > interval.start);
-    let (widest, shortest) = visible.fold((0, f64::INFINITY), |(widest, shortest), interval| {
-        let widest = name(interval.action, several).len().max(widest);
-        (widest, (interval.end - interval.start).min(shortest))
-    });
+    let mut widest = 0;
+    let mut shortest = f64::INFINITY;
+    for interval in visible {
+        widest = name(interval.action, several).len().max(widest);
+        shortest = (interval.end - interval.start).min(shortest);
+    }
     let scale = ((widest + 1) as f64 / shortest).min(COLUMNS / timeline.total());
-    let column = |time: f64| (time * scale).round() as usize;
     let digits = timeline.ranks().saturating_sub(1).to_string().len();
     let mut text = String::new();
     for rank in ranks {
         let mut line = format!("rank {rank:digits$}: ");
         let mut now = 0;
         for interval in timeline.intervals(rank) {
-            let (start, end) = (column(interval.start), column(interval.end));
+            let start = column(interval.start, scale);
+            let end = column(interval.end, scale);
             fill(&mut line, "", '.', start - now);
             fill(&mut line, &name(interval.action, several), '-', end - start);
             now = end;
         }
-        fill(&mut line, "", '.', column(timeline.total()) - now);
+        fill(&mut line, "", '.', column(timeline.total(), scale) - now);
         text.push_str(line.trim_end());
         text.push('\n');
     }
     text
 }
 
-/// Adds as many columns: the name, what it is filled up with, and a space.
+/// Returns the column of a time, with `scale` columns for a unit of time.
+fn column(time: f64, scale: f64) -> usize {
+    (time * scale).round() as usize
+}
+
+/// Adds so many columns to a line: the name, copies of `filler`, and a space.
 fn fill(line: &mut String, name: &str, filler: char, columns: usize) {
     let Some(columns) = columns.checked_sub(1) else { return };
     line.extend(name.chars().chain(std::iter::repeat(filler)).take(columns));
@@ -78,16 +85,17 @@ fn name(action: Action, with_stage: bool) -> String {
         Action::BackwardInput { .. } => 'I',
         _ => 'W',
     };
-    match with_stage {
-        true => format!("{}{letter}{}", action.stage(), action.micro_batch()),
-        false => format!("{letter}{}", action.micro_batch()),
+    let name = format!("{letter}{}", action.micro_batch());
+    if with_stage {
+        return format!("{}{name}", action.stage());
     }
+    name
 }
 
-/// All schedules side by side, as a table: how long a step takes, the part of it that ranks are
-/// idle, and the most activations that a rank holds at once. `costs` are those of all that a rank
-/// has of the model; with several stages a rank, each takes a part of them, and counts as such a
-/// part of an activation.
+/// Compares all schedules in a table: how long a step takes, the part of it that ranks are idle, and
+/// the most activations that a rank holds at once. `costs` are those of all stages of a rank together.
+/// With several stages a rank, each takes an equal part of them, and counts as such a part of an
+/// activation.
 ///
 /// # Errors
 /// A count of 0, too many computations, or costs that are no times.

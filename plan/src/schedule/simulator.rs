@@ -1,4 +1,4 @@
-//! When ranks do what.
+//! The simulator: when each rank computes what.
 
 use std::collections::VecDeque;
 
@@ -7,18 +7,18 @@ use super::definition::Schedule;
 use super::done::Done;
 use super::error::{Error, Result};
 
-/// What a stage's computations of one micro-batch and a transfer take, in any unit of time. By
-/// default each computation takes 1, and transfers nothing.
+/// Times of a stage's computations of one micro-batch, and of a send, in any unit. By default each
+/// computation takes 1, and a send takes 0.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Costs {
     /// The forward.
     pub forward: f64,
     /// The gradients of the inputs.
     pub backward_input: f64,
-    /// The gradients of the weights. A backward at once takes both.
+    /// The gradients of the weights. A whole backward takes `backward_input + backward_weight`.
     pub backward_weight: f64,
-    /// From a send until the receive is over. Neither rank is busy for that time, and transfers do
-    /// not slow each other down.
+    /// The time from a send until the receive is over. Neither rank is busy meanwhile, and sends do not
+    /// slow each other down.
     pub send: f64,
 }
 
@@ -49,10 +49,10 @@ impl Costs {
     }
 }
 
-/// A computation, from when to when.
+/// A computation with its begin and its end.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Interval {
-    /// What is computed.
+    /// The computation.
     pub action: Action,
     /// When it begins.
     pub start: f64,
@@ -60,7 +60,7 @@ pub struct Interval {
     pub end: f64,
 }
 
-/// When each rank computes what in one step, from time 0.
+/// The computations of each rank in one step, which begins at time 0.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Timeline {
     intervals: Vec<Vec<Interval>>,
@@ -68,29 +68,29 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.intervals.len()
     }
 
-    /// What a rank computes, in order: nothing if there is no such rank.
+    /// Returns what a rank computes, in order: nothing if there is no such rank.
     pub fn intervals(&self, rank: usize) -> &[Interval] {
         self.intervals.get(rank).map_or(&[], Vec::as_slice)
     }
 
-    /// When the last rank is ready.
+    /// Returns the time at which the last rank is ready.
     pub fn total(&self) -> f64 {
         let ends = self.intervals.iter().filter_map(|list| list.last());
         ends.fold(0.0, |total, last| last.end.max(total))
     }
 
-    /// The time of the step that a rank does not compute.
+    /// Returns the time of the step in which a rank does not compute.
     pub fn idle(&self, rank: usize) -> f64 {
         let busy = self.intervals(rank).iter().map(|interval| interval.end - interval.start);
         self.total() - busy.sum::<f64>()
     }
 
-    /// The bubble of a rank: its idle part of the step, from 0 to 1.
+    /// Returns the bubble of a rank: its idle part of the step, from 0 to 1.
     pub fn bubble(&self, rank: usize) -> f64 {
         match self.total() {
             0.0 => 0.0,
@@ -98,16 +98,18 @@ impl Timeline {
         }
     }
 
-    /// The most activations that a rank holds at once: of each stage and micro-batch, from the
-    /// forward to the end of the backward, or in zero bubble schedules of the gradients of weights.
-    /// Once the gradients of inputs are there, those of weights need a part of the activation only
-    /// (M_W of M_B in Qi et al. 2023), so that this is an upper bound. 0 if there is no such rank.
+    /// Returns the most activations that a rank holds at once, or 0 if there is no such rank.
+    ///
+    /// There is one for each stage and micro-batch, from the forward to the end of the backward, or in
+    /// zero bubble schedules of the gradients of weights. After the gradients of inputs, those of
+    /// weights need a part of the activation only (M_W of M_B in Qi et al. 2023). So the number is an
+    /// upper bound.
     pub fn peak_activations(&self, rank: usize) -> usize {
         self.peak_activations.get(rank).copied().unwrap_or(0)
     }
 }
 
-/// Carries the schedule out on ranks whose stages all take these times.
+/// Simulates a schedule whose stages all take these times.
 ///
 /// ```
 /// use flow_plan::schedule::{simulate, Costs, Schedule};
@@ -120,21 +122,20 @@ impl Timeline {
 /// ```
 ///
 /// # Errors
-/// Costs that are negative or no number; ranks that wait for each other; a receive that does not
-/// come in the order of the sends.
+/// Costs that are negative or not finite; ranks that wait for each other; a receive that does not come
+/// in the order of the sends.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
     simulate_stages(schedule, &vec![*costs; schedule.stages()])
 }
 
-/// As [`simulate`], with the times of each stage: `send` is that of what the stage sends.
+/// Simulates a schedule with the times of each stage. `send` is the time of a send of that stage.
 ///
 /// # Errors
-/// As [`simulate`], and costs of more or fewer stages than the schedule has.
+/// Those of [`simulate`], and costs of more or fewer stages than the schedule has.
 pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline> {
     costs.iter().try_for_each(Costs::check)?;
-    let (stages, given) = (schedule.stages(), costs.len());
-    if given != stages {
-        return Err(Error::Stages { given, stages });
+    if costs.len() != schedule.stages() {
+        return Err(Error::Stages { given: costs.len(), stages: schedule.stages() });
     }
     let ranks = carry_out(schedule, costs, true)?;
     let (intervals, peak_activations) =
@@ -142,12 +143,12 @@ pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline>
     Ok(Timeline { intervals, peak_activations })
 }
 
-/// An error if ranks wait for each other, or receive in another order than others send.
+/// Returns an error if ranks wait for each other, or receive in another order than others send.
 pub(super) fn check_order(schedule: &Schedule) -> Result<()> {
     carry_out(schedule, &vec![Costs::default(); schedule.stages()], false).map(drop)
 }
 
-/// Carries the schedule out; intervals are recorded if wanted.
+/// Simulates a schedule. Intervals are recorded if `records` is set.
 fn carry_out(schedule: &Schedule, costs: &[Costs], records: bool) -> Result<Vec<Rank>> {
     let mut simulation = Simulation {
         schedule,
@@ -165,10 +166,11 @@ fn carry_out(schedule: &Schedule, costs: &[Costs], records: bool) -> Result<Vec<
     Ok(simulation.ranks)
 }
 
-/// What is on its way from a rank, with the times when it is there.
+/// Receives that are under way from one rank, with their times of arrival.
 type Channel = VecDeque<(Action, f64)>;
 
-/// The channel from a rank, of those to another: a rank has few neighbours.
+/// Returns the channel from a rank among those to another. The list is short: a rank has few
+/// neighbours.
 fn channel(channels: &mut Vec<(usize, Channel)>, from: usize) -> &mut Channel {
     let at = channels.iter().position(|(rank, _)| *rank == from).unwrap_or(channels.len());
     if at == channels.len() {
@@ -177,35 +179,36 @@ fn channel(channels: &mut Vec<(usize, Channel)>, from: usize) -> &mut Channel {
     &mut channels[at].1
 }
 
-/// How far a rank is.
+/// The state of a rank.
 #[derive(Default)]
 struct Rank {
     /// The number of actions that are over.
     next: usize,
-    /// When the last of them was over.
+    /// The time at which the last of them was over.
     now: f64,
     intervals: Vec<Interval>,
-    /// Activations that it holds, and the most that it has held.
+    /// Activations that it holds.
     held: usize,
+    /// The most activations that it has held.
     peak: usize,
 }
 
 struct Simulation<'a> {
     schedule: &'a Schedule,
-    /// By stage.
+    /// The costs of each stage.
     costs: &'a [Costs],
-    /// Of all ranks: each stage is on one.
+    /// The actions that are over, of all ranks: each stage is on one rank.
     done: Done,
     ranks: Vec<Rank>,
     records: bool,
     /// By the rank that receives, then by the rank that sends.
     channels: Vec<Vec<(usize, Channel)>>,
-    /// Ranks that can perhaps go on: something has been sent to them since they had to wait.
+    /// Ranks that can perhaps go on, because something has been sent to them since they had to wait.
     awake: Vec<usize>,
 }
 
 impl Simulation<'_> {
-    /// The rank goes on until it has to wait.
+    /// Runs a rank until it has to wait.
     fn run(&mut self, rank: usize) -> Result<()> {
         while let Some(&action) = self.schedule.actions(rank).get(self.ranks[rank].next) {
             if !self.act(rank, action)? {
@@ -215,7 +218,7 @@ impl Simulation<'_> {
         Ok(())
     }
 
-    /// Whether the rank could do this action now, and has done it.
+    /// Does this action, and returns true, if the rank need not wait for it.
     fn act(&mut self, rank: usize, action: Action) -> Result<bool> {
         if self.lacks(action).is_some() {
             return Ok(false);
@@ -253,13 +256,13 @@ impl Simulation<'_> {
         Ok(true)
     }
 
-    /// What must be over on this rank before the action, and is not.
+    /// Returns an action that must be over on this rank before `action`, and is not.
     fn lacks(&self, action: Action) -> Option<Action> {
         let mut needs = needs(self.schedule, action).into_iter().flatten();
         needs.find(|need| !self.done.contains(*need))
     }
 
-    /// An error if ranks still wait: each of them waits for another, or for itself.
+    /// Returns an error if ranks still wait for each other, or for themselves.
     fn check_finished(&self) -> Result<()> {
         let waits = self.ranks.iter().enumerate().filter_map(|(rank, state)| {
             let &action = self.schedule.actions(rank).get(state.next)?;
@@ -275,24 +278,27 @@ impl Simulation<'_> {
     }
 }
 
-/// What must be over on the same rank before this action.
+/// Returns the actions that must be over on the same rank before this action.
 fn needs(schedule: &Schedule, action: Action) -> [Option<Action>; 2] {
-    let is_here = |other| schedule.rank_of(other) == schedule.rank_of(action.stage());
     match action {
         Forward { stage: 0, .. } | RecvActivation { .. } | RecvGradient { .. } => [None, None],
-        Forward { stage, micro_batch } => match is_here(stage - 1) {
-            true => [Some(Forward { stage: stage - 1, micro_batch }), None],
-            false => [Some(RecvActivation { stage, micro_batch }), None],
-        },
+        Forward { stage, micro_batch } => {
+            let before = stage - 1;
+            if schedule.rank_of(before) == schedule.rank_of(stage) {
+                [Some(Forward { stage: before, micro_batch }), None]
+            } else {
+                [Some(RecvActivation { stage, micro_batch }), None]
+            }
+        }
         Backward { stage, micro_batch } | BackwardInput { stage, micro_batch } => {
             let forward = Some(Forward { stage, micro_batch });
             let next = stage + 1;
-            match next < schedule.stages() {
-                false => [forward, None],
-                true if is_here(next) => {
-                    [forward, Some(BackwardInput { stage: next, micro_batch })]
-                }
-                true => [forward, Some(RecvGradient { stage, micro_batch })],
+            if next == schedule.stages() {
+                [forward, None]
+            } else if schedule.rank_of(next) == schedule.rank_of(stage) {
+                [forward, Some(BackwardInput { stage: next, micro_batch })]
+            } else {
+                [forward, Some(RecvGradient { stage, micro_batch })]
             }
         }
         SendActivation { stage, micro_batch } => [Some(Forward { stage, micro_batch }), None],

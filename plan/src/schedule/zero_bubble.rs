@@ -1,11 +1,11 @@
-//! Schedules with the backward in halves: ZB-H1 and ZB-V.
+//! Schedules with halved backwards: ZB-H1 and ZB-V.
 
 use std::collections::HashMap;
 
 use super::action::Action::{self, *};
 
-/// What a rank does in ZB-H1. The gradients of weights wait for as many backwards as make the rank
-/// hold p activations.
+/// Lists the computations of a rank in ZB-H1. The gradients of weights wait until the rank holds p
+/// activations.
 pub(super) fn zb_h1(rank: usize, ranks: usize, micro_batches: usize) -> Vec<Action> {
     let [forward, input, weight] = computations(rank);
     // With fewer micro-batches than ranks, those that do not exist are left out.
@@ -20,7 +20,8 @@ pub(super) fn zb_h1(rank: usize, ranks: usize, micro_batches: usize) -> Vec<Acti
     in_phases(&phases, micro_batches)
 }
 
-/// What a rank does in ZB-V. It warms up until it holds 2 p activations, as many as from then on.
+/// Lists the computations of a rank in ZB-V. The rank warms up until it holds 2 p activations. From then
+/// on it holds as many.
 pub(super) fn zb_v(rank: usize, ranks: usize, micro_batches: usize) -> Vec<Action> {
     let [down_f, down_b, down_w] = computations(rank);
     let [up_f, up_b, up_w] = computations(2 * ranks - 1 - rank);
@@ -41,7 +42,7 @@ pub(super) fn zb_v(rank: usize, ranks: usize, micro_batches: usize) -> Vec<Actio
     in_phases(&phases, micro_batches)
 }
 
-/// What there is to do in a stage.
+/// Returns the computations of a stage.
 fn computations(stage: usize) -> [Action; 3] {
     let micro_batch = 0;
     [
@@ -51,8 +52,8 @@ fn computations(stage: usize) -> [Action; 3] {
     ]
 }
 
-/// Each phase is repeated so often. Whenever one of its computations comes, that is the one of the
-/// next micro-batch, as long as there is one: so never more often than there are micro-batches.
+/// Lists the computations of phases, each with its number of repetitions. Each time that a computation
+/// comes, it is that of the next micro-batch. It is left out once there are no more micro-batches.
 fn in_phases(phases: &[(usize, &[Action])], micro_batches: usize) -> Vec<Action> {
     let mut next: HashMap<Action, usize> = HashMap::new();
     let mut actions = Vec::new();
