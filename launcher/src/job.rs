@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 /// The default id of a job, as in torchrun.
 pub const NO_ID: &str = "none";
@@ -173,6 +173,8 @@ pub struct Output {
     pub oneflow_names: bool,
     pub redirects: StreamMap,
     pub tee: StreamMap,
+    /// What stands before lines that are tee'd, if not torchrun's default.
+    pub prefix_template: Option<String>,
     /// The local ranks whose output is shown, if not all.
     pub shown: Option<Vec<u32>>,
     /// Lines that contain one of these texts are copied to `filtered_stdout.log` and

@@ -12,6 +12,8 @@
 //! | `output/` | from workers' pipes to the console and to files |
 //! | `report/` | the report of a failure; `--events` |
 //! | `trace/` | `--trace`, `flow-launch trace` |
+//! | `init.rs` | process 1 of a container |
+//! | `signal.rs` | signals by name; signals that are blocked and read |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
 //!
 //! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) -> `agent/mod.rs`
@@ -23,12 +25,14 @@ mod agent;
 mod cli;
 mod control;
 mod hosts;
+mod init;
 mod job;
 mod net;
 mod output;
 mod plan;
 mod poll;
 mod report;
+mod signal;
 mod trace;
 
 use std::ffi::OsString;
@@ -40,6 +44,7 @@ use cli::flags;
 use cli::usage::Usage;
 use hosts::control_stream;
 use job::{Job, Rendezvous};
+use output::remainder;
 use plan::{dry_run, host, numa, program};
 use report::events;
 
@@ -48,8 +53,18 @@ const USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let mut arguments: Vec<OsString> = std::env::args_os().collect();
+    if init::is_process_1() {
+        return exit_code(init::run(&arguments));
+    }
+    if arguments.get(1).is_some_and(|first| first == init::HIDDEN_FLAG) {
+        arguments.remove(1);
+        if let Err(error) = init::leave() {
+            return exit_code(Err(error));
+        }
+    }
     match arguments.get(1).and_then(|first| first.to_str()) {
         Some(process::HIDDEN_FLAG) => return process::exec(arguments.into_iter().skip(2)),
+        Some(remainder::HIDDEN_FLAG) => return remainder::main(arguments.into_iter().skip(2)),
         Some(reaper::HIDDEN_FLAG) => return reaper::main(arguments.into_iter().skip(2)),
         Some(control_stream::REMOTE_SHELL_FLAG) => {
             return control_stream::exec_remote_shell(arguments.into_iter().skip(2))
@@ -65,8 +80,7 @@ fn main() -> ExitCode {
         _ => {}
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
-    let environment = |name: &str| std::env::var_os(name);
-    let job = Job::parse(arguments, &environment);
+    let job = Job::parse(arguments, &|name| std::env::var_os(name));
     // A worker may be a launcher, whose events are others.
     std::env::remove_var(events::VARIABLE);
     exit_code(job.map_err(anyhow::Error::from).and_then(run))

@@ -25,10 +25,14 @@ pub fn any() -> IpAddr {
 /// so it counts as all. Only localhost is the loopback address everywhere; its IPv4 address is
 /// preferred.
 pub fn interface(names: &[&str]) -> IpAddr {
-    let is_localhost = |name: &str| name.eq_ignore_ascii_case("localhost");
-    let addresses =
-        |name| if is_localhost(name) { own(name).into_iter().collect() } else { resolve(name) };
-    let found: BTreeSet<IpAddr> = names.iter().flat_map(|name| addresses(name)).collect();
+    let mut found = BTreeSet::new();
+    for name in names {
+        if is_localhost(name) {
+            found.extend(own(name));
+        } else {
+            found.extend(resolve(name));
+        }
+    }
     let is_same = names.iter().all(|name| name.parse::<IpAddr>().is_ok() || is_localhost(name));
     match found.first() {
         Some(address)
@@ -38,6 +42,10 @@ pub fn interface(names: &[&str]) -> IpAddr {
         }
         _ => any(),
     }
+}
+
+fn is_localhost(name: &str) -> bool {
+    name.eq_ignore_ascii_case("localhost")
 }
 
 /// The address of this host that `name` resolves to, IPv4 if there are several.

@@ -5,6 +5,8 @@ use std::fmt;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 
+use crate::signal;
+
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ExitStatus {
@@ -35,16 +37,8 @@ impl fmt::Display for ExitStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             ExitStatus::Exit(code) => write!(f, "exit code {code}"),
-            ExitStatus::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal)),
+            ExitStatus::Signal(signal) => write!(f, "signal {signal} ({})", signal::name(*signal)),
         }
-    }
-}
-
-/// "SIGTERM" for 15.
-pub fn signal_name(signal: i32) -> String {
-    match nix::sys::signal::Signal::try_from(signal) {
-        Ok(signal) => signal.as_str().into(),
-        Err(_) => format!("real-time signal {signal}"),
     }
 }
 

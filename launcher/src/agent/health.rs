@@ -1,7 +1,7 @@
 //! torchelastic's health check: answers any HTTP request at TORCHELASTIC_HEALTH_CHECK_PORT with 200
 //! as long as the event loop runs.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ const ANSWER: &[u8] =
     b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 3\r\nConnection: \
       close\r\n\r\nok\n";
 
-/// See above.
+/// torchelastic's health check: answers HTTP requests as long as the event loop runs.
 pub struct Health {
     listener: TcpListener,
     requests: Vec<HttpRequest>,
@@ -41,18 +41,17 @@ impl Health {
         let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
             return Ok(None);
         };
-        let invalid =
-            |error: &str| format!("no health check: {VARIABLE} is '{}': {error}", value.display());
-        let port =
-            value.to_str().and_then(|value| value.trim().parse().ok()).filter(|port| *port > 0u16);
-        let port = port.ok_or_else(|| invalid("it must be a port from 1 to 65535"))?;
-        let listen = || -> std::io::Result<TcpListener> {
-            let listener = TcpListener::bind((net::any(), port))?;
-            listener.set_nonblocking(true)?;
-            Ok(listener)
+        let port = value.to_str().and_then(|value| value.trim().parse().ok());
+        let listening = match port.filter(|port| *port > 0) {
+            Some(port) => listen(port).map_err(|error| error.to_string()),
+            None => Err("it must be a port from 1 to 65535".into()),
         };
-        let listener = listen().map_err(|error| invalid(&error.to_string()))?;
-        Ok(Some(Health { listener, requests: Vec::new() }))
+        match listening {
+            Ok(listener) => Ok(Some(Health { listener, requests: Vec::new() })),
+            Err(error) => {
+                Err(format!("no health check: {VARIABLE} is '{}': {error}", value.display()))
+            }
+        }
     }
 
     /// Readable when [`Health::serve`] has something to do.
@@ -80,6 +79,12 @@ impl Health {
         }
         self.requests.retain_mut(|request| request.progress() && now < request.deadline);
     }
+}
+
+fn listen(port: u16) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind((net::any(), port))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
 impl HttpRequest {

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::io::Errno;
 
-use crate::agent::exit_status::{signal_name, ExitStatus};
+use crate::agent::exit_status::ExitStatus;
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
 use crate::agent::signals::{Request, Signals};
@@ -53,12 +53,14 @@ use crate::control::protocol::{
 use crate::control::ControlPlane;
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
+use crate::output::remainder::Remainder;
 use crate::output::sink::Sinks;
 use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
+use crate::signal;
 
 /// What `poll` has found ready.
 enum AgentReady {
@@ -116,6 +118,8 @@ impl Agent {
             }
         }
         let code = self.finish();
+        let group = self.finished_group.as_mut();
+        let remainders = group.map(WorkerGroup::take_remainders).unwrap_or_default();
         if code == 0 {
             self.reaper.dismiss();
         }
@@ -123,6 +127,9 @@ impl Agent {
             if !self.poll_once()? && self.force_exit() {
                 break;
             }
+        }
+        if code == 0 {
+            read_on(remainders);
         }
         Ok(code)
     }
@@ -202,9 +209,10 @@ impl Agent {
         }
         process::allow_descriptors(assignment.world_size);
         let attempt = assignment.restart_count;
-        let error_file = |local_rank| self.logs.error_file(attempt, local_rank);
         let mut specs =
-            plan::workers(&self.job, assignment, &self.command, &self.local_host, error_file);
+            plan::workers(&self.job, assignment, &self.command, &self.local_host, |local_rank| {
+                self.logs.error_file(attempt, local_rank)
+            });
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
             specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
@@ -217,10 +225,9 @@ impl Agent {
             let restart = JobEvent::Restart { round, world_size: assignment.world_size };
             self.events.record(&restart, &mut self.sinks);
         }
-        let console = Console { sinks: &self.sinks, has_input: self.has_input };
-        let (policy, logs, reaper) =
-            (StopPolicy::new(self.job.grace), &self.logs, &mut self.reaper);
-        match WorkerGroup::start(round, attempt, specs, policy, logs, &console, reaper) {
+        let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };
+        let policy = StopPolicy::new(self.job.grace);
+        match WorkerGroup::start(round, attempt, specs, policy, &console, &mut self.reaper) {
             Ok(mut group) => {
                 let closed = (0..2).filter(|which| self.sinks.of(*which).is_closed());
                 closed.for_each(|which| group.leave_console(which));
@@ -296,8 +303,9 @@ impl Agent {
                     complaint.iter().for_each(|complaint| self.sinks.note(complaint));
                 }
                 (AgentReady::Sink(sink), _) => self.write_sink(sink),
-                (AgentReady::WorkerGroup(WorkerReady::Output(worker, which)), Some(group)) => {
-                    group.read(worker, which, &mut self.sinks);
+                (AgentReady::WorkerGroup(WorkerReady::Output(worker, which)), group) => {
+                    let group = group.as_mut().or(self.finished_group.as_mut());
+                    group.into_iter().for_each(|group| group.read(worker, which, &mut self.sinks));
                 }
                 (AgentReady::WorkerGroup(WorkerReady::End(worker)), Some(group)) => {
                     if let Some((rank, end)) = group.note_end(worker)? {
@@ -324,8 +332,8 @@ impl Agent {
         self.reaper.elapsed(now);
         self.health.iter_mut().for_each(|health| health.serve(now));
         if let Some(watchdog) = &mut self.watchdog {
-            let workers = || self.group.as_ref().map(WorkerGroup::pids).unwrap_or_default();
-            watchdog.elapsed(workers).iter().for_each(|what| self.sinks.say(what));
+            let workers = self.group.as_ref().map(WorkerGroup::pids).unwrap_or_default();
+            watchdog.elapsed(&workers).iter().for_each(|what| self.sinks.say(what));
         }
         let Some(group) = &mut self.group else { return };
         let was_decided = group.policy.cause().is_some();
@@ -351,9 +359,10 @@ impl Agent {
         if group.is_over(&self.reaper) {
             let round = group.round;
             let cause = group.first_failure().map(|(first, _)| {
-                match group.ended_by_closed_output(&self.sinks) {
-                    true => String::new(),
-                    false => failure::cause(&group.outcome(first), &self.host),
+                if group.ended_by_closed_output(&self.sinks) {
+                    String::new()
+                } else {
+                    failure::cause(&group.outcome(first), &self.host)
                 }
             });
             let cause = group.shortfall.clone().or(cause);
@@ -362,9 +371,10 @@ impl Agent {
                 tracing.end_round(round, group.ranks(), &self.control);
             }
             self.finished_group = self.group.take();
-            match is_finished {
-                true => self.control.send(AgentEvent::Finished { round }),
-                false => self.send_stopped(round, cause),
+            if is_finished {
+                self.control.send(AgentEvent::Finished { round });
+            } else {
+                self.send_stopped(round, cause);
             }
             self.rejoin();
         }
@@ -395,7 +405,7 @@ impl Agent {
                 self.events.record(&JobEvent::Stop { reason: &reason }, &mut self.sinks);
             }
         } else if self.signalled.is_none() && self.result.is_none() {
-            self.sinks.say(&format!("{}: ending; no rank is running", signal_name(signal)));
+            self.sinks.say(&format!("{}: ending; no rank is running", signal::name(signal)));
         }
         if self.signalled.is_none() {
             self.signalled = Some(signal);
@@ -432,7 +442,9 @@ impl Agent {
         watched.extend(health.map(|fd| readable(AgentReady::Health, fd)));
         watched.extend(self.sinks.watch().map(|(sink, fd)| writable(AgentReady::Sink(sink), fd)));
         let group = self.group.as_ref();
-        let workers = group.map(|group| group.watch(&self.sinks)).unwrap_or_default();
+        // What a finished round has detached still writes.
+        let writing = group.or(self.finished_group.as_ref());
+        let workers = writing.map(|group| group.watch(&self.sinks)).unwrap_or_default();
         watched.extend(workers.into_iter().map(|(event, fd)| (AgentReady::WorkerGroup(event), fd)));
         let is_due = self.force_exit() || group.is_some_and(|group| group.is_over(&self.reaper));
         if is_due {
@@ -467,5 +479,14 @@ impl Agent {
         let rank = group.and_then(|group| Some(group.outcome(group.first_failure()?.0).rank));
         self.events.record(&JobEvent::End { code, rank }, &mut self.sinks);
         code
+    }
+}
+
+/// Starts the processes that read what detached processes still write.
+fn read_on(remainders: Vec<Remainder>) {
+    for remainder in remainders {
+        if let Err(error) = remainder.read_on() {
+            log::warn!("nobody reads what detached processes still write: {error}");
+        }
     }
 }

@@ -31,9 +31,9 @@ use rustix::thread::{sched_setaffinity, CpuSet};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
-use crate::agent::signals;
 use crate::plan::numa;
 use crate::plan::WorkerSpec;
+use crate::signal;
 
 /// First argument of a flow-launch process that is about to become a worker.
 pub const HIDDEN_FLAG: &str = "--exec-worker";
@@ -163,7 +163,8 @@ pub fn become_program(
 
 /// Lets a worker continue, with our standard input or `/dev/null`.
 fn open_gate(gate: &UnixStream, has_input: bool) -> io::Result<()> {
-    let (stdin, nothing) = (io::stdin(), File::open("/dev/null")?);
+    let stdin = io::stdin();
+    let nothing = File::open("/dev/null")?;
     let input = [if has_input { stdin.as_fd() } else { nothing.as_fd() }];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -183,16 +184,16 @@ fn await_launcher() -> io::Result<()> {
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];
     let gate = io::stdin();
-    let receive =
-        || recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC);
-    retry_on_intr(receive)?;
+    retry_on_intr(|| {
+        recvmsg(&gate, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)
+    })?;
     let mut input = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut received) => received.next(),
         _ => None,
     });
     let input = input.next().ok_or_else(|| io::Error::other("the launcher has gone"))?;
-    nix::unistd::dup2_stdin(input)?;
-    Ok(signals::unblock()?)
+    rustix::stdio::dup2_stdin(input)?;
+    signal::unblock_all()
 }
 
 /// Binds this process to the listed CPUs, if there are any.

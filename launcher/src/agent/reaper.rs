@@ -25,13 +25,13 @@ use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
-use nix::sys::signal::SigSet;
 use rustix::io::Errno;
 use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
 
 use crate::agent::named_pipe::remove_unread;
 use crate::control::token::TOKEN;
 use crate::output::terminal::Modes;
+use crate::signal;
 
 /// First argument of a flow-launch process that is a reaper. The second is the job's tag; the
 /// third, if standard error is the user's terminal, its modes at the start.
@@ -233,10 +233,10 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     // A signal for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper before
     // the launcher.
     let tag = tag.and_then(|tag| tag.into_string().ok()).filter(|tag| !tag.contains('/'));
-    let (Some(tag), Ok(())) = (tag, SigSet::all().thread_block()) else {
+    let (Some(tag), Ok(())) = (tag, signal::block_all()) else {
         return ExitCode::FAILURE;
     };
-    let _ = nix::sys::prctl::set_name(c"flow-reaper");
+    let _ = rustix::thread::set_name(c"flow-reaper");
     let mut groups = HashSet::new();
     let mut pipes: Vec<PathBuf> = Vec::new();
     let mut is_dismissed = false;
@@ -252,10 +252,11 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
         else {
             continue;
         };
-        match line.starts_with('+') {
-            true => groups.insert(pid),
-            false => groups.remove(&pid),
-        };
+        if line.starts_with('+') {
+            groups.insert(pid);
+        } else {
+            groups.remove(&pid);
+        }
     }
     for group in groups {
         let _ = kill_process_group(group, Signal::KILL);
@@ -265,8 +266,14 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     }
     modes.into_iter().for_each(Modes::restore);
     let folder = temporary_folder(&tag);
-    let remove_all = || pipes.iter().fold(remove(&folder), |all, pipe| remove_unread(pipe) && all);
-    (0..REMOVALS).take_while(|_| !remove_all()).for_each(|_| std::thread::sleep(BETWEEN_REMOVALS));
+    for _ in 0..REMOVALS {
+        let is_removed = remove(&folder);
+        pipes.retain(|pipe| !remove_unread(pipe));
+        if is_removed && pipes.is_empty() {
+            break;
+        }
+        std::thread::sleep(BETWEEN_REMOVALS);
+    }
     ExitCode::SUCCESS
 }
 
@@ -297,9 +304,12 @@ fn is_ours(folder: &Path) -> bool {
 /// Kills all processes whose tag begins with `tag`.
 fn kill_stragglers(tag: &str) {
     let entry = format!("{JOB_TAG}={tag}");
-    (0..KILL_PASSES)
-        .take_while(|_| kill_all(entry.as_bytes()))
-        .for_each(|_| std::thread::yield_now());
+    for _ in 0..KILL_PASSES {
+        if !kill_all(entry.as_bytes()) {
+            break;
+        }
+        std::thread::yield_now();
+    }
 }
 
 /// Kills all processes with an environment entry that begins with `entry`; false if there are none.

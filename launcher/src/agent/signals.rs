@@ -1,13 +1,15 @@
 //! The signals that the launcher handles: those that end the job, and those of a terminal.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context};
-use nix::sys::signal::{raise, SigSet, Signal};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
+use rustix::process::Signal;
 use signal_hook::flag;
+
+use crate::signal::{self, SignalReader};
 
 /// What a signal asks for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -22,8 +24,8 @@ pub enum Request {
 
 /// Reads the signals one at a time.
 pub struct Signals {
-    arrived: SignalFd,
-    passed_on: SigSet,
+    arrived: SignalReader,
+    passed_on: Vec<Signal>,
 }
 
 impl Signals {
@@ -32,48 +34,42 @@ impl Signals {
     /// the same: a shell's script ignores SIGINT for its background jobs.
     pub fn catch(passed_on: &[Signal]) -> anyhow::Result<Signals> {
         let ignored = ignored_signals().context("cannot read /proc/self/status")?;
-        let is_ignored = |signal: &Signal| ignored & (1 << (*signal as i32 - 1)) != 0;
-        if is_ignored(&Signal::SIGCHLD) {
+        let is_ignored = |signal: &Signal| ignored & (1 << (signal.as_raw() - 1)) != 0;
+        if is_ignored(&Signal::CHILD) {
             bail!(
                 "SIGCHLD is ignored by whatever started flow-launch, so that no exit code could \
                  be seen; start it otherwise"
             );
         }
-        let passed_on = passed_on
-            .iter()
-            .copied()
-            .filter(|signal| *signal != Signal::SIGHUP || !is_ignored(signal));
-        let passed_on: SigSet = passed_on.collect();
-        for signal in passed_on.iter().filter(is_ignored) {
+        let mut passed_on = passed_on.to_vec();
+        passed_on.retain(|signal| *signal != Signal::HUP || !is_ignored(signal));
+        for signal in passed_on.iter().filter(|signal| is_ignored(signal)) {
             // With a handler, workers do not inherit that it is ignored.
-            flag::register(signal as i32, Arc::default())
-                .with_context(|| format!("cannot handle {signal}"))?;
+            flag::register(signal.as_raw(), Arc::default())
+                .with_context(|| format!("cannot handle {}", signal::name(signal.as_raw())))?;
         }
-        let terminals = [Signal::SIGTSTP, Signal::SIGWINCH];
-        let caught: SigSet =
-            passed_on.iter().chain(terminals.into_iter().filter(|s| !is_ignored(s))).collect();
-        caught.thread_block().context("cannot block signals")?;
+        let mut caught = passed_on.clone();
+        caught.extend([Signal::TSTP, Signal::WINCH].iter().filter(|signal| !is_ignored(signal)));
+        signal::block(&caught).context("cannot block signals")?;
         // Writing from the background must not stop us (stty tostop).
-        SigSet::from(Signal::SIGTTOU).thread_block().context("cannot block SIGTTOU")?;
-        let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
-        Ok(Signals {
-            arrived: SignalFd::with_flags(&caught, flags).context("cannot open a signalfd")?,
-            passed_on,
-        })
+        signal::block(&[Signal::TTOU]).context("cannot block SIGTTOU")?;
+        let arrived = SignalReader::of(&caught).context("cannot open a signalfd")?;
+        Ok(Signals { arrived, passed_on })
     }
 
     /// The request of the next signal that has arrived.
     pub fn next(&self) -> Option<Request> {
-        let arrived = self
-            .arrived
-            .read_signal()
-            .inspect_err(|error| log::warn!("cannot read signals: {error}"));
-        let number = arrived.ok()??.ssi_signo as i32;
+        let arrived =
+            self.arrived.next().inspect_err(|error| log::warn!("cannot read signals: {error}"));
+        let number = arrived.ok()??.number;
         log::debug!("received signal {number}");
-        Some(match Signal::try_from(number) {
-            Ok(signal) if self.passed_on.contains(signal) => Request::End(number),
-            Ok(Signal::SIGTSTP) => Request::Suspend,
-            _ => Request::Resize,
+        let signal = Signal::from_named_raw(number)?;
+        Some(if self.passed_on.contains(&signal) {
+            Request::End(number)
+        } else if signal == Signal::TSTP {
+            Request::Suspend
+        } else {
+            Request::Resize
         })
     }
 }
@@ -85,19 +81,10 @@ impl AsFd for Signals {
 }
 
 /// Suspends this process, as its shell expects, until it is continued; returns for how long.
-pub fn suspend() -> nix::Result<Duration> {
-    let stop = SigSet::from(Signal::SIGTSTP);
+pub fn suspend() -> io::Result<Duration> {
     let start = Instant::now();
-    raise(Signal::SIGTSTP)?;
-    // The signal takes effect here.
-    stop.thread_unblock()?;
-    stop.thread_block()?;
+    signal::raise_once(Signal::TSTP)?;
     Ok(start.elapsed())
-}
-
-/// Unblocks in a new worker the signals that [`Signals::catch`] has blocked in the launcher.
-pub fn unblock() -> nix::Result<()> {
-    SigSet::all().thread_unblock()
 }
 
 /// Bit N-1 is set where signal N is ignored (proc(5), SigIgn).

@@ -33,8 +33,8 @@ impl Agent {
         if let Some(threads) = plan::omp_threads(local_world_size, &local_host) {
             sinks.note(&plan::omp_note(threads, local_world_size, &local_host));
         }
-        let template = std::env::var("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").ok();
-        let routes = Routes::new(&job.output, &job.role, template, stdout().is_terminal());
+        let host = host_name();
+        let routes = Routes::new(&job.output, &job.role, &host, stdout().is_terminal());
         let logs = LogFiles::create(&job.output, routes, &job.nodes.id, &reaper)?;
         logs.note.iter().for_each(|note| sinks.note(note));
         let (watchdog, note) = Watchdog::start(&mut reaper)?.unzip();
@@ -43,7 +43,6 @@ impl Agent {
             sinks.note(&error);
             None
         });
-        let host = host_name();
         let events = EventLog::open(&job.events, &host)?;
         let control = ControlPlane::open(&job, local_world_size)?;
         let tracing = job.trace.as_deref().map(|to| Tracing::start(to, &control, &reaper));

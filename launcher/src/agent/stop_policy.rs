@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 use crate::agent::exit_status::ExitStatus;
 
@@ -124,7 +124,7 @@ impl StopPolicy {
 
     fn blame(&mut self, now: Instant) -> Action {
         match root_cause(&self.ends) {
-            Some(worker) => self.stop(Cause::Failure(worker), Signal::SIGTERM as i32, now),
+            Some(worker) => self.stop(Cause::Failure(worker), Signal::TERM.as_raw(), now),
             None => Action::Nothing,
         }
     }
@@ -132,7 +132,7 @@ impl StopPolicy {
     /// The workers must stop for a reason outside this node.
     pub fn stop_requested(&mut self, now: Instant) -> Action {
         match self.cause {
-            None => self.stop(Cause::Coordinator, Signal::SIGTERM as i32, now),
+            None => self.stop(Cause::Coordinator, Signal::TERM.as_raw(), now),
             Some(_) => Action::Nothing,
         }
     }
@@ -140,7 +140,7 @@ impl StopPolicy {
     /// The launcher received a signal. None if the signal changes nothing and needs no message;
     /// `Action::Nothing` if workers are stopping already.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Option<Action> {
-        let is_interrupt = signal == Signal::SIGINT as i32;
+        let is_interrupt = signal == Signal::INT.as_raw();
         let mut earlier = [self.signalled, self.interrupted].into_iter().flatten();
         if earlier.any(|earlier| now.saturating_duration_since(earlier) < COALESCE_WINDOW) {
             return None;
@@ -191,8 +191,11 @@ impl StopPolicy {
 /// The root cause among failures seen together: a crash goes before an exit code, as a worker that
 /// misses its peer ends with an exit code; then the error recorded first; then the lowest rank.
 fn root_cause(failures: &[Ended]) -> Option<usize> {
-    let order = |(worker, end, time): &&Ended| (!end.is_crash(), time.is_none(), *time, *worker);
-    failures.iter().min_by_key(order).map(|(worker, ..)| *worker)
+    let first = failures.iter().min_by_key(|(worker, end, time)| {
+        // In this order, false comes before true.
+        (!end.is_crash(), time.is_none(), *time, *worker)
+    });
+    first.map(|(worker, ..)| *worker)
 }
 
 #[cfg(test)]

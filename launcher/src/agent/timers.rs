@@ -37,7 +37,7 @@ pub struct Expired {
     pub late: f64,
 }
 
-/// See above.
+/// The timers that are set, and bytes of a request that is not complete.
 #[derive(Default)]
 pub struct Timers {
     /// By process and scope.

@@ -11,7 +11,7 @@ use crate::plan::WorkerSpec;
 use crate::report::text;
 use crate::trace::folder::{Piece, TraceFolder, VARIABLE};
 
-/// See above.
+/// The parts of the timeline that workers write, and the file they are merged into.
 pub struct Tracing {
     folder: TraceFolder,
     /// The merged file, which the leader writes.

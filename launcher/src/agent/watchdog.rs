@@ -11,15 +11,14 @@ use std::path::{self, Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
-use nix::sys::stat::Mode;
-use rustix::fs::OFlags;
+use rustix::fs::{mknodat, FileType, Mode, OFlags, CWD};
 use rustix::process::{pidfd_open, pidfd_send_signal, Pid, PidfdFlags, Signal};
 
-use crate::agent::exit_status::signal_name;
 use crate::agent::named_pipe::remove_unread;
 use crate::agent::reaper::Reaper;
 use crate::agent::timers::{Expired, Timers};
 use crate::report::text::printable;
+use crate::signal;
 
 /// The variable that enables it.
 const ENABLE: &str = "TORCHELASTIC_ENABLE_FILE_TIMER";
@@ -34,7 +33,7 @@ const GENERATIONS: usize = 64;
 /// Bytes read at once.
 const READ: usize = 1 << 16;
 
-/// See above. The reaper removes the pipe.
+/// The timers that workers set, and the named pipe by which they set them. The reaper removes the pipe.
 pub struct Watchdog {
     path: PathBuf,
     pipe: File,
@@ -97,8 +96,8 @@ impl Watchdog {
 
     /// Signals processes whose timers have expired, if they belong to one of `workers` (process and
     /// rank); returns notices for the user.
-    pub fn elapsed(&mut self, workers: impl Fn() -> Vec<(Pid, u32)>) -> Vec<String> {
-        self.timers.expired(now()).iter().filter_map(|expired| end(expired, &workers())).collect()
+    pub fn elapsed(&mut self, workers: &[(Pid, u32)]) -> Vec<String> {
+        self.timers.expired(now()).iter().filter_map(|expired| end(expired, workers)).collect()
     }
 
     /// Forgets all timers, as the workers are started again.
@@ -118,7 +117,7 @@ fn at(path: &Path, reaper: &mut Reaper) -> io::Result<Watchdog> {
 }
 
 fn open(path: PathBuf) -> io::Result<Watchdog> {
-    nix::unistd::mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
     // Open for writing too, so that reading does not end while no worker has it open.
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits() as i32;
     let pipe = OpenOptions::new().read(true).write(true).custom_flags(flags).open(&path)?;
@@ -141,7 +140,7 @@ fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
     let Some(signal) = Signal::from_named_raw(number) else {
         return Some(format!("{what}; it asked for signal {number}, which does not exist"));
     };
-    let name = signal_name(number);
+    let name = signal::name(number);
     match pidfd_send_signal(&handle, signal) {
         Ok(()) => Some(format!("{what}; {name} is sent to it, as it asked")),
         Err(error) => Some(format!("{what}; cannot send {name}: {error}")),
@@ -150,13 +149,13 @@ fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
 
 /// The rank of the worker that this process is, or descends from.
 fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
-    let rank = |pid: Pid| workers.iter().find(|(worker, _)| *worker == pid).map(|(_, rank)| *rank);
     let mut next = Some(process);
     for _ in 0..GENERATIONS {
         let pid = next?;
         let (parent, group) = relations(pid)?;
-        if let Some(rank) = rank(pid).or_else(|| rank(group?)) {
-            return Some(rank);
+        let known = workers.iter().find(|(worker, _)| *worker == pid || Some(*worker) == group);
+        if let Some((_, rank)) = known {
+            return Some(*rank);
         }
         next = parent;
     }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,8 @@ pub const STDERR: usize = StreamKind::Stderr as usize;
 pub struct Worker {
     pub spec: WorkerSpec,
     pub process: Process,
-    pub streams: [WorkerStream; 2],
+    /// Standard output and standard error.
+    pub streams: Vec<WorkerStream>,
     pub tail: Tail,
     pub error_file: Option<PathBuf>,
     /// The error it recorded there, if it was among the first to fail.
@@ -50,25 +51,26 @@ pub struct WorkerStream {
     pub pipe: Option<OwnedFd>,
     pub is_pty: bool,
     pub tee: StreamTee,
-    /// Once the worker has ended: the bytes still to be read. Processes that it left behind may
-    /// hold the pipe open for ever.
+    /// Once the worker has ended: the bytes still to be read of what it wrote. Processes that it
+    /// left behind may hold the pipe open for ever.
     pub left: Option<u64>,
     /// When to show an incomplete line.
     pub due: Option<Instant>,
 }
 
-/// Where workers' output is shown and their input comes from.
+/// Where workers' output goes and their input comes from.
 pub struct Console<'a> {
     pub sinks: &'a Sinks,
+    pub logs: &'a LogFiles,
     /// Somebody may answer a worker's prompt.
     pub has_input: bool,
 }
 
 /// Whether standard input is not `/dev/null`.
 pub fn has_input() -> bool {
-    let device = |fd: BorrowedFd| rustix::fs::fstat(fd).map(|stat| stat.st_rdev);
-    let nothing = File::open("/dev/null").ok().and_then(|nothing| device(nothing.as_fd()).ok());
-    device(io::stdin().as_fd()).ok() != nothing
+    let input = rustix::fs::fstat(io::stdin()).map(|stat| stat.st_rdev);
+    let nothing = rustix::fs::stat("/dev/null").map(|stat| stat.st_rdev);
+    input.ok() != nothing.ok()
 }
 
 impl WorkerStream {
@@ -76,6 +78,21 @@ impl WorkerStream {
     pub fn show_at(&self, which: usize, sinks: &Sinks) -> Option<Instant> {
         let is_free = self.tee.may_show(&sinks.of(which).queue);
         self.due.map(|due| if is_free { due } else { due + LINE_TIMEOUT })
+    }
+
+    /// How many bytes are to be read now; None without a pipe.
+    pub fn unread(&self) -> Option<u64> {
+        let pipe = self.pipe.as_ref()?;
+        if !self.is_pty {
+            return Some(rustix::io::ioctl_fionread(pipe).unwrap_or(0));
+        }
+        // A pseudoterminal does not say how much it holds.
+        Some(if is_readable(pipe) { pty::HOLDS } else { 0 })
+    }
+
+    /// All that the worker itself wrote was read.
+    pub fn is_read(&self) -> bool {
+        self.pipe.is_none() || self.left == Some(0)
     }
 
     /// The console has no room for more output.
@@ -89,15 +106,15 @@ impl Worker {
         index: usize,
         spec: WorkerSpec,
         attempt: u32,
-        log_files: &LogFiles,
         console: &Console,
         reaper: &mut Reaper,
     ) -> std::io::Result<Worker> {
         let local_rank = spec.local_rank;
-        log_files.clear_error_file(attempt, local_rank)?;
-        let mut tee = log_files.tees(attempt, index, spec.rank, local_rank)?;
-        let (mut files, mut terminals) = ([None, None], [None, None]);
-        for (which, tee) in tee.iter_mut().enumerate() {
+        console.logs.clear_error_file(attempt, local_rank)?;
+        let mut tees = console.logs.tees(attempt, index, spec.rank, local_rank)?;
+        let mut files = [None, None];
+        let mut terminals = [None, None];
+        for (which, tee) in tees.iter_mut().enumerate() {
             files[which] = tee.direct()?;
             if files[which].is_none() && spec.is_foreground {
                 (terminals[which], files[which]) = terminal(tee, console.sinks.of(which)).unzip();
@@ -109,18 +126,18 @@ impl Worker {
             };
         }
         let (process, pipes) = Process::start(&spec, files, reaper)?;
-        let [stdout, stderr] = tee;
-        let ([out, err], [out_terminal, err_terminal]) = (pipes, terminals);
-        let stream = |pipe, terminal: Option<OwnedFd>, tee| {
+        let mut streams = Vec::with_capacity(tees.len());
+        for ((tee, pipe), terminal) in tees.into_iter().zip(pipes).zip(terminals) {
             let is_pty = terminal.is_some();
-            WorkerStream { pipe: terminal.or(pipe), is_pty, tee, left: None, due: None }
-        };
+            let pipe = terminal.or(pipe);
+            streams.push(WorkerStream { pipe, is_pty, tee, left: None, due: None });
+        }
         Ok(Worker {
             spec,
             process,
-            streams: [stream(out, out_terminal, stdout), stream(err, err_terminal, stderr)],
+            streams,
             tail: Tail::default(),
-            error_file: log_files.error_file(attempt, local_rank),
+            error_file: console.logs.error_file(attempt, local_rank),
             error: None,
             end: None,
             ended_at: None,
@@ -132,7 +149,8 @@ impl Worker {
     /// Reads its error file, and the end of its log if it wrote that itself.
     pub fn read_last_output(&mut self) {
         self.error = self.error_file.as_deref().and_then(ErrorFile::read);
-        if let (None, Some(log)) = (&self.streams[STDERR].pipe, self.streams[STDERR].tee.file()) {
+        let stderr = &self.streams[STDERR];
+        if let Some(log) = stderr.tee.file().filter(|_| stderr.pipe.is_none()) {
             self.tail = Tail::of_file(log);
         }
     }

@@ -11,10 +11,10 @@ use rustix::process::{Pid, Signal};
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
 use crate::agent::stop_policy::{Action, Cause, StopPolicy};
-use crate::agent::worker::{is_readable, Console, Worker, STDERR};
+use crate::agent::worker::{is_readable, Console, Worker, WorkerStream, STDERR};
 use crate::output::log_file::Filter;
-use crate::output::log_files::LogFiles;
 use crate::output::pty;
+use crate::output::remainder::Remainder;
 use crate::output::sink::Sinks;
 use crate::plan::WorkerSpec;
 use crate::report::error_file::ErrorFile;
@@ -36,7 +36,7 @@ pub enum WorkerReady {
     Output(usize, usize),
 }
 
-/// See above. Dropping it leaves its processes to the reaper.
+/// The workers of this node in one round. Dropping it leaves its processes to the reaper.
 pub struct WorkerGroup {
     pub round: u32,
     pub policy: StopPolicy,
@@ -57,27 +57,24 @@ impl WorkerGroup {
         attempt: u32,
         specs: Vec<WorkerSpec>,
         policy: StopPolicy,
-        log_files: &LogFiles,
         console: &Console,
         reaper: &mut Reaper,
     ) -> anyhow::Result<WorkerGroup> {
         let filters =
-            log_files.filters(attempt).context("cannot open the files for filtered lines")?;
-        let workers = Vec::with_capacity(specs.len());
-        let (buffer, shortfall, has_asked_to_kill_stragglers) = (vec![0; READ], None, false);
+            console.logs.filters(attempt).context("cannot open the files for filtered lines")?;
         let mut group = WorkerGroup {
             round,
             policy,
-            shortfall,
-            workers,
+            shortfall: None,
+            workers: Vec::with_capacity(specs.len()),
             filters,
-            buffer,
-            has_asked_to_kill_stragglers,
+            buffer: vec![0; READ],
+            has_asked_to_kill_stragglers: false,
         };
         reaper.begin(round);
         for (index, spec) in specs.into_iter().enumerate() {
             let rank = spec.rank;
-            match Worker::start(index, spec, attempt, log_files, console, reaper) {
+            match Worker::start(index, spec, attempt, console, reaper) {
                 Ok(worker) => {
                     log::debug!("rank {rank} is process {}", worker.process.pid);
                     group.workers.push(worker);
@@ -102,19 +99,16 @@ impl WorkerGroup {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Every worker has ended, all output was read, and, if workers were stopped, no process of
-    /// theirs is left.
+    /// Every worker has ended, all that they wrote was read, and, if workers were stopped, no
+    /// process of theirs is left.
     pub fn is_over(&self, reaper: &Reaper) -> bool {
-        let is_read = self
-            .workers
-            .iter()
-            .all(|worker| worker.streams.iter().all(|stream| stream.pipe.is_none()));
+        let mut streams = self.workers.iter().flat_map(|worker| &worker.streams);
+        let is_read = streams.all(WorkerStream::is_read);
         // A launcher that must end does not wait: the reaper then kills stragglers anyway.
-        let is_clean = || {
-            self.policy.must_leave()
-                || self.has_asked_to_kill_stragglers && !reaper.is_killing_stragglers()
-        };
-        self.is_settled() && is_read && (self.ended_well() || is_clean())
+        let is_clean = self.ended_well()
+            || self.policy.must_leave()
+            || self.has_asked_to_kill_stragglers && !reaper.is_killing_stragglers();
+        self.is_settled() && is_read && is_clean
     }
 
     /// Nothing has stopped the workers: once they have ended, they have succeeded.
@@ -227,11 +221,11 @@ impl WorkerGroup {
 
     /// A worker has failed, and another that has recorded an error is still running.
     pub fn is_ending(&self) -> bool {
-        let has_recorded =
-            |worker: &Worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some();
-        let has_failed = |worker: &Worker| worker.end.is_some_and(ExitStatus::is_failure);
-        self.workers.iter().any(has_failed)
-            && self.workers.iter().any(|worker| worker.end.is_none() && has_recorded(worker))
+        let mut ends = self.workers.iter().filter_map(|worker| worker.end);
+        let mut running = self.workers.iter().filter(|worker| worker.end.is_none());
+        ends.any(ExitStatus::is_failure)
+            && running
+                .any(|worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some())
     }
 
     /// Carries out a decision of the policy.
@@ -284,19 +278,9 @@ impl WorkerGroup {
             worker.settled = true;
             for which in 0..worker.streams.len() {
                 let stream = &mut self.workers[index].streams[which];
-                stream.left = stream.pipe.as_ref().map(|pipe| match stream.is_pty {
-                    // A pseudoterminal does not say how much it holds.
-                    true => {
-                        if is_readable(pipe) {
-                            pty::HOLDS
-                        } else {
-                            0
-                        }
-                    }
-                    false => rustix::io::ioctl_fionread(pipe).unwrap_or(0),
-                });
+                stream.left = stream.unread();
                 if stream.left == Some(0) {
-                    self.close(index, which, sinks);
+                    self.end_output(index, which, sinks);
                 }
             }
         }
@@ -312,7 +296,8 @@ impl WorkerGroup {
         let other = worker.streams[1 - which].tee.id;
         let stream = &mut worker.streams[which];
         let (Some(pipe), false) = (&stream.pipe, stream.must_wait(which, sinks)) else { return };
-        let limit = stream.left.map_or(READ, |left| READ.min(left as usize));
+        let left = stream.left.filter(|left| *left > 0);
+        let limit = left.map_or(READ, |left| READ.min(left as usize));
         let count = match rustix::io::read(pipe, &mut self.buffer[..limit]) {
             Ok(count) => count,
             Err(Errno::INTR | Errno::AGAIN) => return,
@@ -335,22 +320,39 @@ impl WorkerGroup {
             sinks.say(&error);
         }
         stream.due = stream.tee.is_due().then(|| Instant::now() + QUIET);
-        if let Some(left) = &mut stream.left {
-            *left = if stream.is_pty && !is_readable(pipe) { 0 } else { *left - count as u64 };
+        if let Some(left) = left {
+            let is_empty = stream.is_pty && !is_readable(pipe);
+            stream.left = Some(if is_empty { 0 } else { left - count as u64 });
         }
-        if count == 0 || stream.left == Some(0) {
-            self.close(index, which, sinks);
+        let is_worker_read = left.is_some() && stream.left == Some(0);
+        if count == 0 {
+            stream.pipe = None;
+        }
+        if count == 0 || is_worker_read {
+            self.end_output(index, which, sinks);
         }
     }
 
-    /// Ends a stream of a worker; passes on an incomplete last line.
-    fn close(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
+    /// A worker writes no more to this stream: passes on an incomplete last line.
+    fn end_output(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let stream = &mut self.workers[index].streams[which];
-        (stream.pipe, stream.due) = (None, None);
+        stream.due = None;
         let queue = &mut sinks.of_mut(which).queue;
         if let Err(error) = stream.tee.finish(queue, self.filters[which].as_mut()) {
             sinks.say(&error);
         }
+    }
+
+    /// Takes the streams that processes which the workers have detached may still write to.
+    pub fn take_remainders(&mut self) -> Vec<Remainder> {
+        let streams = self.workers.iter_mut().flat_map(|worker| worker.streams.iter_mut());
+        let open = streams.enumerate().filter_map(|(number, stream)| {
+            let pipe = stream.pipe.take()?;
+            let (prefix, log) = stream.tee.take_rest();
+            // Each worker has two streams.
+            Some(Remainder { console: prefix.map(|prefix| (number % 2, prefix)), log, pipe })
+        });
+        open.collect()
     }
 
     /// Stops reading workers' output.

@@ -6,6 +6,18 @@ use clap::builder::{PossibleValuesParser, ValueParser};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, ValueHint};
 
+/// A flag with a value.
+#[derive(Clone, Copy)]
+pub struct Valued(pub &'static Flag);
+
+/// A flag that is given or not.
+#[derive(Clone, Copy)]
+pub struct Switch(pub &'static Flag);
+
+/// A flag that may be repeated; each of its values counts.
+#[derive(Clone, Copy)]
+pub struct List(pub &'static Flag);
+
 /// A flag. It may be written with underscores too.
 pub struct Flag {
     pub name: &'static str,
@@ -136,17 +148,6 @@ impl Flag {
 
     /// The description for the manual page, in plain text.
     pub fn long_help(&self) -> String {
-        let plain = |text: &str| {
-            let mut text = text.replace('`', "");
-            while let (Some(open), Some(middle), Some(end)) =
-                (text.find('['), text.find("]("), text.rfind(".md"))
-            {
-                let close = end + text[end..].find(')').unwrap_or(0);
-                let name = text[open + 1..middle].to_string();
-                text.replace_range(open..=close, &name);
-            }
-            text
-        };
         let default = match self.default {
             "" => String::new(),
             default => format!(" Default: {default}."),
@@ -154,7 +155,7 @@ impl Flag {
         let variable = self.variable().map(|name| format!(" Variable: {name}."));
         let aliases = self.aliases.iter().map(|alias| format!(" Also --{alias}."));
         let variable = variable.unwrap_or_default();
-        format!("{}.{default}{variable}{}", plain(self.meaning), aliases.collect::<String>())
+        format!("{}.{default}{variable}{}", plain_text(self.meaning), aliases.collect::<String>())
     }
 
     /// For flags that torchrun lacks, or reads from the command line only.
@@ -188,6 +189,19 @@ pub const fn switch(heading: &'static str, name: &'static str, help: &'static st
         meaning: "",
         differs: "",
     }
+}
+
+/// Markdown without its quotes and links.
+fn plain_text(markdown: &str) -> String {
+    let mut text = markdown.replace('`', "");
+    while let (Some(open), Some(middle), Some(end)) =
+        (text.find('['), text.find("]("), text.rfind(".md"))
+    {
+        let close = end + text[end..].find(')').unwrap_or(0);
+        let name = text[open + 1..middle].to_string();
+        text.replace_range(open..=close, &name);
+    }
+    text
 }
 
 /// What a shell completes a value with.

@@ -6,8 +6,7 @@ use std::path::PathBuf;
 use clap::builder::ValueParser;
 use clap::{Arg, Command, ValueHint};
 
-use super::flag::Flag;
-use super::flag_table::FLAGS;
+use super::flag_table::{self as table, FLAGS};
 use super::usage::Usage;
 
 /// The name of the argument with PROGRAM and its arguments.
@@ -32,14 +31,14 @@ const USAGE: &str = "flow-launch [OPTIONS] PROGRAM [ARGS...]\n       flow-launch
 
 /// The command line for `--help`.
 pub fn command() -> Command {
-    with_flags(FLAGS.iter().map(Flag::argument), true)
+    with_flags(FLAGS.iter().map(|flag| flag.argument()), true)
 }
 
 /// The command line for completions and the manual page: with full descriptions, PROGRAM, and the
 /// subcommand.
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
-    with_flags(flags.map(Flag::full_argument), false)
+    with_flags(flags.map(|flag| flag.full_argument()), false)
         .subcommand(trace_command())
         .disable_help_subcommand(true)
 }
@@ -97,11 +96,9 @@ pub fn with_np(arguments: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
         if let Some(count) = argument.to_str().and_then(|text| text.strip_prefix("-np")) {
             let count = count.strip_prefix('=').unwrap_or(count);
             let is_apart = count.is_empty();
-            *argument = if is_apart {
-                "--nproc-per-node".into()
-            } else {
-                format!("--nproc-per-node={count}").into()
-            };
+            let name = table::NPROC_PER_NODE.0.name;
+            *argument =
+                if is_apart { format!("--{name}") } else { format!("--{name}={count}") }.into();
         }
         let Some(text) = argument.to_str().filter(|text| text.starts_with('-') && *text != "--")
         else {
@@ -123,7 +120,7 @@ pub fn is_flag(text: &str) -> bool {
 /// Other launchers' names for our flags.
 const ELSEWHERE: &[(&str, &[&str])] = &[
     (
-        "nproc-per-node",
+        table::NPROC_PER_NODE.0.name,
         &[
             "num-proc",
             "num-procs",
@@ -134,10 +131,10 @@ const ELSEWHERE: &[(&str, &[&str])] = &[
             "ppn",
         ],
     ),
-    ("nnodes", &["num-nodes", "num-machines", "nodes"]),
-    ("node-rank", &["machine-rank"]),
-    ("master-addr", &["main-process-ip"]),
-    ("master-port", &["main-process-port"]),
+    (table::NNODES.0.name, &["num-nodes", "num-machines", "nodes"]),
+    (table::NODE_RANK.0.name, &["machine-rank"]),
+    (table::MASTER_ADDR.0.name, &["main-process-ip"]),
+    (table::MASTER_PORT.0.name, &["main-process-port"]),
 ];
 
 /// Our flag for another launcher's name.
@@ -148,13 +145,16 @@ pub fn elsewhere(name: &str) -> Option<&'static str> {
 
 /// The flags that a shortened one could stand for.
 pub fn candidates(start: &str) -> Vec<&'static str> {
-    let fits = |flag: &&Flag| flag.spellings().any(|spelling| spelling.starts_with(start));
-    let of_clap = ["help", "version"].into_iter().filter(|name| name.starts_with(start));
-    of_clap.chain(FLAGS.iter().filter(fits).map(|flag| flag.name)).collect()
+    let mut candidates = vec!["help", "version"];
+    candidates.retain(|name| name.starts_with(start));
+    let fitting = FLAGS.iter().filter(|flag| flag.spellings().any(|name| name.starts_with(start)));
+    candidates.extend(fitting.map(|flag| flag.name));
+    candidates
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::flag::Flag;
     use super::*;
     use std::collections::BTreeSet;
 

@@ -2,9 +2,11 @@
 
 use std::ffi::OsString;
 use std::net::IpAddr;
+use std::path::Path;
 
-use super::flag_table::FLAGS;
-use super::settings::{host_and_number, Settings};
+use super::flag::Valued;
+use super::flag_table as table;
+use super::settings::{host_and_number, Setting, Settings};
 use super::usage::Usage;
 use crate::job::{HostEntry, Hosts, Processes};
 
@@ -13,77 +15,51 @@ use crate::job::{HostEntry, Hosts, Processes};
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10";
 
 /// Flags that agents do not get, or not unchanged.
-const OF_THE_HEAD: [&str; 6] = ["hosts", "hostfile", "export", "rsh", "master-addr", "dry-run"];
+const OF_THE_HEAD: [&str; 6] = [
+    table::HOSTS.0.name,
+    table::HOSTFILE.0.name,
+    table::EXPORT.0.name,
+    table::RSH.0.name,
+    table::MASTER_ADDR.0.name,
+    table::DRY_RUN.0.name,
+];
 
 /// Flags that contradict a list of hosts.
-const EXCLUDED: [&str; 5] = ["nnodes", "node-rank", "rdzv-endpoint", "rdzv-backend", "local-addr"];
+const EXCLUDED: [Valued; 5] =
+    [table::NNODES, table::NODE_RANK, table::RDZV_ENDPOINT, table::RDZV_BACKEND, table::LOCAL_ADDR];
 
 const FORMATS: &str =
     "HOST, HOST:N or HOST slots=N, with N workers from 1 and an IPv6 address in brackets";
 
 /// The flags of this command line that all agents get.
 fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
-    let flags = FLAGS.iter().filter(|flag| !OF_THE_HEAD.contains(&flag.name));
+    let flags = table::FLAGS.iter().filter(|flag| !OF_THE_HEAD.contains(&flag.name));
     flags.filter_map(|flag| flag.given(&settings.matches)).collect()
 }
 
 /// None if there is no list of hosts. `processes` is the default number of workers of a host.
 pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>, Usage> {
-    let (hosts, hostfile) = (settings.get("hosts"), settings.get("hostfile"));
+    let hosts = settings.get(table::HOSTS);
+    let hostfile = settings.get(table::HOSTFILE);
     let Some(source) =
         hosts.as_ref().or(hostfile.as_ref()).map(|setting| setting.source().to_string())
     else {
-        let useless = ["export", "rsh"].into_iter().find_map(|flag| settings.get(flag));
+        let export = settings.get_all(table::EXPORT).into_iter().next();
+        let useless = export.or_else(|| settings.get(table::RSH));
         return useless.map_or(Ok(None), |setting| Err(setting.needs("--hosts or --hostfile")));
     };
     if hosts.is_some() && hostfile.is_some() {
         return Err(Usage("--hosts and --hostfile exclude each other; give one".into()));
     }
-    let excluded = EXCLUDED
-        .into_iter()
-        .find_map(|flag| settings.get(flag))
-        .map(|setting| setting.source().to_string());
-    let standalone = settings.is_on("standalone")?.then(|| "--standalone".to_string());
-    if let Some(other) = excluded.or(standalone) {
-        return Err(Usage(format!(
-            "{source} and {other} exclude each other: the nodes are those of the list"
-        )));
-    }
-    if let Some(stdin) =
-        settings.get("stdin").filter(|stdin| stdin.text().is_ok_and(|who| who != "none"))
-    {
-        return Err(
-            stdin.wrong(&format!("none with {source}, where workers have no standard input"))
-        );
-    }
-    let mut list = Vec::new();
-    if let Some(setting) = &hosts {
-        for text in setting.text()?.split(',').map(str::trim) {
-            let host =
-                entry(text).ok_or_else(|| setting.wrong("HOST or HOST:N, separated by commas"))?;
-            add(&mut list, host, processes).map_err(|why| Usage(format!("{source}: {why}")))?;
-        }
-    }
-    if let Some(path) = settings.get_path("hostfile")? {
-        let text = std::fs::read_to_string(&path)
-            .map_err(|error| Usage(format!("{source}: cannot read {}: {error}", path.display())))?;
-        // Windows editors may begin a file with a byte order mark.
-        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        for (index, text) in text.lines().enumerate() {
-            let at = format!("{source}: {}, line {}", path.display(), index + 1);
-            let text = text.split('#').next().unwrap_or_default().trim();
-            if text.is_empty() {
-                continue;
-            }
-            let host = line(text)
-                .ok_or_else(|| Usage(format!("{at} is '{text}'; it must be {FORMATS}")))?;
-            add(&mut list, host, processes).map_err(|why| Usage(format!("{at}: {why}")))?;
-        }
-    }
+    refuse_other_places(settings, &source)?;
+    let list = match settings.get_path(table::HOSTFILE)? {
+        Some(path) => read_file(&path, &source, processes)?,
+        None => hosts.map_or(Ok(Vec::new()), |setting| read_list(&setting, processes))?,
+    };
     let Some(first) = list.first() else {
         return Err(Usage(format!("{source} names no host; a line is {FORMATS}")));
     };
-    let master_addr = settings.get_host("master-addr")?;
+    let master_addr = settings.get_host(table::MASTER_ADDR)?;
     if master_addr.is_none()
         && is_loopback(&first.name)
         && !list.iter().all(|host| is_loopback(&host.name))
@@ -95,7 +71,7 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
     }
     let master_addr = master_addr.unwrap_or_else(|| first.name.clone());
     let exports = settings
-        .get_all("export")
+        .get_all(table::EXPORT)
         .into_iter()
         .map(|setting| export(setting.literal()?, || setting.wrong(EXPORT)));
     let exports = exports.collect::<Result<_, _>>()?;
@@ -106,6 +82,57 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
         flags: flags_of_agents(settings),
         exports,
     }))
+}
+
+/// Refuses flags that say otherwise where nodes and their input are.
+fn refuse_other_places(settings: &Settings, source: &str) -> Result<(), Usage> {
+    let excluded = EXCLUDED.into_iter().find_map(|flag| settings.get(flag));
+    let excluded = excluded.map(|setting| setting.source().to_string());
+    let standalone = settings.is_on(table::STANDALONE)?.then(|| "--standalone".to_string());
+    if let Some(other) = excluded.or(standalone) {
+        return Err(Usage(format!(
+            "{source} and {other} exclude each other: the nodes are those of the list"
+        )));
+    }
+    let stdin = settings.get(table::STDIN);
+    if let Some(stdin) = stdin.filter(|stdin| stdin.text().is_ok_and(|who| who != "none")) {
+        let right = format!("none with {source}, where workers have no standard input");
+        return Err(stdin.wrong(&right));
+    }
+    Ok(())
+}
+
+/// The hosts of `--hosts`.
+fn read_list(setting: &Setting, processes: Processes) -> Result<Vec<HostEntry>, Usage> {
+    let mut list = Vec::new();
+    for text in setting.text()?.split(',').map(str::trim) {
+        let host =
+            entry(text).ok_or_else(|| setting.wrong("HOST or HOST:N, separated by commas"))?;
+        add(&mut list, host, processes)
+            .map_err(|why| Usage(format!("{}: {why}", setting.source())))?;
+    }
+    Ok(list)
+}
+
+/// The hosts of `--hostfile`.
+fn read_file(path: &Path, source: &str, processes: Processes) -> Result<Vec<HostEntry>, Usage> {
+    let path_shown = path.display();
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Usage(format!("{source}: cannot read {path_shown}: {error}")))?;
+    // Windows editors may begin a file with a byte order mark.
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    let mut list = Vec::new();
+    for (index, text) in text.lines().enumerate() {
+        let at = format!("{source}: {path_shown}, line {}", index + 1);
+        let text = text.split('#').next().unwrap_or_default().trim();
+        if text.is_empty() {
+            continue;
+        }
+        let host =
+            line(text).ok_or_else(|| Usage(format!("{at} is '{text}'; it must be {FORMATS}")))?;
+        add(&mut list, host, processes).map_err(|why| Usage(format!("{at}: {why}")))?;
+    }
+    Ok(list)
 }
 
 const EXPORT: &str = "NAME or NAME=VALUE";
@@ -120,7 +147,7 @@ fn export(text: &str, wrong: impl Fn() -> Usage) -> Result<(String, Option<Strin
 }
 
 fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
-    let Some(setting) = settings.get("rsh").or_else(|| settings.variable("FLOW_RSH")) else {
+    let Some(setting) = settings.get(table::RSH).or_else(|| settings.variable("FLOW_RSH")) else {
         return Ok(SSH.split(' ').map(String::from).collect());
     };
     let words = shlex::split(setting.text()?).filter(|words| !words.is_empty());
@@ -132,11 +159,11 @@ fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
 /// `user@host:8`.
 fn entry(text: &str) -> Option<HostEntry> {
     let (user, rest) = text.split_once('@').map_or((None, text), |(user, rest)| (Some(user), rest));
-    let is_of_users = |c: char| c.is_alphanumeric() || "._-".contains(c);
-    let is_wrong =
-        |user: &str| user.is_empty() || user.starts_with('-') || !user.chars().all(is_of_users);
-    if user.is_some_and(is_wrong) {
-        return None;
+    if let Some(user) = user {
+        let is_name = user.chars().all(|c| c.is_alphanumeric() || "._-".contains(c));
+        if !is_name || user.is_empty() || user.starts_with('-') {
+            return None;
+        }
     }
     let (name, workers) = host_and_number(rest)?;
     Some(HostEntry { user: user.map(String::from), name, workers })
@@ -169,16 +196,15 @@ fn add(list: &mut Vec<HostEntry>, host: HostEntry, processes: Processes) -> Resu
     if known.user != host.user {
         return Err(format!("{} is there twice, for different users", host.name));
     }
-    let count = |workers: Option<u32>| match (workers, processes) {
-        (None, Processes::Count(count)) => Some(count),
-        (workers, _) => workers,
+    let default = match processes {
+        Processes::Count(count) => Some(count),
+        Processes::Auto | Processes::Cpu | Processes::Gpu => None,
     };
-    let sum = count(known.workers)
-        .zip(count(host.workers))
-        .and_then(|(one, other)| one.checked_add(other));
-    known.workers = Some(
-        sum.ok_or_else(|| format!("{} is there twice; give it once, with a number", host.name))?,
-    );
+    let counts = known.workers.or(default).zip(host.workers.or(default));
+    let Some(sum) = counts.and_then(|(one, other)| one.checked_add(other)) else {
+        return Err(format!("{} is there twice; give it once, with a number", host.name));
+    };
+    known.workers = Some(sum);
     Ok(())
 }
 
@@ -190,7 +216,6 @@ fn is_loopback(name: &str) -> bool {
 mod tests {
     use super::super::tests::{parse, refusal};
     use super::*;
-    use std::path::Path;
 
     fn hosts_of(line: &str) -> Hosts {
         parse(&format!("{line} train")).unwrap().hosts.unwrap()

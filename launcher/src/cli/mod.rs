@@ -10,25 +10,26 @@ mod rendezvous;
 mod settings;
 pub mod usage;
 
-use std::cell::RefCell;
 use std::ffi::OsString;
 use std::io::Write;
 use std::time::Duration;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::ArgMatches;
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
+use self::flag_table as table;
 use self::settings::{Environment, Setting, Settings};
 use self::usage::Usage;
 use crate::job::{Job, NumaBinding, Processes, Program, ProgramKind, Stdin};
 use crate::report::events;
+use crate::signal;
 
 /// The default of torchrun, Slurm and Kubernetes.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// torchrun's default.
-const SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
+const SIGNALS: [Signal; 4] = [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT];
 
 impl Job {
     /// Reads a whole command line, program name first, and the environment. Answers `--help`,
@@ -38,33 +39,20 @@ impl Job {
         environment: Environment<'_>,
     ) -> Result<Job, Usage> {
         let arguments = flags::with_np(arguments);
-        let validate = |matches| {
-            Job::validate(&Settings { matches, environment, warnings: RefCell::default() })
-        };
-        match flags::command().try_get_matches_from(&arguments) {
-            Ok(matches) => {
-                let settings = Settings { matches, environment, warnings: RefCell::default() };
-                if let Some(text) = pages::requested(&settings)? {
-                    // An error is a reader that has gone.
-                    let _ = std::io::stdout().write_all(&text);
-                    std::process::exit(0);
-                }
-                Job::validate(&settings)
-            }
+        let matches = match flags::command().try_get_matches_from(&arguments) {
+            Ok(matches) => matches,
             Err(error) if !error.use_stderr() => error.exit(),
             Err(error) => {
-                // The reason may be a flag that has taken PROGRAM for its value, as in
-                // --nproc-per-node train.py --epochs 2.
-                let so_far =
-                    flags::command().ignore_errors(true).try_get_matches_from(&arguments).ok();
-                let wrong = so_far
-                    .filter(|matches| program(matches).is_err())
-                    .and_then(|matches| validate(matches).err());
-                Err(wrong
-                    .filter(|wrong| !wrong.0.starts_with(NO_PROGRAM))
-                    .unwrap_or_else(|| explain(&error)))
+                return Err(taken_program(&arguments, environment).unwrap_or(explain(&error)))
             }
+        };
+        let settings = Settings::new(matches, environment);
+        if let Some(text) = pages::requested(&settings)? {
+            // An error is a reader that has gone.
+            let _ = std::io::stdout().write_all(&text);
+            std::process::exit(0);
         }
+        Job::validate(&settings)
     }
 
     fn validate(settings: &Settings<'_>) -> Result<Job, Usage> {
@@ -77,45 +65,46 @@ impl Job {
             ("exclusive", NumaBinding::Exclusive),
             ("core-complex", NumaBinding::CoreComplex),
         ];
-        let timeout = || {
-            settings
-                .get("shutdown-timeout")
-                .or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
-        };
-        let processes =
-            settings.get("nproc-per-node").map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
+        let grace = settings
+            .get(table::SHUTDOWN_TIMEOUT)
+            .or_else(|| settings.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"));
+        let processes = settings
+            .get(table::NPROC_PER_NODE)
+            .map_or(Ok(Processes::Count(1)), |s| processes(&s))?;
         let hosts = hosts::hosts(settings, processes)?;
         let mut job = Job {
             processes,
-            role: settings.get_text("role")?.unwrap_or_else(|| "default".into()),
+            role: settings.get_text(table::ROLE)?.unwrap_or_else(|| "default".into()),
             nodes: rendezvous::nodes(settings)?,
             hosts,
-            max_restarts: settings.get_number("max-restarts", 0, "a number from 0")?.unwrap_or(0),
-            grace: timeout().map_or(Ok(GRACE), |setting| setting.seconds())?,
+            max_restarts: settings
+                .get_number(table::MAX_RESTARTS, 0, "a number from 0")?
+                .unwrap_or(0),
+            grace: grace.map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings
-                .get("hang-timeout")
+                .get(table::HANG_TIMEOUT)
                 .map(|setting| hang_timeout(&setting))
                 .transpose()?,
             signals: settings
-                .get("signals-to-handle")
+                .get(table::SIGNALS_TO_HANDLE)
                 .map_or(Ok(SIGNALS.into()), |names| signals(&names, settings))?,
-            stdin: settings.get("stdin").map(|setting| stdin(&setting)).transpose()?,
+            stdin: settings.get(table::STDIN).map(|setting| stdin(&setting)).transpose()?,
             numa_binding: settings
-                .get("numa-binding")
+                .get(table::NUMA_BINDING)
                 .map(|setting| setting.one_of(&numa_bindings))
                 .transpose()?,
-            virtual_local_rank: settings.is_on("virtual-local-rank")?,
+            virtual_local_rank: settings.is_on(table::VIRTUAL_LOCAL_RANK)?,
             output: output::output(settings)?,
             events: [
-                settings.get_path("events")?,
+                settings.get_path(table::EVENTS)?,
                 settings.variable(events::VARIABLE).map(Setting::into_path),
             ]
             .into_iter()
             .flatten()
             .collect(),
-            trace: settings.get_path("trace")?,
-            quiet: settings.is_on("quiet")?,
-            dry_run: settings.is_on("dry-run")?,
+            trace: settings.get_path(table::TRACE)?,
+            quiet: settings.is_on(table::QUIET)?,
+            dry_run: settings.is_on(table::DRY_RUN)?,
             warnings: Vec::new(),
             // Last: if PROGRAM is missing because a flag has taken it for its value, the error
             // about that flag is the better one.
@@ -146,10 +135,19 @@ fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
 
 /// The last flag with a value: it may have taken PROGRAM for it.
 fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
-    let options = flag_table::FLAGS.iter().filter(|flag| flag.value.is_some());
+    let options = table::FLAGS.iter().filter(|flag| flag.value.is_some());
     let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
     let (_, name) = given.max()?;
     Some((name, matches.get_one(name)?))
+}
+
+/// The error about a flag that has taken PROGRAM for its value, if this is why a command line is
+/// none, as in `--nproc-per-node train.py --epochs 2`: clap then complains of PROGRAM's own flags.
+fn taken_program(arguments: &[OsString], environment: Environment<'_>) -> Option<Usage> {
+    let so_far = flags::command().ignore_errors(true).try_get_matches_from(arguments).ok()?;
+    program(&so_far).err()?;
+    let wrong = Job::validate(&Settings::new(so_far, environment)).err()?;
+    Some(wrong).filter(|wrong| !wrong.0.starts_with(NO_PROGRAM))
 }
 
 /// One line for clap's error of several lines.
@@ -179,8 +177,9 @@ fn explain(error: &clap::Error) -> Usage {
 }
 
 fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
-    let [is_module, no_python] = [settings.is_on("module")?, settings.is_on("no-python")?];
-    Ok(match (settings.is_on("run-path")?, is_module, no_python) {
+    let [is_module, no_python] =
+        [settings.is_on(table::MODULE)?, settings.is_on(table::NO_PYTHON)?];
+    Ok(match (settings.is_on(table::RUN_PATH)?, is_module, no_python) {
         (true, true, _) => {
             return Err(Usage("--module and --run-path exclude each other; give one".into()))
         }
@@ -225,16 +224,18 @@ fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage>
     for name in setting.text()?.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         let upper = name.to_uppercase();
         let upper = if upper.starts_with("SIG") { upper } else { format!("SIG{upper}") };
-        let skip = |what| {
-            settings.warn(format!("{} has '{name}', which is skipped: it {what}", setting.source()))
+        let fault = match signal::named(&upper) {
+            None => "names no signal",
+            Some(Signal::KILL | Signal::STOP) => "cannot be caught",
+            Some(Signal::CHILD | Signal::PIPE) => "is flow-launch's own",
+            Some(signal) => {
+                if !signals.contains(&signal) {
+                    signals.push(signal);
+                }
+                continue;
+            }
         };
-        match upper.parse() {
-            Err(_) => skip("names no signal"),
-            Ok(Signal::SIGKILL | Signal::SIGSTOP) => skip("cannot be caught"),
-            Ok(Signal::SIGCHLD | Signal::SIGPIPE) => skip("is flow-launch's own"),
-            Ok(signal) if !signals.contains(&signal) => signals.push(signal),
-            Ok(_) => {}
-        }
+        settings.warn(format!("{} has '{name}', which is skipped: it {fault}", setting.source()));
     }
     Ok(signals)
 }
@@ -242,9 +243,9 @@ fn signals(setting: &Setting, settings: &Settings) -> Result<Vec<Signal>, Usage>
 /// Checks flags of torchrun that have no meaning here: they are about how it polls and forks
 /// Python.
 fn ignore_what_has_no_meaning(settings: &Settings) -> Result<(), Usage> {
-    settings.get("monitor-interval").map(|setting| setting.seconds()).transpose()?;
+    settings.get(table::MONITOR_INTERVAL).map(|setting| setting.seconds()).transpose()?;
     let methods = ["spawn", "fork", "forkserver"].map(|name| (name, ()));
-    settings.get("start-method").map(|setting| setting.one_of(&methods)).transpose()?;
+    settings.get(table::START_METHOD).map(|setting| setting.one_of(&methods)).transpose()?;
     Ok(())
 }
 

@@ -2,22 +2,18 @@
 
 use std::path::{self, PathBuf};
 
+use super::flag::Valued;
+use super::flag_table as table;
 use super::settings::{Setting, Settings};
 use super::usage::Usage;
 use crate::job::{Output, StreamMap, Streams};
 
 pub fn output(settings: &Settings) -> Result<Output, Usage> {
-    let map = |flag| {
-        settings
-            .get(flag)
-            .map_or(Ok(StreamMap::All(Streams::default())), |setting| streams(&setting))
-    };
-    let filters = |flag| settings.get(flag).map_or(Ok(Vec::new()), |setting| list(&setting));
-    let redirects_all = settings.is_on("redirect-stdout-and-stderr")?;
-    let oneflow_names = redirects_all || settings.get("logdir").is_some();
-    let mut log_dir = settings.get_path("log-dir")?;
+    let redirects_all = settings.is_on(table::REDIRECT_STDOUT_AND_STDERR)?;
+    let oneflow_names = redirects_all || settings.get(table::LOGDIR).is_some();
+    let mut log_dir = settings.get_path(table::LOG_DIR)?;
     if oneflow_names {
-        if let Some(setting) = settings.get("log-dir") {
+        if let Some(setting) = settings.get(table::LOG_DIR) {
             let source = setting.source();
             return Err(Usage(format!(
                 "{source} is torchrun's and --logdir OneFlow's; use the flags of one of them"
@@ -26,17 +22,27 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
         log_dir = Some(oneflow_folder(settings)?);
     }
     Ok(Output {
-        prefix: settings.is_on("prefix")?,
+        prefix: settings.is_on(table::PREFIX)?,
         log_dir,
         oneflow_names,
-        redirects: if redirects_all { StreamMap::All(BOTH) } else { map("redirects")? },
-        tee: map("tee")?,
+        redirects: if redirects_all {
+            StreamMap::All(BOTH)
+        } else {
+            streams(settings, table::REDIRECTS)?
+        },
+        tee: streams(settings, table::TEE)?,
+        prefix_template: settings
+            .get(table::LOG_LINE_PREFIX_TEMPLATE)
+            .or_else(|| settings.variable("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"))
+            .map(|setting| setting.literal().map(String::from))
+            .transpose()?
+            .filter(|template| !template.is_empty()),
         shown: settings
-            .get("local-ranks-filter")
+            .get(table::LOCAL_RANKS_FILTER)
             .map(|setting| local_ranks(&setting))
             .transpose()?,
-        stdout_filters: filters("duplicate-stdout-filters")?,
-        stderr_filters: filters("duplicate-stderr-filters")?,
+        stdout_filters: list(settings, table::DUPLICATE_STDOUT_FILTERS)?,
+        stderr_filters: list(settings, table::DUPLICATE_STDERR_FILTERS)?,
     })
 }
 
@@ -44,27 +50,32 @@ const BOTH: Streams = Streams { stdout: true, stderr: true };
 
 /// An absolute path: workers get it and may be in another folder.
 fn oneflow_folder(settings: &Settings) -> Result<PathBuf, Usage> {
-    let folder = settings.get_path("logdir")?.unwrap_or_else(|| "log".into());
+    let folder = settings.get_path(table::LOGDIR)?.unwrap_or_else(|| "log".into());
     path::absolute(&folder)
         .map_err(|error| Usage(format!("--logdir is '{}': {error}", folder.display())))
 }
 
 /// `3`, or `0:1,10:3`.
-fn streams(setting: &Setting) -> Result<StreamMap, Usage> {
-    let wrong = || {
-        setting.wrong(
-            "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such numbers by local rank: 0:3,10:1",
-        )
+fn streams(settings: &Settings, flag: Valued) -> Result<StreamMap, Usage> {
+    let Some(setting) = settings.get(flag) else {
+        return Ok(StreamMap::All(Streams::default()));
     };
     let text = setting.text()?;
     if let Some(streams) = bits(text) {
         return Ok(StreamMap::All(streams));
     }
-    let entry = |entry: &str| {
-        let (rank, streams) = entry.split_once(':')?;
-        Some((rank.parse().ok()?, bits(streams)?))
-    };
-    text.split(',').map(entry).collect::<Option<_>>().map(StreamMap::Each).ok_or_else(wrong)
+    let each: Option<_> = text.split(',').map(streams_of_rank).collect();
+    each.map(StreamMap::Each).ok_or_else(|| {
+        setting.wrong(
+            "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such numbers by local rank: 0:3,10:1",
+        )
+    })
+}
+
+/// `10:3`.
+fn streams_of_rank(text: &str) -> Option<(u32, Streams)> {
+    let (rank, streams) = text.split_once(':')?;
+    Some((rank.parse().ok()?, bits(streams)?))
 }
 
 fn bits(text: &str) -> Option<Streams> {
@@ -78,7 +89,8 @@ fn local_ranks(setting: &Setting) -> Result<Vec<u32>, Usage> {
 }
 
 /// Splits at commas; two commas are a literal comma.
-fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
+fn list(settings: &Settings, flag: Valued) -> Result<Vec<String>, Usage> {
+    let Some(setting) = settings.get(flag) else { return Ok(Vec::new()) };
     let mut items = vec![String::new()];
     let mut characters = setting.literal()?.chars().peekable();
     while let Some(c) = characters.next() {
@@ -94,12 +106,12 @@ fn list(setting: &Setting) -> Result<Vec<String>, Usage> {
 /// Refuses values that name torchrun's plug-ins.
 pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
     if let Some(setting) =
-        settings.get("logs-specs").filter(|setting| setting.text().ok() != Some("default"))
+        settings.get(table::LOGS_SPECS).filter(|setting| setting.text().ok() != Some("default"))
     {
         return Err(setting
             .wrong("left out: flow-launch has no plug-ins; see --log-dir, --redirects and --tee"));
     }
-    if let Some(setting) = settings.get("event-log-handler") {
+    if let Some(setting) = settings.get(table::EVENT_LOG_HANDLER) {
         let known = ["null", "console", "dynamic_rendezvous"].map(|name| (name, name));
         if setting.one_of(&known)? != "null" {
             settings.warn(format!(

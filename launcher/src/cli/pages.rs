@@ -6,6 +6,7 @@ use clap_complete::Shell;
 use clap_mangen::roff::{bold, roman, Roff};
 use clap_mangen::Man;
 
+use super::flag_table as table;
 use super::flags;
 use super::settings::Settings;
 use super::usage::Usage;
@@ -15,10 +16,10 @@ pub fn requested(settings: &Settings) -> Result<Option<Vec<u8>>, Usage> {
     let shells = [Shell::Bash, Shell::Zsh, Shell::Fish, Shell::Elvish, Shell::PowerShell];
     let shells = shells.map(|shell| (shell.to_string(), shell));
     let shells = shells.each_ref().map(|(name, shell)| (name.as_str(), *shell));
-    if let Some(shell) = settings.get("completions") {
+    if let Some(shell) = settings.get(table::COMPLETIONS) {
         return Ok(Some(completions(shell.one_of(&shells)?)));
     }
-    let is_manual = settings.is_on("man")?;
+    let is_manual = settings.is_on(table::MAN)?;
     Ok(is_manual.then(|| manual().unwrap_or_default())) // writing to memory does not fail
 }
 

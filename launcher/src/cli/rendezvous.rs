@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::flag_table as table;
 use super::settings::{host_and_number, seconds, unquoted, Setting, Settings, LONGEST};
 use super::usage::Usage;
 use crate::job::{Nodes, Rendezvous, RendezvousTimeouts, NO_ID};
@@ -22,19 +23,19 @@ enum Backend {
 }
 
 pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
-    let nnodes = settings.get("nnodes").unwrap_or_else(|| Setting::preset("--nnodes", "1"));
+    let nnodes = settings.get(table::NNODES).unwrap_or_else(|| Setting::preset("--nnodes", "1"));
     let (min, max) = range(&nnodes)?;
     let configuration = Configuration::of(settings)?;
-    let backend = settings.get("rdzv-backend").map(|setting| backend(&setting)).transpose()?;
-    let local_addr = settings.get_host("local-addr")?;
-    let master_addr = settings.get_host("master-addr")?;
-    let master_port = settings.get_number("master-port", 1, "a port from 1 to 65535")?;
-    let id = settings.get_text("rdzv-id")?.unwrap_or_else(|| NO_ID.into());
+    let backend = settings.get(table::RDZV_BACKEND).map(|setting| backend(&setting)).transpose()?;
+    let local_addr = settings.get_host(table::LOCAL_ADDR)?;
+    let master_addr = settings.get_host(table::MASTER_ADDR)?;
+    let master_port = settings.get_number(table::MASTER_PORT, 1, "a port from 1 to 65535")?;
+    let id = settings.get_text(table::RDZV_ID)?.unwrap_or_else(|| NO_ID.into());
     let timeouts = configuration.timeouts;
     // torchrun's variable.
     let has_agent_store = (settings.environment)("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
         .is_none_or(|value| value != "1");
-    if settings.is_on("standalone")? {
+    if settings.is_on(table::STANDALONE)? {
         if min > 1 {
             return Err(nnodes.wrong("1 with --standalone, which is for one node"));
         }
@@ -49,7 +50,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
             has_agent_store,
         });
     }
-    let endpoint = settings.get("rdzv-endpoint");
+    let endpoint = settings.get(table::RDZV_ENDPOINT);
     let by_endpoint = backend.map_or(endpoint.is_some(), |backend| backend == Backend::Endpoint);
     let node_rank = node_rank(settings, by_endpoint, max)?;
     let rendezvous = if max == 1 {
@@ -81,7 +82,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
 
 /// This node's rank, unless the rendezvous decides it.
 fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, Usage> {
-    let Some(setting) = settings.get("node-rank") else { return Ok(0) };
+    let Some(setting) = settings.get(table::NODE_RANK) else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
     if by_endpoint {
         settings.warn(format!(
@@ -117,12 +118,11 @@ fn backend(setting: &Setting) -> Result<Backend, Usage> {
 
 /// `host`, `host:port`, `[v6]` or `[v6]:port`.
 fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
-    let wrong = || {
+    let found = host_and_number(setting.text()?.trim());
+    found.filter(|(_, port)| *port != Some(0)).ok_or_else(|| {
         setting
             .wrong("HOST or HOST:PORT, with an IPv6 address in brackets and a port from 1 to 65535")
-    };
-    let found = host_and_number(setting.text()?.trim());
-    found.filter(|(_, port)| *port != Some(0)).ok_or_else(wrong)
+    })
 }
 
 /// `--rdzv-conf`.
@@ -145,42 +145,36 @@ impl Configuration {
             },
             is_host: None,
         };
-        let Some(setting) = settings.get("rdzv-conf") else { return Ok(configuration) };
-        let (mut join, mut timeout, mut interval, mut attempts) = (None, None, None, None);
-        for pair in setting.text()?.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
-            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-            let (key, value) = (key.trim(), unquoted(value.trim()));
-            let wrong = |right: &str| {
-                Usage(format!("{} has {key}={value}; {key} must be {right}", setting.source()))
-            };
-            let time = || {
-                let time = seconds(value).filter(|time| !time.is_zero());
-                time.ok_or_else(|| {
-                    wrong(&format!("a number of seconds above 0, at most {LONGEST}"))
-                })
-            };
-            match key {
-                "join_timeout" => join = Some(time()?),
-                "timeout" => timeout = Some(time()?),
-                "last_call_timeout" => configuration.timeouts.last_call = time()?,
-                "heartbeat_timeout" => configuration.timeouts.heartbeat = time()?,
-                "keep_alive_interval" => interval = Some(time()?),
+        let Some(setting) = settings.get(table::RDZV_CONF) else { return Ok(configuration) };
+        let mut join = None;
+        let mut timeout = None;
+        let mut interval = None;
+        let mut attempts = None;
+        for text in setting.text()?.split(',').map(str::trim).filter(|text| !text.is_empty()) {
+            let pair = Pair::of(&setting, text);
+            match pair.key {
+                "join_timeout" => join = Some(pair.time()?),
+                "timeout" => timeout = Some(pair.time()?),
+                "last_call_timeout" => configuration.timeouts.last_call = pair.time()?,
+                "heartbeat_timeout" => configuration.timeouts.heartbeat = pair.time()?,
+                "keep_alive_interval" => interval = Some(pair.time()?),
                 "keep_alive_max_attempt" => {
-                    let count = value.parse().ok().filter(|count| (1..=1000).contains(count));
-                    attempts = Some(count.ok_or_else(|| wrong("a number from 1 to 1000"))?);
+                    let count = pair.value.parse().ok().filter(|count| (1..=1000).contains(count));
+                    attempts = Some(count.ok_or_else(|| pair.wrong("a number from 1 to 1000"))?);
                 }
                 "is_host" => {
+                    let is_host = truth(pair.value);
                     configuration.is_host =
-                        Some(truth(value).ok_or_else(|| wrong("true or false"))?)
+                        Some(is_host.ok_or_else(|| pair.wrong("true or false"))?);
                 }
                 "read_timeout" | "close_timeout" | "store_type" => {}
-                _ if value.is_empty() => {
+                key if pair.value.is_empty() => {
                     return Err(Usage(format!(
                         "{} has '{key}' without a value; write KEY=VALUE,...",
                         setting.source()
                     )))
                 }
-                _ => settings.warn(format!(
+                key => settings.warn(format!(
                     "{} has '{key}', which is ignored; there are {KEYS}",
                     setting.source()
                 )),
@@ -194,6 +188,31 @@ impl Configuration {
                 interval.unwrap_or(Duration::from_secs(5)) * attempts.unwrap_or(3);
         }
         Ok(configuration)
+    }
+}
+
+/// `KEY=VALUE` of `--rdzv-conf`.
+struct Pair<'a> {
+    /// The flag or variable that has it.
+    source: &'a str,
+    key: &'a str,
+    value: &'a str,
+}
+
+impl<'a> Pair<'a> {
+    fn of(setting: &'a Setting, text: &'a str) -> Pair<'a> {
+        let (key, value) = text.split_once('=').unwrap_or((text, ""));
+        Pair { source: setting.source(), key: key.trim(), value: unquoted(value.trim()) }
+    }
+
+    fn wrong(&self, right: &str) -> Usage {
+        let Pair { source, key, value } = self;
+        Usage(format!("{source} has {key}={value}; {key} must be {right}"))
+    }
+
+    fn time(&self) -> Result<Duration, Usage> {
+        let time = seconds(self.value).filter(|time| !time.is_zero());
+        time.ok_or_else(|| self.wrong(&format!("a number of seconds above 0, at most {LONGEST}")))
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::ArgMatches;
 
+use super::flag::{Flag, List, Switch, Valued};
 use super::flag_table::FLAGS;
 use super::flags;
 use super::usage::Usage;
@@ -32,19 +33,21 @@ pub struct Settings<'a> {
 }
 
 impl Settings<'_> {
+    pub fn new(matches: ArgMatches, environment: Environment<'_>) -> Settings<'_> {
+        Settings { matches, environment, warnings: RefCell::default() }
+    }
+
     /// The value of a flag. Its variable counts only if it is not empty.
-    pub fn get(&self, flag: &str) -> Option<Setting> {
-        match self.matches.get_one::<OsString>(flag) {
-            Some(value) => Some(Setting { source: format!("--{flag}"), value: value.clone() }),
+    pub fn get(&self, Valued(flag): Valued) -> Option<Setting> {
+        match self.matches.get_one::<OsString>(flag.name) {
+            Some(value) => Some(Setting::given(flag, value)),
             None => self.stand_in(flag),
         }
     }
 
     /// The value of the flag's variable.
-    fn stand_in(&self, flag: &str) -> Option<Setting> {
-        let has_variable = FLAGS.iter().any(|known| known.name == flag && known.has_variable);
-        has_variable
-            .then(|| self.variable(&format!("PET_{}", flag.replace('-', "_").to_uppercase())))?
+    fn stand_in(&self, flag: &Flag) -> Option<Setting> {
+        self.variable(&flag.variable()?)
     }
 
     /// A variable that is set and not empty.
@@ -54,19 +57,19 @@ impl Settings<'_> {
     }
 
     /// Whether a flag without a value is on. Its variable is a number; 0 is off.
-    pub fn is_on(&self, flag: &str) -> Result<bool, Usage> {
+    pub fn is_on(&self, Switch(flag): Switch) -> Result<bool, Usage> {
         match self.stand_in(flag) {
-            Some(setting) if !self.matches.get_flag(flag) => {
+            Some(setting) if !self.matches.get_flag(flag.name) => {
                 Ok(setting.number(i64::MIN, "0 or 1")? != 0)
             }
-            _ => Ok(self.matches.get_flag(flag)),
+            _ => Ok(self.matches.get_flag(flag.name)),
         }
     }
 
     /// All values of a flag that may be repeated.
-    pub fn get_all(&self, flag: &str) -> Vec<Setting> {
-        let values = self.matches.get_many::<OsString>(flag).into_iter().flatten();
-        values.map(|value| Setting { source: format!("--{flag}"), value: value.clone() }).collect()
+    pub fn get_all(&self, List(flag): List) -> Vec<Setting> {
+        let values = self.matches.get_many::<OsString>(flag.name).into_iter().flatten();
+        values.map(|value| Setting::given(flag, value)).collect()
     }
 
     /// Records a warning, once.
@@ -92,24 +95,24 @@ impl Settings<'_> {
         Ok(())
     }
 
-    pub fn get_text(&self, flag: &str) -> Result<Option<String>, Usage> {
+    pub fn get_text(&self, flag: Valued) -> Result<Option<String>, Usage> {
         self.get(flag).map(|setting| setting.text().map(String::from)).transpose()
     }
 
     pub fn get_number<T: FromStr + PartialOrd>(
         &self,
-        flag: &str,
+        flag: Valued,
         least: T,
         right: &str,
     ) -> Result<Option<T>, Usage> {
         self.get(flag).map(|setting| setting.number(least, right)).transpose()
     }
 
-    pub fn get_host(&self, flag: &str) -> Result<Option<String>, Usage> {
+    pub fn get_host(&self, flag: Valued) -> Result<Option<String>, Usage> {
         self.get(flag).map(|setting| setting.host()).transpose()
     }
 
-    pub fn get_path(&self, flag: &str) -> Result<Option<PathBuf>, Usage> {
+    pub fn get_path(&self, flag: Valued) -> Result<Option<PathBuf>, Usage> {
         match self.get(flag) {
             Some(setting) if setting.value.is_empty() => Err(setting.wrong("a path")),
             setting => Ok(setting.map(|setting| setting.value.into())),
@@ -118,6 +121,11 @@ impl Settings<'_> {
 }
 
 impl Setting {
+    /// The value of a flag on the command line.
+    fn given(flag: &Flag, value: &OsString) -> Setting {
+        Setting { source: format!("--{}", flag.name), value: value.clone() }
+    }
+
     pub fn preset(source: &str, value: &str) -> Setting {
         Setting { source: source.into(), value: value.into() }
     }
@@ -162,8 +170,8 @@ impl Setting {
     }
 
     pub fn seconds(&self) -> Result<Duration, Usage> {
-        let right = || self.wrong(&format!("a number of seconds from 0 to {LONGEST}"));
-        seconds(self.text()?).ok_or_else(right)
+        seconds(self.text()?)
+            .ok_or_else(|| self.wrong(&format!("a number of seconds from 0 to {LONGEST}")))
     }
 
     /// A host name or an address; an IPv6 address may be in brackets.
@@ -175,15 +183,22 @@ impl Setting {
     pub fn one_of<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, Usage> {
         let text = self.text()?;
         let found = words.iter().find(|(word, _)| *word == text);
-        let list = || words.iter().map(|(word, _)| *word).collect::<Vec<_>>().join(", ");
-        found.map(|(_, value)| *value).ok_or_else(|| self.wrong(&format!("one of {}", list())))
+        found.map(|(_, value)| *value).ok_or_else(|| {
+            let words: Vec<_> = words.iter().map(|(word, _)| *word).collect();
+            self.wrong(&format!("one of {}", words.join(", ")))
+        })
     }
 }
 
 /// Removes the quotes that are left around a value when a command line comes from a list in YAML.
 pub fn unquoted(text: &str) -> &str {
-    let inside = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
-    inside('\'').or_else(|| inside('"')).unwrap_or(text)
+    for quote in ['\'', '"'] {
+        let inside = text.strip_prefix(quote).and_then(|text| text.strip_suffix(quote));
+        if let Some(inside) = inside {
+            return inside;
+        }
+    }
+    text
 }
 
 /// The longest time that is accepted, in seconds.
@@ -209,7 +224,6 @@ pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
 
 pub fn host(text: &str) -> Option<String> {
     let host = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
-    let is_of_hosts = |c: char| c.is_ascii_alphanumeric() || "._:%-".contains(c);
-    (!host.is_empty() && !host.starts_with('-') && host.chars().all(is_of_hosts))
-        .then(|| host.into())
+    let is_name = host.chars().all(|c| c.is_ascii_alphanumeric() || "._:%-".contains(c));
+    (is_name && !host.is_empty() && !host.starts_with('-')).then(|| host.into())
 }

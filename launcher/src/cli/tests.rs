@@ -141,12 +141,12 @@ fn kinds_of_programs() {
 #[test]
 fn signals_by_name() {
     let signals = |names: &str| parse(&format!("--signals-to-handle {names} p")).unwrap().signals;
-    assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::SIGTERM, Signal::SIGUSR1]);
+    assert_eq!(signals("SIGTERM,usr1,TERM"), [Signal::TERM, Signal::USR1]);
     for (wrong, why) in
         [("SIGKILL", "caught"), ("STOP", "caught"), ("SIGPIPE", "own"), ("9", "no signal")]
     {
         let job = parse(&format!("--signals-to-handle {wrong},TERM,{wrong} p")).unwrap();
-        assert_eq!(job.signals, [Signal::SIGTERM]);
+        assert_eq!(job.signals, [Signal::TERM]);
         let [warning] = &job.warnings[..] else { panic!("{:?}", job.warnings) };
         assert!(warning.contains(wrong) && warning.contains(why), "{warning}");
     }
@@ -317,8 +317,7 @@ fn completions_and_manual_have_every_flag_of_help() {
         let words = std::iter::once("flow-launch").chain(line.split(' '));
         let matches = flags::command().try_get_matches_from(words).unwrap();
         let environment = |_: &str| None;
-        let settings =
-            Settings { matches, environment: &environment, warnings: RefCell::default() };
+        let settings = Settings::new(matches, &environment);
         pages::requested(&settings).unwrap().map(|text| String::from_utf8(text).unwrap())
     };
     assert_eq!(page("train"), None);

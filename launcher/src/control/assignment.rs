@@ -38,23 +38,30 @@ pub struct RendezvousStoreInfo {
 
 /// Gives the workers of `nodes`, in this order, consecutive ranks.
 pub fn assign(nodes: &[&Node], restart_count: u32) -> Vec<RankAssignment> {
-    let workers = |nodes: &[&Node]| nodes.iter().map(|node| node.local_world_size).sum();
-    let assignment = |(index, node): (usize, &&Node)| {
-        let of_role = |nodes: &[&Node]| {
-            let same = nodes.iter().filter(|other| other.role == node.role);
-            same.map(|other| other.local_world_size).sum()
-        };
-        RankAssignment {
+    let mut assignments = Vec::with_capacity(nodes.len());
+    for (index, node) in nodes.iter().enumerate() {
+        assignments.push(RankAssignment {
             restart_count,
             group_rank: index as u32,
             group_world_size: nodes.len() as u32,
-            first_rank: workers(&nodes[..index]),
+            first_rank: count(&nodes[..index]),
             local_world_size: node.local_world_size,
-            world_size: workers(nodes),
-            first_role_rank: of_role(&nodes[..index]),
-            role_world_size: of_role(nodes),
+            world_size: count(nodes),
+            first_role_rank: count_of_role(&nodes[..index], &node.role),
+            role_world_size: count_of_role(nodes, &node.role),
             stores: RendezvousStoreInfo::default(),
-        }
-    };
-    nodes.iter().enumerate().map(assignment).collect()
+        });
+    }
+    assignments
+}
+
+/// The number of workers of `nodes`.
+fn count(nodes: &[&Node]) -> u32 {
+    nodes.iter().map(|node| node.local_world_size).sum()
+}
+
+/// The number of those that have this role.
+fn count_of_role(nodes: &[&Node], role: &str) -> u32 {
+    let same = nodes.iter().filter(|node| node.role == role);
+    same.map(|node| node.local_world_size).sum()
 }

@@ -7,7 +7,7 @@
 //! `--nnodes MIN:MAX`, a round also ends when a node is lost or joins. The next round then starts
 //! with the nodes that are present and does not count as a restart.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use crate::agent::exit_status::ExitStatus;
@@ -30,7 +30,7 @@ const HUNG: i32 = 124;
 /// How long an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
 
-/// See above.
+/// Decides who takes part in the job, when a round starts and stops, and how the job ends.
 pub struct Coordinator {
     min: usize,
     max: usize,
@@ -264,7 +264,8 @@ impl Coordinator {
 
     /// The notice for a failure, if a restart follows.
     fn restart(&self, summary: &str) -> Option<String> {
-        let (next, max) = (self.failures + 1, self.max_restarts);
+        let next = self.failures + 1;
+        let max = self.max_restarts;
         (next <= max).then(|| format!("{summary}; restart {next} of {max}"))
     }
 
@@ -275,13 +276,8 @@ impl Coordinator {
     /// Enters the next phase if the present one is complete.
     fn advance(&mut self, now: Instant) {
         if self.phase == JobPhase::Running {
-            let states = || {
-                self.agents
-                    .values()
-                    .map(|agent| agent.state)
-                    .filter(|state| *state != AgentState::Idle)
-            };
-            if states().all(|state| state == AgentState::Finished) {
+            let mut busy = self.agents.values().filter(|agent| agent.state != AgentState::Idle);
+            if busy.all(|agent| agent.state == AgentState::Finished) {
                 self.end_all(0, None);
             }
         }
@@ -426,11 +422,10 @@ impl Coordinator {
     fn missing(&self, waited: Duration) -> String {
         let waited = waited.as_secs();
         if self.is_static {
-            let present = |rank: usize| {
-                self.agents.values().any(|agent| agent.node.node_rank == Some(rank as u32))
-            };
-            let missing: Vec<_> =
-                (0..self.max).filter(|rank| !present(*rank)).map(|rank| rank.to_string()).collect();
+            let present: BTreeSet<_> =
+                self.agents.values().filter_map(|agent| agent.node.node_rank).collect();
+            let missing = (0..self.max).filter(|rank| !present.contains(&(*rank as u32)));
+            let missing: Vec<_> = missing.map(|rank| rank.to_string()).collect();
             let list = missing.join(", ");
             return match missing.len() {
                 1 => format!("node {list} has not joined within {waited} s"),
@@ -438,9 +433,10 @@ impl Coordinator {
             };
         }
         let hosts: Vec<_> = self.agents.values().map(|agent| agent.node.host.as_str()).collect();
-        let (present, min) = (self.agents.len(), self.min);
         format!(
-            "only {present} of at least {min} nodes have joined within {waited} s: {}",
+            "only {} of at least {} nodes have joined within {waited} s: {}",
+            self.agents.len(),
+            self.min,
             hosts.join(", ")
         )
     }

@@ -44,7 +44,7 @@ enum Outgoing {
     },
 }
 
-/// See above.
+/// The control plane of an agent that does not lead: two threads that talk to the leader.
 pub struct Follower {
     events: Option<Sender<Outgoing>>,
     messages: Receiver<ControlMessage>,
@@ -162,88 +162,59 @@ impl FollowerThread {
         sending: Sender<()>,
         commands_out: &CommandSender,
     ) -> Result<(), String> {
-        let lost = |error: Error| match error {
-            Error::Denied { address, reason } => {
-                let hint = "without FLOW_TOKEN, --rdzv-id must be the same";
-                format!("the leading node at {address} refuses this one: {reason} ({hint})")
-            }
-            error => format!("the leading node cannot be reached: {error}"),
-        };
-        let begin = Instant::now();
-        let soon = self.timeout.min(FIRST_NOTICE);
-        let store = match self.open(soon) {
-            Err(Error::Connect { cause, .. }) if self.timeout > soon => {
-                let (address, timeout) = (&self.address, self.timeout.as_secs());
-                let wait = format!(
-                    "no connection to the leading node at {address} yet ({cause}); trying for \
-                     {timeout} s"
-                );
-                commands_out.send(ControlMessage::Notice(wait));
-                self.open(self.timeout.saturating_sub(begin.elapsed()))
-            }
-            result => result,
-        };
-        let store = store.map_err(lost)?;
+        let store = self.open_first(commands_out).map_err(lost)?;
         store.set_reply_timeout(self.heartbeat / 2);
-        let events_out = self.open(soon).map_err(lost)?;
+        let events_out = self.open(self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
         events_out.set_reply_timeout(self.heartbeat);
-        let mut node = self.node.clone();
-        if node.address.is_empty() {
-            // Some port, as none is spoken to.
-            let own = local_address_for((self.leader.as_str(), 1))
-                .map_err(|error| format!("{}: {error}", self.leader))?;
-            node.address = own.to_string();
-        }
+        let node = self.node()?;
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
         events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
-        let post_errors = commands_out
+        let errors_out = commands_out
             .try_clone()
             .map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
-        let send = move || {
-            let _closes_at_the_end = sending;
-            for event in events {
-                let result = match event {
-                    Outgoing::Event(event) => events_out.send(&message(agent, &event)),
-                    Outgoing::Trace { round, rank, path } => trace::pieces(rank, &path, |piece| {
-                        events_out.send(&message(agent, &AgentEvent::Trace { round, piece }))
-                    }),
-                };
-                if let Err(error) = result {
-                    post_errors.send(ControlMessage::Disconnected(format!(
-                        "the leading node cannot be reached: {error}"
-                    )));
-                    return;
-                }
-            }
-        };
         thread::Builder::new()
             .name("flow-events".into())
-            .spawn(send)
-            .map_err(|e| format!("cannot start a thread: {e}"))?;
-        for number in 0.. {
-            let text = loop {
-                match store.get(&command_key(agent, number), HEARTBEAT) {
-                    Err(Error::Timeout { .. }) => {}
-                    text => break text.map_err(lost)?,
+            .spawn(move || {
+                let _closes_at_the_end = sending;
+                if let Err(error) = send_events(events, agent, &events_out) {
+                    errors_out.send(ControlMessage::Disconnected(lost(error)));
                 }
-            };
-            let command: Command = serde_json::from_slice(&text).map_err(|error| {
-                format!(
-                    "malformed command of the leading node ({error}): got '{}'; do all nodes run \
-                     the same version?",
-                    excerpt(&text)
-                )
-            })?;
-            let is_last = matches!(command, Command::Finish(_));
-            if !commands_out.send(ControlMessage::Command(command)) || is_last {
-                return Ok(());
+            })
+            .map_err(|error| format!("cannot start a thread: {error}"))?;
+        receive_commands(&store, agent, commands_out)
+    }
+
+    /// Connects, and says so if that takes long.
+    fn open_first(&self, commands_out: &CommandSender) -> Result<Store, Error> {
+        let begin = Instant::now();
+        let soon = self.timeout.min(FIRST_NOTICE);
+        match self.open(soon) {
+            Err(Error::Connect { cause, .. }) if self.timeout > soon => {
+                commands_out.send(ControlMessage::Notice(format!(
+                    "no connection to the leading node at {} yet ({cause}); trying for {} s",
+                    self.address,
+                    self.timeout.as_secs()
+                )));
+                self.open(self.timeout.saturating_sub(begin.elapsed()))
             }
+            result => result,
         }
-        Ok(())
+    }
+
+    /// This node, with its address.
+    fn node(&self) -> Result<Node, String> {
+        let mut node = self.node.clone();
+        if node.address.is_empty() {
+            // Some port, as none is spoken to.
+            let address = local_address_for((self.leader.as_str(), 1))
+                .map_err(|error| format!("{}: {error}", self.leader))?;
+            node.address = address.to_string();
+        }
+        Ok(node)
     }
 
     /// Connects. Tries again on an unknown host name, which may be that of a host that is starting.
@@ -258,6 +229,58 @@ impl FollowerThread {
                 result => return result,
             }
         }
+    }
+}
+
+/// Sends events until there are no more.
+fn send_events(events: Receiver<Outgoing>, agent: AgentId, store: &Store) -> Result<(), Error> {
+    for event in events {
+        match event {
+            Outgoing::Event(event) => store.send(&message(agent, &event))?,
+            Outgoing::Trace { round, rank, path } => trace::send_pieces(rank, &path, |piece| {
+                store.send(&message(agent, &AgentEvent::Trace { round, piece }))
+            })?,
+        }
+    }
+    Ok(())
+}
+
+/// Hands on commands of the leader, to the last one. Each wait for one is a heartbeat.
+fn receive_commands(
+    store: &Store,
+    agent: AgentId,
+    commands_out: &CommandSender,
+) -> Result<(), String> {
+    for number in 0.. {
+        let text = loop {
+            match store.get(&command_key(agent, number), HEARTBEAT) {
+                Err(Error::Timeout { .. }) => {}
+                text => break text.map_err(lost)?,
+            }
+        };
+        let command: Command = serde_json::from_slice(&text).map_err(|error| {
+            format!(
+                "malformed command of the leading node ({error}): got '{}'; do all nodes run the \
+                 same version?",
+                excerpt(&text)
+            )
+        })?;
+        let is_last = matches!(command, Command::Finish(_));
+        if !commands_out.send(ControlMessage::Command(command)) || is_last {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Why the leader is lost.
+fn lost(error: Error) -> String {
+    match error {
+        Error::Denied { address, reason } => {
+            let hint = "without FLOW_TOKEN, --rdzv-id must be the same";
+            format!("the leading node at {address} refuses this one: {reason} ({hint})")
+        }
+        error => format!("the leading node cannot be reached: {error}"),
     }
 }
 

@@ -30,7 +30,7 @@ use crate::report::text::excerpt;
 /// How long the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
 
-/// See above.
+/// The control plane of the agent that leads: the coordinator, and the store that serves the others.
 pub struct Leader {
     coordinator: Coordinator,
     agents: Server,

@@ -141,8 +141,8 @@ impl StallTracker {
     fn report(&self, waited: Duration) -> String {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();
-        let is_waiting = |rank: &u32| self.waiting.keys().any(|(waiting, _)| waiting == rank);
-        let absent: Vec<u32> = missing.into_iter().filter(|rank| !is_waiting(rank)).collect();
+        let waiting: BTreeSet<u32> = self.waiting.keys().map(|(rank, _)| *rank).collect();
+        let absent: Vec<u32> = missing.difference(&waiting).copied().collect();
         let mut report = format!("no progress for {} s", waited.as_secs());
         if !absent.is_empty() {
             let does = if absent.len() == 1 { "is" } else { "are" };

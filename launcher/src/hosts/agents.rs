@@ -44,27 +44,31 @@ pub fn start(
 ) -> Start {
     let host = hosts.list[node].destination();
     let arguments = agent(job, hosts, node, prefix);
-    let launcher = || std::iter::once(place.launcher.clone().into());
-    let with_control =
-        std::iter::once(control_stream::HIDDEN_FLAG.into()).chain(arguments.iter().cloned());
-    let (starter, command) = if is_local {
-        (vec![place.launcher.display().to_string()], launcher().chain(with_control).collect())
+    let launcher = OsString::from(&place.launcher);
+    let mut with_control = vec![control_stream::HIDDEN_FLAG.into()];
+    with_control.extend(arguments.iter().cloned());
+    let mut command = vec![launcher.clone()];
+    let starter = if is_local {
+        command.extend(with_control);
+        vec![place.launcher.display().to_string()]
     } else {
-        let shell = hosts.remote_shell.clone();
-        let words = [host.clone().into(), script(place, &with_control.collect::<Vec<_>>())];
-        let command = launcher().chain([control_stream::REMOTE_SHELL_FLAG.into()]);
-        let command = command.chain(shell.iter().map(OsString::from)).chain(words).collect();
-        (shell, command)
+        command.push(control_stream::REMOTE_SHELL_FLAG.into());
+        command.extend(hosts.remote_shell.iter().map(OsString::from));
+        command.extend([host.clone().into(), script(place, &with_control)]);
+        hosts.remote_shell.clone()
     };
-    let is_plain =
-        |word: &String| !word.contains(|c: char| c.is_whitespace() || "'\"\\".contains(c));
-    let word = |word: String| if is_plain(&word) { word } else { lossy(OsStr::new(&word)) };
-    let starter: Vec<_> = starter.into_iter().map(word).collect();
-    Start {
-        host,
-        starter: starter.join(" "),
-        agent: launcher().chain(arguments).collect(),
-        command,
+    let starter: Vec<_> = starter.iter().map(|word| shown(word)).collect();
+    let mut agent = vec![launcher];
+    agent.extend(arguments);
+    Start { host, starter: starter.join(" "), agent, command }
+}
+
+/// A word of a command for the user, quoted if a shell needs that.
+fn shown(word: &str) -> String {
+    if word.contains(|c: char| c.is_whitespace() || "'\"\\".contains(c)) {
+        lossy(OsStr::new(word))
+    } else {
+        word.into()
     }
 }
 
@@ -88,24 +92,23 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
 
 /// The line that starts an agent on another host, for any login shell.
 fn script(place: &Place, arguments: &[OsString]) -> OsString {
-    let (folder, launcher) = (place.folder.display(), place.launcher.display());
+    let folder = place.folder.display();
+    let launcher = place.launcher.display();
     let no_folder =
         format!("there is no folder {folder}; flow-launch starts in the same one on all hosts");
     let no_launcher = format!("there is no flow-launch: neither {launcher} nor on PATH");
-    let words =
-        |words: &[&OsStr]| words.iter().map(|word| quote(word)).collect::<Vec<_>>().join(&b' ');
-    let arguments: Vec<_> = arguments.iter().map(OsString::as_os_str).collect();
+    let arguments: Vec<_> = arguments.iter().map(|argument| quote(argument)).collect();
     let script = [
         b"cd ".as_slice(),
-        &words(&[place.folder.as_os_str()]),
+        &quote(place.folder.as_os_str()),
         b" 2>/dev/null || { echo ",
-        &words(&[OsStr::new(&no_folder)]),
+        &quote(OsStr::new(&no_folder)),
         b" >&2; exit 1; }; launcher=",
-        &words(&[place.launcher.as_os_str()]),
+        &quote(place.launcher.as_os_str()),
         b"; [ -x \"$launcher\" ] || launcher=$(command -v flow-launch) || { echo ",
-        &words(&[OsStr::new(&no_launcher)]),
+        &quote(OsStr::new(&no_launcher)),
         b" >&2; exit 127; }; exec \"$launcher\" ",
-        &words(&arguments),
+        &arguments.join(&b' '),
     ];
     let script = OsString::from_vec(script.concat());
     OsString::from_vec([b"exec sh -c ".as_slice(), &quote(&script)].concat())
@@ -139,10 +142,9 @@ pub fn environment(
     let own =
         own.filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let own: BTreeMap<String, String> = own.collect();
-    let is_passed_on =
-        |name: &str| PASSED_ON.iter().any(|start| name.starts_with(start)) && !KEPT.contains(&name);
     let mut environment = own.clone();
-    environment.retain(|name, _| is_passed_on(name));
+    environment.retain(|name, _| PASSED_ON.iter().any(|start| name.starts_with(start)));
+    environment.retain(|name, _| !KEPT.contains(&name.as_str()));
     let mut missing = Vec::new();
     for (name, value) in exports {
         match value.as_ref().or(own.get(name)) {

@@ -17,13 +17,12 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{bail, Context};
-use nix::sys::signal::SigSet;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{getpid, kill_process, set_parent_process_death_signal, setsid, Signal};
 
 use crate::agent::process;
-use crate::agent::signals;
+use crate::signal;
 
 /// First argument of an agent that reads a control stream.
 pub const HIDDEN_FLAG: &str = "--control-stdin";
@@ -56,25 +55,26 @@ pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<Strin
 /// In a new process with a control stream: becomes a remote shell, which the kernel kills when the
 /// head dies. It has no terminal, so it cannot ask questions.
 pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
-    let ready = || -> io::Result<()> {
-        leave_terminal()?;
-        set_parent_process_death_signal(Some(Signal::KILL))?;
-        let stdin = io::stdin();
-        let mut stream = [PollFd::new(&stdin, PollFlags::empty())];
-        poll(&mut stream, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
-        match stream[0].revents().contains(PollFlags::HUP) {
-            true => Err(io::Error::other("whoever has started it is gone")),
-            false => Ok(()),
-        }
-    };
-    process::become_program(ready(), command)
+    process::become_program(end_with_the_head(), command)
+}
+
+fn end_with_the_head() -> io::Result<()> {
+    leave_terminal()?;
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    let stdin = io::stdin();
+    let mut stream = [PollFd::new(&stdin, PollFlags::empty())];
+    poll(&mut stream, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+    if stream[0].revents().contains(PollFlags::HUP) {
+        return Err(io::Error::other("whoever has started it is gone"));
+    }
+    Ok(())
 }
 
 /// Leaves the terminal: its signals go to the head, which passes them on.
 fn leave_terminal() -> io::Result<()> {
     match setsid() {
         // If ssh has started it, it leads a session already.
-        Ok(_) | Err(Errno::PERM) => Ok(signals::unblock()?),
+        Ok(_) | Err(Errno::PERM) => signal::unblock_all(),
         Err(error) => Err(error.into()),
     }
 }
@@ -84,7 +84,7 @@ fn leave_terminal() -> io::Result<()> {
 pub fn take() -> anyhow::Result<()> {
     leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
-    nix::unistd::dup2_stdin(File::open("/dev/null")?)?;
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
     let mut stream =
         ControlStream { input, unread: Vec::new(), heartbeat_timeout: HEARTBEAT_TIMEOUT };
     let Some(line) = stream.line() else { bail!("whoever has started this agent is gone") };
@@ -100,6 +100,12 @@ pub fn take() -> anyhow::Result<()> {
     Ok(())
 }
 
+fn send_to_this_process(signal: Signal) {
+    if let Err(error) = kill_process(getpid(), signal) {
+        log::warn!("cannot signal this process: {error}");
+    }
+}
+
 struct ControlStream {
     input: OwnedFd,
     unread: Vec<u8>,
@@ -111,19 +117,16 @@ impl ControlStream {
     /// Sends this process the signals that the head passes on, until the stream ends.
     fn forward_signals(mut self) {
         // Signals are handled by the main thread.
-        if let Err(error) = SigSet::all().thread_block() {
+        if let Err(error) = signal::block_all() {
             log::warn!("cannot block signals: {error}");
         }
-        let send = |signal| {
-            if let Err(error) = kill_process(getpid(), signal) {
-                log::warn!("cannot signal this process: {error}");
-            }
-        };
         while let Some(line) = self.line() {
             let number = line.strip_prefix(SIGNAL).and_then(|number| number.parse().ok());
-            number.and_then(Signal::from_named_raw).into_iter().for_each(send);
+            if let Some(signal) = number.and_then(Signal::from_named_raw) {
+                send_to_this_process(signal);
+            }
         }
-        send(Signal::TERM);
+        send_to_this_process(Signal::TERM);
     }
 
     /// The next line, without its end; None when the stream has ended.

@@ -39,6 +39,14 @@ pub struct HostStream {
     pub assembler: Assembler,
 }
 
+impl HostStream {
+    fn new(pipe: Option<OwnedFd>) -> io::Result<HostStream> {
+        let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
+        rustix::io::ioctl_fionbio(&pipe, true)?;
+        Ok(HostStream { pipe, assembler: Assembler::new() })
+    }
+}
+
 impl HostProcess {
     pub fn start(start: Start, environment: &str) -> io::Result<HostProcess> {
         let mut process = Command::new(&start.command[0]);
@@ -48,15 +56,10 @@ impl HostProcess {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()?;
-        let (control, stdout, stderr) =
-            (process.stdin.take(), process.stdout.take(), process.stderr.take());
         // It ends when its control stream is closed.
-        let stream = |pipe: Option<OwnedFd>| -> io::Result<Option<HostStream>> {
-            let pipe = pipe.ok_or_else(|| io::Error::other("a pipe is missing"))?;
-            rustix::io::ioctl_fionbio(&pipe, true)?;
-            Ok(Some(HostStream { pipe, assembler: Assembler::new() }))
-        };
-        let streams = [stream(stdout.map(OwnedFd::from))?, stream(stderr.map(OwnedFd::from))?];
+        let control = process.stdin.take();
+        let stdout = HostStream::new(process.stdout.take().map(OwnedFd::from))?;
+        let stderr = HostStream::new(process.stderr.take().map(OwnedFd::from))?;
         if let Some(control) = &control {
             rustix::io::ioctl_fionbio(control, true)?;
         }
@@ -67,7 +70,7 @@ impl HostProcess {
             process,
             control,
             unwritten: environment.bytes().collect(),
-            streams,
+            streams: [Some(stdout), Some(stderr)],
             is_there: false,
             has_ended: false,
             said: HashMap::new(),

@@ -65,10 +65,11 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         folder: folder().context("the current folder is gone")?,
     };
     let prefix = io::stdout().is_terminal();
-    let is_local = |node: usize| net::is_local(&hosts.list[node].name);
-    let nodes = 0..hosts.list.len();
-    let starts: Vec<Start> =
-        nodes.map(|node| agents::start(job, hosts, node, is_local(node), &place, prefix)).collect();
+    let mut starts = Vec::new();
+    for (node, entry) in hosts.list.iter().enumerate() {
+        let is_local = net::is_local(&entry.name);
+        starts.push(agents::start(job, hosts, node, is_local, &place, prefix));
+    }
     if job.dry_run {
         io::stdout().write_all(agents::describe(&starts, &variables).as_bytes())?;
         return Ok(0);
@@ -102,11 +103,13 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
 fn folder() -> io::Result<PathBuf> {
     let here = std::fs::metadata(".")?;
     let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());
-    let is_here = |folder: &PathBuf| {
-        std::fs::metadata(folder)
-            .is_ok_and(|named| (named.dev(), named.ino()) == (here.dev(), here.ino()))
-    };
-    named.filter(is_here).map_or_else(std::env::current_dir, Ok)
+    if let Some(folder) = named {
+        let found = std::fs::metadata(&folder);
+        if found.is_ok_and(|found| (found.dev(), found.ino()) == (here.dev(), here.ino())) {
+            return Ok(folder);
+        }
+    }
+    std::env::current_dir()
 }
 
 /// The phases of a job; the times are deadlines for the next step.
@@ -304,30 +307,25 @@ impl Head {
         }
         let HostProcess { host, starter, is_there, .. } = &self.agents[index];
         let is_first = matches!(self.phase, Phase::Running);
-        match is_there {
-            false if is_first => {
-                let advice = match end {
-                    OF_SSH => format!("; `{starter} {host} true` must work without a password"),
-                    _ => String::new(),
-                };
-                self.sinks.say(&format!(
-                    "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
-                ));
-                self.fail(end.code().max(1));
-            }
+        if !is_there && is_first {
+            let advice = match end {
+                OF_SSH => format!("; `{starter} {host} true` must work without a password"),
+                _ => String::new(),
+            };
+            self.sinks.say(&format!(
+                "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
+            ));
+            self.fail(end.code().max(1));
+        } else if is_first && end == OF_SSH && !self.has_shown("exit code 255") {
             // If a worker ended by a signal, the agents' report says so.
-            true if is_first && end == OF_SSH && !self.has_shown("exit code 255") => {
-                self.sinks
-                    .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
-                self.fail(end.code());
+            self.sinks
+                .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
+            self.fail(end.code());
+        } else if end.is_failure() && *is_there && self.code == 0 {
+            self.code = end.code();
+            if is_first {
+                self.phase = Phase::Ending(Instant::now() + PEER_EXIT_GRACE);
             }
-            _ if end.is_failure() && *is_there && self.code == 0 => {
-                self.code = end.code();
-                if is_first {
-                    self.phase = Phase::Ending(Instant::now() + PEER_EXIT_GRACE);
-                }
-            }
-            _ => {}
         }
         Ok(())
     }
@@ -374,9 +372,10 @@ impl Head {
             Phase::Running => {
                 let late = self.agents.iter().filter(|agent| !agent.is_there && !agent.has_ended);
                 let hosts: Vec<_> = late.map(|agent| agent.host.as_str()).collect();
-                let (hosts, join_timeout) = (hosts.join(", "), self.join_timeout.as_secs_f64());
                 self.sinks.say(&format!(
-                    "no answer from {hosts} for {join_timeout} s (--rdzv-conf join_timeout)"
+                    "no answer from {} for {} s (--rdzv-conf join_timeout)",
+                    hosts.join(", "),
+                    self.join_timeout.as_secs_f64()
                 ));
                 self.fail(1);
             }

@@ -54,8 +54,8 @@ pub struct Filter {
 
 impl Filter {
     pub fn new(needles: &[String], file: LogFile) -> Filter {
-        let finder = |needle| Finder::new(needle).into_owned();
-        Filter { needles: needles.iter().map(finder).collect(), file }
+        let needles = needles.iter().map(|needle| Finder::new(needle).into_owned());
+        Filter { needles: needles.collect(), file }
     }
 
     /// Takes a line, a piece of one that is too long, or a state of a progress bar.

@@ -78,14 +78,14 @@ impl LogFiles {
         worker: usize,
         rank: u32,
         local_rank: u32,
-    ) -> io::Result<[StreamTee; 2]> {
-        let open = |which: StreamKind| -> io::Result<StreamTee> {
+    ) -> io::Result<Vec<StreamTee>> {
+        let mut tees = Vec::with_capacity(BOTH.len());
+        for which in BOTH {
             let route = self.routes.of(which, rank, local_rank);
             let file = if route.file { self.stream(attempt, local_rank, which)? } else { None };
-            Ok(StreamTee::new(2 * worker + which as usize, which, route, file))
-        };
-        let [stdout, stderr] = BOTH.map(open);
-        Ok([stdout?, stderr?])
+            tees.push(StreamTee::new(2 * worker + which as usize, which, route, file));
+        }
+        Ok(tees)
     }
 
     fn stream(
@@ -95,13 +95,14 @@ impl LogFiles {
         which: StreamKind,
     ) -> io::Result<Option<LogFile>> {
         let Some(folder) = &self.streams else { return Ok(None) };
-        let (folder, name) = match self.oneflow_names {
-            true => (folder.join(format!("local_rank_{local_rank}")), which.name().to_string()),
-            false => (worker_folder(folder, attempt, local_rank), format!("{}.log", which.name())),
+        let path = if self.oneflow_names {
+            folder.join(format!("local_rank_{local_rank}")).join(which.name())
+        } else {
+            worker_folder(folder, attempt, local_rank).join(format!("{}.log", which.name()))
         };
-        std::fs::create_dir_all(&folder)?;
+        path.parent().map_or(Ok(()), std::fs::create_dir_all)?;
         // OneFlow truncates its files, but a restart must keep what led to it.
-        LogFile::open(folder.join(name), self.oneflow_names && attempt == 0).map(Some)
+        LogFile::open(path, self.oneflow_names && attempt == 0).map(Some)
     }
 
     /// The file in which a worker records its error, if it has one.
@@ -129,9 +130,10 @@ impl LogFiles {
         let (Some(folder), needles @ [_, ..]) = (&self.streams, self.routes.needles(which)) else {
             return Ok(None);
         };
-        let folder = match self.oneflow_names {
-            true => folder.clone(),
-            false => folder.join(format!("attempt_{attempt}")),
+        let folder = if self.oneflow_names {
+            folder.clone()
+        } else {
+            folder.join(format!("attempt_{attempt}"))
         };
         std::fs::create_dir_all(&folder)?;
         let file = LogFile::open(folder.join(format!("filtered_{}.log", which.name())), false)?;
@@ -163,8 +165,8 @@ fn make_log_folder(
 
 /// A run id as part of a file name, which cannot lead out of the folder.
 fn file_name(run_id: &str) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
-    run_id.chars().map(plain).take(100).collect()
+    let name: String = run_id.chars().take(100).collect();
+    name.replace(|c: char| !c.is_ascii_alphanumeric() && !"-_.".contains(c), "_")
 }
 
 #[cfg(test)]
@@ -196,11 +198,12 @@ mod tests {
             oneflow_names,
             redirects: all.clone(),
             tee: all,
+            prefix_template: None,
             shown: None,
             stdout_filters: Vec::new(),
             stderr_filters: Vec::new(),
         };
-        let routes = Routes::new(&output, "default", None, false);
+        let routes = Routes::new(&output, "default", "node0", false);
         LogFiles {
             routes,
             streams: Some(base.into()),

@@ -8,6 +8,7 @@
 //! | `routing.rs` | where each stream goes (pure) |
 //! | `tee.rs`, `log_file.rs`, `log_files.rs` | copying a stream there; the files |
 //! | `sink.rs` | writing to standard output and standard error without blocking |
+//! | `remainder.rs` | what detached processes write after the job's end |
 //! | `pty.rs`, `terminal.rs` | a terminal for rank 0; the modes of the user's terminal |
 
 pub mod lines;
@@ -15,6 +16,7 @@ pub mod log_file;
 pub mod log_files;
 pub mod pty;
 pub mod queue;
+pub mod remainder;
 pub mod routing;
 mod screen;
 pub mod sink;

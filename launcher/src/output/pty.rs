@@ -42,9 +42,8 @@ pub fn beside(size: Winsize, prefix: usize) -> Winsize {
 
 /// Sets the size; false if it is the same already. The caller signals the worker (SIGWINCH).
 pub fn resize(ours: &OwnedFd, size: Winsize) -> bool {
-    let columns_and_rows = |size: Winsize| (size.ws_col, size.ws_row);
-    let is_new =
-        tcgetwinsize(ours).is_ok_and(|old| columns_and_rows(old) != columns_and_rows(size));
+    let Ok(old) = tcgetwinsize(ours) else { return false };
+    let is_new = old.ws_col != size.ws_col || old.ws_row != size.ws_row;
     is_new && tcsetwinsize(ours, size).is_ok()
 }
 

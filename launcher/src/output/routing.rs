@@ -54,8 +54,7 @@ impl Route {
 pub struct Routes {
     output: Output,
     role: String,
-    /// torchrun's TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE.
-    template: Option<String>,
+    host: String,
     /// Streams have files.
     has_files: bool,
     /// Lines that are not tee'd also get the rank as prefix.
@@ -63,22 +62,28 @@ pub struct Routes {
 }
 
 impl Routes {
-    pub fn new(output: &Output, role: &str, template: Option<String>, is_terminal: bool) -> Routes {
-        let (has_files, prefix) = (wants_files(output), is_terminal || output.prefix);
-        Routes { output: output.clone(), role: role.into(), template, has_files, prefix }
+    pub fn new(output: &Output, role: &str, host: &str, is_terminal: bool) -> Routes {
+        Routes {
+            output: output.clone(),
+            role: role.into(),
+            host: host.into(),
+            has_files: wants_files(output),
+            prefix: is_terminal || output.prefix,
+        }
     }
 
     pub fn of(&self, which: StreamKind, rank: u32, local_rank: u32) -> Route {
-        let (redirects, tee) =
-            (self.output.redirects.of(local_rank), self.output.tee.of(local_rank));
-        let is_teed = self.has_files && which.is_in(tee);
-        let is_redirected = self.has_files && which.is_in(redirects) && !is_teed;
+        let is_teed = self.has_files && which.is_in(self.output.tee.of(local_rank));
+        let is_redirected =
+            self.has_files && which.is_in(self.output.redirects.of(local_rank)) && !is_teed;
         let is_shown = self.output.shown.as_ref().is_none_or(|shown| shown.contains(&local_rank));
-        let tee_prefix = || self.tee_prefix(rank, local_rank);
-        let console = match (is_teed, self.prefix) {
-            (true, _) => tee_prefix(),
-            (false, true) => format!("[rank {rank}] "),
-            (false, false) => String::new(),
+        let tee_prefix = self.tee_prefix(rank, local_rank);
+        let console = if is_teed {
+            tee_prefix.clone()
+        } else if self.prefix {
+            format!("[rank {rank}] ")
+        } else {
+            String::new()
         };
         // torchrun filters only streams that are tee'd. If none is, filter all.
         let is_looked_at = is_teed || !any(&self.output.tee, which);
@@ -86,7 +91,7 @@ impl Routes {
         Route {
             console: (is_shown && !is_redirected).then_some(console),
             file: is_teed || is_redirected,
-            filtered: is_filtered.then(tee_prefix),
+            filtered: is_filtered.then_some(tee_prefix),
         }
     }
 
@@ -97,16 +102,41 @@ impl Routes {
 
     /// As torchrun's: `[default0]:`.
     fn tee_prefix(&self, rank: u32, local_rank: u32) -> String {
-        let Some(template) = &self.template else { return format!("[{}{local_rank}]:", self.role) };
+        let Some(template) = &self.output.prefix_template else {
+            return format!("[{}{local_rank}]:", self.role);
+        };
         let values = [
-            ("role_name", &self.role),
+            ("role_name", self.role.as_str()),
             ("local_rank", &local_rank.to_string()),
             ("rank", &rank.to_string()),
+            ("hostname", &self.host),
         ];
-        values.iter().fold(template.clone(), |text, (name, value)| {
-            text.replace(&format!("${{{name}}}"), value)
-        })
+        substitute(template, &values)
     }
+}
+
+/// Puts values in place of `${name}` and `$name`, and `$` in place of `$$`, as Python's
+/// `Template.safe_substitute`, which torchrun calls: what names no value stays as it is.
+fn substitute(template: &str, values: &[(&str, &str)]) -> String {
+    let mut text = String::new();
+    let mut rest = template;
+    while let Some((before, after)) = rest.split_once('$') {
+        text.push_str(before);
+        let is_in_braces = after.starts_with('{');
+        let start = usize::from(is_in_braces);
+        let end = after[start..].find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let (name, behind) = after[start..].split_at(end.unwrap_or(after.len() - start));
+        let behind = if is_in_braces { behind.strip_prefix('}') } else { Some(behind) };
+        let value = values.iter().find(|(known, _)| *known == name).map(|(_, value)| *value);
+        if let Some((value, behind)) = value.zip(behind) {
+            text.push_str(value);
+            rest = behind;
+        } else {
+            text.push('$');
+            rest = after.strip_prefix('$').unwrap_or(after);
+        }
+    }
+    text + rest
 }
 
 fn needles(output: &Output, which: StreamKind) -> &[String] {
@@ -123,12 +153,12 @@ pub fn is_nowhere(output: &Output) -> bool {
 
 /// Some stream goes to a file.
 pub fn wants_files(output: &Output) -> bool {
-    let is_wanted = |which| {
-        any(&output.redirects, which)
-            || any(&output.tee, which)
-            || !needles(output, which).is_empty()
-    };
-    !is_nowhere(output) && BOTH.into_iter().any(is_wanted)
+    !is_nowhere(output)
+        && BOTH.into_iter().any(|which| {
+            any(&output.redirects, which)
+                || any(&output.tee, which)
+                || !needles(output, which).is_empty()
+        })
 }
 
 /// The map has this stream for some worker.
@@ -153,6 +183,7 @@ mod tests {
             oneflow_names: false,
             redirects,
             tee,
+            prefix_template: None,
             shown: None,
             stdout_filters: Vec::new(),
             stderr_filters: Vec::new(),
@@ -160,7 +191,7 @@ mod tests {
     }
 
     fn route(output: &Output, which: StreamKind, local_rank: u32) -> Route {
-        Routes::new(output, "default", None, false).of(which, 10 + local_rank, local_rank)
+        Routes::new(output, "default", "node0", false).of(which, 10 + local_rank, local_rank)
     }
 
     #[test]
@@ -174,7 +205,7 @@ mod tests {
             !route(&plain, StreamKind::Stdout, 0).is_direct(StreamKind::Stdout)
                 && !wants_files(&plain)
         );
-        let marked = Routes::new(&plain, "default", None, true).of(StreamKind::Stderr, 10, 0);
+        let marked = Routes::new(&plain, "default", "node0", true).of(StreamKind::Stderr, 10, 0);
         assert_eq!(marked.console.as_deref(), Some("[rank 10] "));
     }
 
@@ -244,9 +275,15 @@ mod tests {
 
     #[test]
     fn the_prefix_of_teed_lines_can_be_chosen() {
-        let teed = output(NONE, ALL);
-        let template = Some("[${role_name} ${local_rank}/${rank}] ".to_string());
-        let route = Routes::new(&teed, "trainer", template, true).of(StreamKind::Stdout, 12, 2);
-        assert_eq!(route.console.as_deref(), Some("[trainer 2/12] "));
+        for (template, prefix) in [
+            ("[${role_name} ${local_rank}/${rank}] ", "[trainer 2/12] "),
+            ("${hostname}:$rank: ", "node0:12: "),
+            ("$$rank $rank_ ${rank $ ${} ${pid}é$", "$rank $rank_ ${rank $ ${} ${pid}é$"),
+        ] {
+            let prefix_template = Some(template.to_string());
+            let teed = Output { prefix_template, ..output(NONE, ALL) };
+            let route = Routes::new(&teed, "trainer", "node0", true).of(StreamKind::Stdout, 12, 2);
+            assert_eq!(route.console.as_deref(), Some(prefix), "{template}");
+        }
     }
 }

@@ -24,7 +24,20 @@ struct Row {
     is_bar: bool,
 }
 
-/// See the head of this file.
+impl Row {
+    /// An empty row.
+    fn of(source: &Source) -> Row {
+        Row {
+            stream: source.id,
+            is_live: source.is_live,
+            text: Vec::new(),
+            is_returned: false,
+            is_bar: false,
+        }
+    }
+}
+
+/// The last line of a terminal, as far as it is known here.
 #[derive(Default)]
 pub struct Screen {
     /// In the order of their last change.
@@ -43,14 +56,10 @@ impl Screen {
         let ending = Ending::of(segment);
         let text = if ending == Ending::Open { segment } else { &segment[..segment.len() - 1] };
         let known = self.rows.iter().position(|row| row.stream == source.id);
-        let new = || Row {
-            stream: source.id,
-            is_live: source.is_live,
-            text: Vec::new(),
-            is_returned: false,
-            is_bar: false,
+        let mut row = match known {
+            Some(index) => self.rows.remove(index),
+            None => Row::of(source),
         };
-        let mut row = known.map_or_else(new, |index| self.rows.remove(index));
         let is_shown = self.shown == Some(source.id);
         // The prefix goes right before the text: after sequences that move the cursor or clear the
         // line.
@@ -78,9 +87,10 @@ impl Screen {
             if is_shown && !is_fresh {
                 out.extend(text);
             } else {
-                match is_shown {
-                    true => out.push_back(b'\r'),
-                    false => self.make_room(out),
+                if is_shown {
+                    out.push_back(b'\r');
+                } else {
+                    self.make_room(out);
                 }
                 out.extend(moves);
                 out.extend(&row.text);
@@ -169,12 +179,16 @@ impl Screen {
         shown.is_none_or(|row| row.stream == stream || row.is_returned && !row.is_live)
     }
 
+    fn is_too_wide(&self, row: &Row) -> bool {
+        self.columns > 0 && width(&row.text) > self.columns
+    }
+
     fn make_room(&mut self, out: &mut VecDeque<u8>) {
         if std::mem::take(&mut self.is_dangling) {
             out.push_back(b'\n');
         } else if let Some(shown) = self.shown {
-            let is_wide = |row: &Row| self.columns > 0 && width(&row.text) > self.columns;
-            match self.rows.iter().position(|row| row.stream == shown && is_wide(row)) {
+            let row = self.rows.iter().position(|row| row.stream == shown);
+            match row.filter(|index| self.is_too_wide(&self.rows[*index])) {
                 // Only its end could be erased.
                 Some(index) => {
                     self.rows.remove(index);

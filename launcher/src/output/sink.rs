@@ -39,8 +39,10 @@ pub struct Sinks {
 
 impl Sinks {
     pub fn standard(quiet: bool) -> io::Result<Sinks> {
-        let (stdout, stderr) = (io::stdout(), io::stderr());
-        let (out, err) = (rustix::fs::fstat(&stdout)?, rustix::fs::fstat(&stderr)?);
+        let stdout = io::stdout();
+        let stderr = io::stderr();
+        let out = rustix::fs::fstat(&stdout)?;
+        let err = rustix::fs::fstat(&stderr)?;
         let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
         if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
             sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
@@ -60,15 +62,21 @@ impl Sinks {
 
     /// Writes as much as a sink takes. If its reader has gone: returns the streams that went there.
     pub fn write(&mut self, index: usize) -> &'static [usize] {
-        const STREAMS: [&[usize]; 3] = [&[0], &[1], &[0, 1]];
         let sink = &mut self.sinks[index];
         if let Err(error) = sink.write() {
             let name = if index == 0 { "standard output" } else { "standard error" };
             self.say(&format!("cannot write to {name}: {error}"));
         }
-        match self.sinks[index].is_closed() {
-            true => STREAMS[if self.sinks.len() == 1 { 2 } else { index }],
-            false => &[],
+        if !self.sinks[index].is_closed() {
+            return &[];
+        }
+        if self.sinks.len() == 1 {
+            return &[0, 1];
+        }
+        if index == 0 {
+            &[0]
+        } else {
+            &[1]
         }
     }
 

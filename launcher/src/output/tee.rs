@@ -47,6 +47,12 @@ impl StreamTee {
         self.file.as_ref()
     }
 
+    /// What is left once the stream's worker has ended, for a process that reads on.
+    pub fn take_rest(&mut self) -> (Option<String>, Option<File>) {
+        let file = self.file.as_mut().and_then(LogFile::take);
+        (self.route.console.take(), file)
+    }
+
     pub fn is_shown(&self) -> bool {
         self.route.console.is_some()
     }

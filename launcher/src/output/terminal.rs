@@ -81,7 +81,8 @@ impl Modes {
     pub fn parse(text: &str) -> Option<Modes> {
         let mut numbers = text.split(',').map(str::parse::<u32>);
         let group = Pid::from_raw(numbers.next()?.ok()?.try_into().ok()?)?;
-        let (mut flags, mut codes) = ([0; 4], [0; CODES.len()]);
+        let mut flags = [0; 4];
+        let mut codes = [0; CODES.len()];
         for flag in &mut flags {
             *flag = numbers.next()?.ok()?;
         }

@@ -38,21 +38,21 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 fn nvidia_devices() -> u32 {
     let Ok(entries) = std::fs::read_dir("/dev") else { return 0 };
-    let is_gpu = |name: &str| {
-        name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok())
-    };
-    entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count() as u32
+    let gpus = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("nvidia"));
+        number.is_some_and(|number| number.parse::<u32>().is_ok())
+    });
+    gpus.count() as u32
 }
 
 /// The number of GPUs that a CUDA program would see. CUDA_VISIBLE_DEVICES is a list that ends at
 /// its first empty or negative entry.
 fn visible_gpus(devices: u32, visible: Option<&str>) -> u32 {
-    let listed = |list: &str| {
-        list.split(',')
-            .take_while(|id| !id.trim().is_empty() && !id.trim().starts_with('-'))
-            .count()
-    };
-    visible.map_or(devices, |list| devices.min(listed(list) as u32))
+    let Some(list) = visible else { return devices };
+    let ids = list.split(',').map(str::trim);
+    let listed = ids.take_while(|id| !id.is_empty() && !id.starts_with('-')).count();
+    devices.min(listed as u32)
 }
 
 #[cfg(test)]

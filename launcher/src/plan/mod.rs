@@ -14,6 +14,7 @@ use crate::cli::usage::Usage;
 use crate::control::assignment::RankAssignment;
 use crate::job::{Job, Processes, Stdin};
 use crate::plan::host::LocalHost;
+use crate::signal;
 
 /// The most workers on one node.
 const MOST_WORKERS: u32 = 1 << 16;
@@ -113,16 +114,20 @@ pub fn workers(
     error_file: impl Fn(u32) -> Option<PathBuf>,
 ) -> Vec<WorkerSpec> {
     let stdin = stdin(job);
-    let worker = |local_rank: u32| WorkerSpec {
-        rank: assignment.first_rank + local_rank,
-        local_rank,
-        command: command.iter().map(|word| substitute(word, local_rank)).collect(),
-        environment: environment(job, assignment, host, local_rank, error_file(local_rank)),
-        cores: host.binding.get(local_rank as usize).cloned(),
-        has_input: stdin.is_for(assignment.first_rank + local_rank),
-        is_foreground: stdin.foreground() == assignment.first_rank + local_rank,
-    };
-    (0..assignment.local_world_size).map(worker).collect()
+    let mut workers = Vec::with_capacity(assignment.local_world_size as usize);
+    for local_rank in 0..assignment.local_world_size {
+        let rank = assignment.first_rank + local_rank;
+        workers.push(WorkerSpec {
+            rank,
+            local_rank,
+            command: command.iter().map(|word| substitute(word, local_rank)).collect(),
+            environment: environment(job, assignment, host, local_rank, error_file(local_rank)),
+            cores: host.binding.get(local_rank as usize).cloned(),
+            has_input: stdin.is_for(rank),
+            is_foreground: stdin.foreground() == rank,
+        });
+    }
+    workers
 }
 
 /// The environment of a worker: torchrun's variables, and those of Flow.
@@ -147,7 +152,7 @@ fn environment(
         ("TORCHELASTIC_RESTART_COUNT", assignment.restart_count),
         ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
     ];
-    let signals: Vec<_> = job.signals.iter().map(|signal| signal.as_str()).collect();
+    let signals: Vec<_> = job.signals.iter().map(|signal| signal::name(signal.as_raw())).collect();
     let stores = &assignment.stores;
     let texts = [
         ("ROLE_NAME", job.role.as_str()),

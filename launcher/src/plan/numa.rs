@@ -45,11 +45,12 @@ impl Topology {
     /// Reads `sys` and `proc` below `root`.
     fn read(root: &Path, allowed: &[usize], visible: Option<&str>) -> io::Result<Topology> {
         let nodes = nodes(root)?;
-        let cpu = |id: usize| {
+        let mut cpus = Vec::with_capacity(allowed.len());
+        for &id in allowed {
             let folder = root.join(format!("sys/devices/system/cpu/cpu{id}"));
             let socket =
                 fs::read_to_string(folder.join("topology/physical_package_id")).unwrap_or_default();
-            Ok(Cpu {
+            cpus.push(Cpu {
                 id,
                 node: nodes.get(&id).copied().unwrap_or(0),
                 // Some virtual machines and ARM boards have -1, or nothing.
@@ -57,9 +58,8 @@ impl Topology {
                 core: first(&fs::read_to_string(folder.join("topology/thread_siblings_list"))?)
                     .unwrap_or(id),
                 cache: largest_cache(&folder.join("cache")).unwrap_or(id),
-            })
-        };
-        let cpus = allowed.iter().map(|id| cpu(*id)).collect::<io::Result<_>>()?;
+            });
+        }
         Ok(Topology { cpus, gpu_nodes: gpu_nodes(root, visible) })
     }
 
@@ -100,24 +100,36 @@ pub fn bind(
             worker_nodes[gpu]
         )));
     }
-    let cpus_of = |worker: usize| {
-        let node = worker_nodes[worker];
+    let mut bound = Vec::with_capacity(workers);
+    for (worker, &node) in worker_nodes.iter().enumerate() {
         let on_node = worker_nodes.iter().filter(|other| **other == node).count();
         let index = worker_nodes[..worker].iter().filter(|other| **other == node).count();
+        let mut cpus = topology.share(binding, node, index, on_node)?;
+        cpus.sort_unstable();
+        bound.push(cpus);
+    }
+    Ok(bound)
+}
+
+impl Topology {
+    /// The CPUs of one of `on_node` workers whose GPU is on a node; `index` is its number there.
+    fn share(
+        &self,
+        binding: NumaBinding,
+        node: usize,
+        index: usize,
+        on_node: usize,
+    ) -> Result<Vec<usize>, Usage> {
         match binding {
-            NumaBinding::Node => Ok(topology.groups(node, |cpu| cpu.node).concat()),
+            NumaBinding::Node => Ok(self.groups(node, |cpu| cpu.node).concat()),
             NumaBinding::Socket => {
-                let sockets: Vec<_> = topology
-                    .cpus
-                    .iter()
-                    .filter(|cpu| cpu.node == node)
-                    .map(|cpu| cpu.socket)
-                    .collect();
-                let is_near = |cpu: &&Cpu| sockets.contains(&cpu.socket);
-                Ok(topology.cpus.iter().filter(is_near).map(|cpu| cpu.id).collect())
+                let on_this = self.cpus.iter().filter(|cpu| cpu.node == node);
+                let sockets: Vec<_> = on_this.map(|cpu| cpu.socket).collect();
+                let near = self.cpus.iter().filter(|cpu| sockets.contains(&cpu.socket));
+                Ok(near.map(|cpu| cpu.id).collect())
             }
             NumaBinding::Exclusive => {
-                let cores = topology.groups(node, |cpu| cpu.core);
+                let cores = self.groups(node, |cpu| cpu.core);
                 if cores.len() < on_node {
                     return Err(Usage(format!(
                         "--numa-binding is 'exclusive', but of NUMA node {node} this job may use \
@@ -126,24 +138,19 @@ pub fn bind(
                     )));
                 }
                 // The first ones get the remainder.
-                let (share, more) = (cores.len() / on_node, cores.len() % on_node);
+                let share = cores.len() / on_node;
+                let more = cores.len() % on_node;
                 let start = index * share + index.min(more);
                 let end = start + share + usize::from(index < more);
                 Ok(cores[start..end].concat())
             }
             NumaBinding::CoreComplex => {
-                let mut complexes = topology.groups(node, |cpu| cpu.cache);
+                let mut complexes = self.groups(node, |cpu| cpu.cache);
                 complexes.sort_by_key(|cpus| std::cmp::Reverse(cpus.len()));
                 Ok(complexes[index % complexes.len()].clone())
             }
         }
-    };
-    (0..workers).map(cpus_of).map(|cpus| cpus.map(sorted)).collect()
-}
-
-fn sorted(mut cpus: Vec<usize>) -> Vec<usize> {
-    cpus.sort_unstable();
-    cpus
+    }
 }
 
 /// The node of each CPU; empty if the kernel knows of no nodes.
@@ -165,15 +172,15 @@ fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
 
 /// The first CPU that shares the largest cache described in a folder.
 fn largest_cache(folder: &Path) -> Option<usize> {
-    let read = |path: &Path, name: &str| fs::read_to_string(path.join(name)).ok();
     let caches =
         fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).filter_map(|path| {
-            let is_of_data = matches!(read(&path, "type")?.trim(), "Unified" | "Data");
-            let level: u32 = read(&path, "level")?.trim().parse().ok()?;
-            is_of_data.then_some((level, path))
+            let kind = fs::read_to_string(path.join("type")).ok()?;
+            let level = fs::read_to_string(path.join("level")).ok()?;
+            let level: u32 = level.trim().parse().ok()?;
+            matches!(kind.trim(), "Unified" | "Data").then_some((level, path))
         });
     let (_, path) = caches.max()?;
-    first(&read(&path, "shared_cpu_list")?)
+    first(&fs::read_to_string(path.join("shared_cpu_list")).ok()?)
 }
 
 /// The node of each GPU that CUDA would see. NVIDIA's driver lists GPUs by PCI address, which is
@@ -182,15 +189,18 @@ fn gpu_nodes(root: &Path, visible: Option<&str>) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
     let mut gpus: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
     gpus.sort_unstable();
-    let node = |gpu: &PathBuf| {
-        let address = root.join("sys/bus/pci/devices").join(gpu.file_name().unwrap_or_default());
-        let node = fs::read_to_string(address.join("numa_node")).unwrap_or_default();
-        // -1 if there is only one node.
-        node.trim().parse().unwrap_or(0)
+    let Some(visible) = visible else {
+        return gpus.iter().map(|gpu| gpu_node(root, gpu)).collect();
     };
-    let Some(visible) = visible else { return gpus.iter().map(node).collect() };
-    let chosen = visible.split(',').map(|id| find_gpu(&gpus, id.trim()));
-    chosen.map_while(|gpu| gpu.map(node)).collect()
+    let chosen = visible.split(',').map_while(|id| find_gpu(&gpus, id.trim()));
+    chosen.map(|gpu| gpu_node(root, gpu)).collect()
+}
+
+fn gpu_node(root: &Path, gpu: &Path) -> usize {
+    let address = root.join("sys/bus/pci/devices").join(gpu.file_name().unwrap_or_default());
+    let node = fs::read_to_string(address.join("numa_node")).unwrap_or_default();
+    // -1 if there is only one node.
+    node.trim().parse().unwrap_or(0)
 }
 
 /// A GPU by number, or by the start of its UUID.
@@ -198,13 +208,12 @@ fn find_gpu<'a>(gpus: &'a [PathBuf], id: &str) -> Option<&'a PathBuf> {
     if !id.starts_with("GPU-") {
         return gpus.get(id.parse::<usize>().ok()?);
     }
-    let has_id = |gpu: &&PathBuf| {
+    gpus.iter().find(|gpu| {
         let information = fs::read_to_string(gpu.join("information")).unwrap_or_default();
         information.lines().any(|line| {
             line.strip_prefix("GPU UUID:").is_some_and(|uuid| uuid.trim().starts_with(id))
         })
-    };
-    gpus.iter().find(has_id)
+    })
 }
 
 fn first(list: &str) -> Option<usize> {

@@ -56,9 +56,10 @@ impl Places {
     }
 
     fn script(&self, name: &OsStr) -> Result<Vec<OsString>, Usage> {
-        let script = match Path::new(name).exists() {
-            true => name.to_owned(),
-            false => self.find(name, Path::is_file, " nor in the current folder")?,
+        let script = if Path::new(name).exists() {
+            name.to_owned()
+        } else {
+            self.find(name, Path::is_file, " nor in the current folder")?
         };
         Ok(vec![self.python(name)?, "-u".into(), script])
     }
@@ -101,11 +102,12 @@ impl Places {
         let found = self.find(program, is_executable, &hint)?;
         let path = Path::new(&found);
         if path.is_dir() {
-            let path = path.display();
-            return Err(Usage(match is_pythons(Path::new(&found)) {
-                true => format!("{path} is a folder; for Python to run it, leave --no-python out"),
-                false => format!("{path} is a folder, and has no __main__.py to run"),
-            }));
+            let advice = if is_pythons(path) {
+                "; for Python to run it, leave --no-python out"
+            } else {
+                ", and has no __main__.py to run"
+            };
+            return Err(Usage(format!("{} is a folder{advice}", path.display())));
         }
         if !is_executable(path) {
             let path = path.display();
@@ -125,10 +127,10 @@ impl Places {
     ) -> Result<OsString, Usage> {
         let name = program.display();
         if program.as_bytes().contains(&b'/') {
-            return match Path::new(program).exists() {
-                true => Ok(program.to_owned()),
-                false => Err(Usage(format!("no program {name}: there is no such file"))),
-            };
+            if Path::new(program).exists() {
+                return Ok(program.to_owned());
+            }
+            return Err(Usage(format!("no program {name}: there is no such file")));
         }
         let folders = self.beside.iter().chain(&self.path);
         if let Some(found) = folders.map(|folder| folder.join(program)).find(|path| fits(path)) {

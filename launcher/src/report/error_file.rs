@@ -36,7 +36,8 @@ impl ErrorFile {
             .custom_flags(OFlags::NONBLOCK.bits() as i32)
             .open(path)
             .ok()?;
-        let (mut bytes, metadata) = (Vec::new(), file.metadata().ok()?);
+        let metadata = file.metadata().ok()?;
+        let mut bytes = Vec::new();
         if !metadata.is_file()
             || file.take(LARGEST + 1).read_to_end(&mut bytes).ok()? as u64 > LARGEST
         {
@@ -53,8 +54,8 @@ impl ErrorFile {
             Some(message) => (message, &whole),
             None => (outer["message"].as_str()?, &outer["extraInfo"]),
         };
-        let (message, traceback) =
-            (message.to_string(), extra["py_callstack"].as_str().map(str::to_string));
+        let message = message.to_string();
+        let traceback = extra["py_callstack"].as_str().map(str::to_string);
         Some(ErrorFile { message, traceback, time: None, whole })
     }
 
@@ -82,6 +83,7 @@ impl ErrorFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{mknodat, FileType, Mode, CWD};
 
     const RECORDED: &str = r#"{"message": {"message": "ValueError: boom", "extraInfo":
         {"py_callstack": "Traceback:\nboom\n", "timestamp": "1700000000"}}}"#;
@@ -123,7 +125,7 @@ mod tests {
         std::fs::write(&path, format!("{RECORDED}{}", " ".repeat(1 << 20))).unwrap();
         assert_eq!(ErrorFile::read(&path), None);
         std::fs::remove_file(&path).unwrap();
-        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        mknodat(CWD, &path, FileType::Fifo, Mode::RWXU, 0).unwrap();
         assert_eq!(ErrorFile::read(&path), None);
     }
 

@@ -91,13 +91,14 @@ impl EventLog {
     /// Opens the files, which other launchers may be writing too.
     pub fn open(paths: &[PathBuf], host: &str) -> anyhow::Result<EventLog> {
         // Never wait for the reader of a pipe: it must be there, and a full pipe is given up.
-        let open = |path: &PathBuf| {
-            let flags = OFlags::NONBLOCK.bits() as i32;
+        let flags = OFlags::NONBLOCK.bits() as i32;
+        let mut files = Vec::new();
+        for path in paths {
             let file = OpenOptions::new().append(true).create(true).custom_flags(flags).open(path);
-            file.with_context(|| format!("cannot open {} for --events", path.display()))
-                .map(|file| (file, path.clone()))
-        };
-        let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+            let file =
+                file.with_context(|| format!("cannot open {} for --events", path.display()))?;
+            files.push((file, path.clone()));
+        }
         Ok(EventLog { files, host: host.into(), node: 0, restart_count: 0 })
     }
 

@@ -1,20 +1,21 @@
 //! The messages about a failed job (pure).
 
 use std::collections::VecDeque;
-use std::io::{Read, Seek, SeekFrom};
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::process::Signal;
-
 use jiff::tz::TimeZone;
 use jiff::Timestamp;
+use rustix::process::Signal;
 
-use crate::agent::exit_status::{signal_name, ExitStatus};
+use crate::agent::exit_status::ExitStatus;
 use crate::agent::stop_policy::Action;
 use crate::output::log_file::LogFile;
 use crate::report::error_file::ErrorFile;
 use crate::report::text::ranks;
+use crate::signal;
 
 /// Lines of stderr in a report.
 const TAIL_LINES: usize = 20;
@@ -30,15 +31,7 @@ impl Tail {
     /// For a worker that has written to the file itself.
     pub fn of_file(log: &LogFile) -> Tail {
         let mut tail = Tail::default();
-        let read = || -> std::io::Result<Vec<u8>> {
-            let mut file = std::fs::File::open(&log.path)?;
-            let end = file.metadata()?.len();
-            file.seek(SeekFrom::Start(log.start.max(end.saturating_sub(TAIL_BYTES as u64))))?;
-            let mut bytes = Vec::new();
-            file.take(TAIL_BYTES as u64).read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        match read() {
+        match last_bytes(log) {
             Ok(bytes) => tail.push(&bytes),
             Err(error) => log::warn!("cannot read {}: {error}", log.path.display()),
         }
@@ -102,7 +95,7 @@ pub struct Outcome<'a> {
 pub fn summary(worker: &Outcome, host: &str) -> String {
     let what = match worker.end {
         Some(ExitStatus::Signal(signal)) => {
-            format!("was killed by signal {signal} ({})", signal_name(signal))
+            format!("was killed by signal {signal} ({})", signal::name(signal))
         }
         Some(ExitStatus::Exit(code)) => format!("failed with exit code {code}"),
         None => "failed".into(),
@@ -114,12 +107,19 @@ pub fn summary(worker: &Outcome, host: &str) -> String {
     )
 }
 
+fn last_bytes(log: &LogFile) -> io::Result<Vec<u8>> {
+    let mut file = File::open(&log.path)?;
+    let end = file.metadata()?.len();
+    file.seek(SeekFrom::Start(log.start.max(end.saturating_sub(TAIL_BYTES as u64))))?;
+    let mut bytes = Vec::new();
+    file.take(TAIL_BYTES as u64).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// " at 2026-01-31 12:00:00", in the time zone of this host.
 fn at(time: Option<Timestamp>) -> String {
-    let local = |time: Timestamp| {
-        time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string()
-    };
-    time.map(local).unwrap_or_default()
+    let Some(time) = time else { return String::new() };
+    time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string()
 }
 
 /// The full report on the worker that failed first.
@@ -162,7 +162,7 @@ pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option
 /// The message when the launcher is signalled to end: how long workers may take, and what happens
 /// then.
 pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
-    let name = signal_name(signal);
+    let name = signal::name(signal);
     let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
     match action {
         Action::Kill => format!("{name}: killing the ranks"),
@@ -184,7 +184,7 @@ pub fn killed_after_grace(outcomes: &[Outcome], signal: i32) -> Option<String> {
         .filter(|outcome| outcome.stopped >= Stopped::Killed)
         .map(|o| o.rank)
         .collect();
-    let name = signal_name(signal);
+    let name = signal::name(signal);
     (!killed.is_empty())
         .then(|| format!("{} did not stop on {name} and had to be killed", ranks(&killed)))
 }

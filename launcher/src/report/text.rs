@@ -9,24 +9,28 @@ pub fn ranks(ranks: &[u32]) -> String {
             _ => runs.push((*rank, *rank)),
         }
     }
-    let run = |(first, last): &(u32, u32)| {
+    let mut list = Vec::new();
+    for (first, last) in runs {
         if first == last {
-            first.to_string()
+            list.push(first.to_string());
         } else {
-            format!("{first}-{last}")
+            list.push(format!("{first}-{last}"));
         }
-    };
-    let list = runs.iter().map(run).collect::<Vec<_>>().join(", ");
-    format!("{} {list}", if ranks.len() == 1 { "rank" } else { "ranks" })
+    }
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, list.join(", "))
 }
 
 /// The text with control characters escaped, so that a terminal does not interpret them.
 pub fn printable(text: &str) -> String {
-    let escaped = |character: char| match character.is_control() {
-        true => character.escape_default().to_string(),
-        false => character.to_string(),
-    };
-    text.chars().map(escaped).collect()
+    let mut printable = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            printable.extend(character.escape_default());
+        } else {
+            printable.push(character);
+        }
+    }
+    printable
 }
 
 /// The start of a message, for an error about it.

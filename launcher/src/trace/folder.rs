@@ -71,40 +71,49 @@ impl TraceFolder {
         let mut name = to.as_os_str().to_owned();
         name.push(".partial");
         let partial = PathBuf::from(name);
-        let write = || -> io::Result<Vec<u32>> {
-            let mut out = BufWriter::new(File::create(&partial)?);
-            let (mut missing, mut origins, mut is_first) = (Vec::new(), Vec::new(), true);
-            let mut arrivals = Arrivals::default();
-            let timelines = (0..world_size).filter_map(|rank| read(&self.file(rank)));
-            for event in timelines.flat_map(|timeline| timeline.events) {
-                parse(&event).iter().for_each(|event| arrivals.add(event));
-            }
-            out.write_all(b"{\"traceEvents\":[")?;
-            for rank in 0..world_size {
-                let Some(timeline) = read(&self.file(rank)) else {
-                    missing.push(rank);
-                    continue;
-                };
-                for event in &timeline.events {
-                    let separator: &[u8] = if is_first { b"\n" } else { b",\n" };
-                    out.write_all(separator)?;
-                    match parse(event).and_then(|event| arrivals.last(&event)) {
-                        Some(last) => serde_json::to_writer(&mut out, &with_last(event, last)?)?,
-                        None => out.write_all(event.get().as_bytes())?,
-                    }
-                    is_first = false;
-                }
-                origins.push(timeline.origin);
-            }
-            out.write_all(b"\n],\"otherData\":")?;
-            serde_json::to_writer(&mut out, &Origin { world_size, ranks: &origins })?;
-            out.write_all(b"}\n")?;
-            out.into_inner()?.sync_all()?;
+        let merged = self.write_merged(world_size, &partial);
+        let merged = merged.and_then(|missing| {
             fs::rename(&partial, to)?;
             Ok(missing)
-        };
-        let written = write().with_context(|| format!("cannot write {}", to.display()));
-        written.inspect_err(|_| drop(fs::remove_file(&partial)))
+        });
+        if merged.is_err() {
+            let _ = fs::remove_file(&partial); // the first error counts
+        }
+        merged.with_context(|| format!("cannot write {}", to.display()))
+    }
+
+    /// Writes the merged file; returns the ranks that have no valid file.
+    fn write_merged(&self, world_size: u32, to: &Path) -> io::Result<Vec<u32>> {
+        let mut out = BufWriter::new(File::create(to)?);
+        let mut arrivals = Arrivals::default();
+        let timelines = (0..world_size).filter_map(|rank| read(&self.file(rank)));
+        for event in timelines.flat_map(|timeline| timeline.events) {
+            parse(&event).iter().for_each(|event| arrivals.add(event));
+        }
+        let mut missing = Vec::new();
+        let mut origins = Vec::new();
+        let mut separator: &[u8] = b"\n";
+        out.write_all(b"{\"traceEvents\":[")?;
+        for rank in 0..world_size {
+            let Some(timeline) = read(&self.file(rank)) else {
+                missing.push(rank);
+                continue;
+            };
+            for event in &timeline.events {
+                out.write_all(separator)?;
+                match parse(event).and_then(|event| arrivals.last(&event)) {
+                    Some(last) => serde_json::to_writer(&mut out, &with_last(event, last)?)?,
+                    None => out.write_all(event.get().as_bytes())?,
+                }
+                separator = b",\n";
+            }
+            origins.push(timeline.origin);
+        }
+        out.write_all(b"\n],\"otherData\":")?;
+        serde_json::to_writer(&mut out, &Origin { world_size, ranks: &origins })?;
+        out.write_all(b"}\n")?;
+        out.into_inner()?.sync_all()?;
+        Ok(missing)
     }
 }
 
@@ -132,13 +141,14 @@ fn with_last(event: &RawValue, last: u32) -> serde_json::Result<BTreeMap<String,
 }
 
 /// Calls `send` with the pieces of a rank's file, until it returns an error.
-pub fn pieces<E>(
+pub fn send_pieces<E>(
     rank: u32,
     path: &Path,
     mut send: impl FnMut(Piece) -> Result<(), E>,
 ) -> Result<(), E> {
     let Ok(mut file) = File::open(path) else { return Ok(()) };
-    let (mut bytes, mut begins) = (Vec::new(), true);
+    let mut bytes = Vec::new();
+    let mut begins = true;
     loop {
         let Ok(count) = (&mut file).take(PIECE_BYTES).read_to_end(&mut bytes) else {
             return Ok(());
@@ -231,7 +241,7 @@ mod tests {
         fs::write(&source, &text).unwrap();
         fs::write(folder.file(7), "of an earlier round").unwrap();
         let mut count = 0;
-        let sent = pieces(7, &source, |piece| {
+        let sent = send_pieces(7, &source, |piece| {
             count += 1;
             assert!(piece.text.len() as u64 <= PIECE_BYTES + 3);
             folder.append(&piece)

@@ -73,6 +73,11 @@ impl Slowest {
         let median = median(times.into_iter().map(|(time, _)| time).collect());
         Some(Slowest { step, rank, time, median })
     }
+
+    /// By how much the slowest rank was slower than the median rank.
+    fn behind(&self) -> f64 {
+        self.time - self.median
+    }
 }
 
 /// A table with a line for each rank: time in communication, the share of it that is hidden behind
@@ -80,7 +85,8 @@ impl Slowest {
 /// slowest, and in how many collectives it was the last to arrive. Then the stragglers, and the
 /// steps in which the slowest rank was furthest behind.
 pub fn describe(timeline: &Timeline) -> String {
-    let (mut ranks, mut arrivals) = (BTreeMap::<u32, Rank>::new(), Arrivals::default());
+    let mut ranks: BTreeMap<u32, Rank> = BTreeMap::new();
+    let mut arrivals = Arrivals::default();
     for event in timeline.events.iter().filter(|event| event.kind == "X") {
         ranks.entry(event.pid).or_default().add(event);
         arrivals.add(event);
@@ -115,12 +121,14 @@ fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String
         let hidden = total(&behind) - total(&overlap(&behind, &waits));
         let time = total(&communication);
         let share = if time > 0.0 { 100.0 * hidden / time } else { 0.0 };
-        let (time, waits, compute) = (time / 1e3, total(&waits) / 1e3, rank.mean() / 1e3);
-        let (slowest, last) = (rank.slowest, rank.last);
         let _ = writeln!(
             text,
-            "{number:>4} {time:>10.1} {share:>7.0}% {waits:>10.1} {compute:>12.1} {slowest:>12} \
-             {last:>19}"
+            "{number:>4} {:>10.1} {share:>7.0}% {:>10.1} {:>12.1} {:>12} {:>19}",
+            time / 1e3,
+            total(&waits) / 1e3,
+            rank.mean() / 1e3,
+            rank.slowest,
+            rank.last
         );
     }
     text
@@ -140,17 +148,15 @@ fn stragglers(ranks: &BTreeMap<u32, Rank>) -> String {
 
 /// The slowest rank of the steps in which it took most more than the median rank.
 fn furthest_behind(mut slowest: Vec<Slowest>) -> String {
-    let behind = |of: &Slowest| of.time - of.median;
-    slowest.retain(|of| behind(of) > 0.0);
-    slowest.sort_by(|one, other| behind(other).total_cmp(&behind(one)));
+    slowest.retain(|step| step.behind() > 0.0);
+    slowest.sort_by(|one, other| other.behind().total_cmp(&one.behind()));
     slowest.truncate(LISTED);
     if slowest.is_empty() {
         return String::new();
     }
     let mut text = String::from("\n   step   slowest rank   compute ms   median ms\n");
     for Slowest { step, rank, time, median } in slowest {
-        let (time, median) = (time / 1e3, median / 1e3);
-        let _ = writeln!(text, "{step:>7} {rank:>14} {time:>12.1} {median:>11.1}");
+        let _ = writeln!(text, "{step:>7} {rank:>14} {:>12.1} {:>11.1}", time / 1e3, median / 1e3);
     }
     text
 }
@@ -176,7 +182,8 @@ fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
 
 /// The common parts of two lists of intervals that are in order and do not overlap.
 fn overlap(first: &[Interval], second: &[Interval]) -> Vec<Interval> {
-    let (mut common, mut index) = (Vec::new(), 0);
+    let mut common = Vec::new();
+    let mut index = 0;
     for (start, end) in first.iter().copied() {
         while index < second.len() && second[index].1 <= start {
             index += 1;

@@ -123,6 +123,12 @@ fn the_prefix_of_teed_lines_can_be_chosen() {
     let finished =
         run(command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}/${rank}]: "));
     assert_eq!(finished.stdout, "[default/0]: hello\n");
+    let mut command = logged(folder.path(), "--tee 3", "echo hello");
+    command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "other");
+    command.env("PET_LOG_LINE_PREFIX_TEMPLATE", "$role_name of ${hostname}: ");
+    let uname = rustix::system::uname();
+    let host = uname.nodename().to_str().unwrap();
+    assert_eq!(run(&mut command).stdout, format!("default of {host}: hello\n"));
 }
 
 #[test]

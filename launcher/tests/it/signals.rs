@@ -231,6 +231,50 @@ fn what_a_job_that_ended_well_leaves_on_purpose_may_stay() {
         .unwrap();
 }
 
+/// Its output goes where that of the job goes, but a reader of a pipe need not wait for it.
+#[test]
+fn a_detached_process_can_write_when_the_job_is_over() {
+    for flags in ["", "--tee 3"] {
+        let folder = tempfile::tempdir().unwrap();
+        let gate = Gate::new();
+        let end = folder.path().join("end");
+        let text = format!(
+            "setsid sh -c '{}; echo late; echo later >&2; >{}' & until [ $(cut -d' ' -f6 \
+             /proc/$!/stat) = $! ]; do :; done; echo early",
+            gate.wait(),
+            end.display()
+        );
+        let mut command = script(flags, &text);
+        command.env("PET_LOG_DIR", folder.path());
+        let finished = if flags.is_empty() {
+            let console = std::fs::File::create(folder.path().join("console")).unwrap();
+            let status = command.stdout(console.try_clone().unwrap()).stderr(console).status();
+            assert_eq!(status.unwrap().code(), Some(0));
+            None
+        } else {
+            Some(run(&mut command))
+        };
+        gate.open();
+        until("the detached process ends well", || end.exists());
+        if let Some(finished) = finished {
+            assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "[default0]:early\n"));
+            let launch = std::fs::read_dir(folder.path()).unwrap().flatten();
+            let mut launch = launch.filter(|entry| entry.file_type().unwrap().is_dir());
+            let logs = launch.next().unwrap().path().join("attempt_0/0");
+            let log = |name| std::fs::read_to_string(logs.join(name)).unwrap();
+            until("its output is in the files", || {
+                log("stdout.log") == "early\nlate\n" && log("stderr.log") == "later\n"
+            });
+        } else {
+            let console = || std::fs::read_to_string(folder.path().join("console")).unwrap();
+            until("its output is shown", || console().lines().count() == 3);
+            let console = console();
+            assert!(console.starts_with("early\n"), "{console}");
+            assert!(console.contains("late\n") && console.contains("later\n"), "{console}");
+        }
+    }
+}
+
 #[test]
 fn a_killed_launcher_takes_the_launchers_it_has_started_with_it() {
     let launcher = env!("CARGO_BIN_EXE_flow-launch");

@@ -1,6 +1,7 @@
 //! flow-launch on a terminal, as its user sees it and types into it.
 
 use flow_harness::cli::{children, is_alive, launcher, script, until, until_gone, wait};
+use flow_harness::net::Gate;
 use flow_harness::python::have;
 
 use std::fs::{self, File};
@@ -187,6 +188,28 @@ fn a_terminal_that_is_held_open_does_not_hold_up_the_end() {
     let pid = shown.split_once("pid ").unwrap().1.split_once('\r').unwrap().0.parse().unwrap();
     assert!(is_alive(pid));
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+#[test]
+fn what_a_detached_process_writes_when_the_job_is_over_is_shown() {
+    let gate = Gate::new();
+    let text = format!(
+        "setsid sh -c '{}; echo late' & until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; \
+         echo early",
+        gate.wait()
+    );
+    let job = script("", &text);
+    // The terminal would close with the launcher if that were the leader of its session.
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "\"$@\"; echo code $?; read line", "sh"]);
+    shell.arg(job.get_program()).args(job.get_args());
+    let Some(mut terminal) = Terminal::start(&shell) else { return };
+    terminal.until_it_shows("[rank 0] early\r\n");
+    terminal.until_it_shows("code 0\r\n");
+    gate.open();
+    terminal.until_it_shows("[rank 0] late\r\n");
+    terminal.types("\n");
+    assert_eq!(terminal.end().0, Some(0));
 }
 
 #[test]
