@@ -52,7 +52,8 @@ enum {
     FLOW_ERROR_POISONED = 7,    /* the group has failed before */
     FLOW_ERROR_FORKED = 8,      /* this process was forked from a rank, and is none itself */
     FLOW_ERROR_SYSTEM = 9,      /* the system refused something, or shared memory is full */
-    FLOW_ERROR_PANIC = 10       /* an error in flow-comm itself */
+    FLOW_ERROR_PANIC = 10,      /* an error in flow-comm itself */
+    FLOW_ERROR_INTERRUPTED = 11 /* flow_set_interrupt_check's function has ended a wait */
 };
 
 /* Types of elements. */
@@ -104,6 +105,11 @@ typedef struct {
 /* The text of the last error of this thread; "" if there was none. It stays until the thread's next error. */
 const char *flow_error_message(void);
 
+/* Each thread that waits in an operation calls this some times a second: an interpreter's look at signals, say. If it returns true
+ * the operation fails with FLOW_ERROR_INTERRUPTED, and its group on all ranks. The first call in a process counts. Waits of
+ * flow_join are not interrupted. */
+void flow_set_interrupt_check(bool (*is_interrupted)(void));
+
 /* ---- groups ---- */
 
 /* Joins the ranks of the job, and waits for them. `membership` is null where the environment says which rank this is:
@@ -129,6 +135,12 @@ int flow_new_group_of(const flow_group *group, const size_t *ranks, size_t count
 /* A second handle of the same group, on which operations wait so long: their own timeout. It is freed by flow_leave, too; the
  * group is left with its last handle. */
 int flow_with_timeout(const flow_group *group, double seconds, flow_group **made);
+
+/* A second handle of the same group, for operations on elements of a type that is none of flow_dtype, or with a reduction that is
+ * none of flow_op, which the caller does by moving bytes. All ranks must give the same: else operations fail on all of them. Errors
+ * call it `operation`, a name that flow_comm's errors have, such as "all_reduce" or "send", and name the `elements`: at most 16
+ * bytes of text, such as "int16, max". It is freed by flow_leave, too. */
+int flow_with_label(const flow_group *group, const char *operation, const char *elements, flow_group **made);
 
 /* How long this rank waits for others from now on. Handles of flow_with_timeout keep their own timeout: given one of them, this
  * changes the group's, and not the handle's. */

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_int};
 
 use flow_comm::env::{Membership, Rendezvous};
-use flow_comm::{Error, ProcessGroup, DEFAULT_TIMEOUT};
+use flow_comm::{Error, Label, ProcessGroup, DEFAULT_TIMEOUT};
 
 use crate::arguments::{duration, list, optional_text, reference, text, Place};
 use crate::status::{call, Failure, Result};
@@ -175,6 +175,38 @@ pub unsafe extern "C" fn flow_with_timeout(
     };
     // SAFETY: the caller's promise.
     unsafe { on("flow_with_timeout", group, body) }
+}
+
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[no_mangle]
+pub unsafe extern "C" fn flow_with_label(
+    group: *const Group,
+    operation: *const c_char,
+    elements: *const c_char,
+    made: *mut *mut Group,
+) -> c_int {
+    let body = |group: &ProcessGroup| {
+        // SAFETY: the caller's promise.
+        let operation = unsafe { text(operation, "operation") }?;
+        // SAFETY: the caller's promise.
+        let elements = unsafe { text(elements, "elements") }?;
+        // SAFETY: the caller's promise.
+        let made = unsafe { Place::new(made, "made") }?;
+        let label = Label::new(operation, elements).ok_or_else(|| {
+            Failure::argument(format!(
+                "no label: the operation is one of errors, such as all_reduce, and not                  {operation:?}, and the elements have 1 to {} bytes, and are not {elements:?}",
+                Label::LENGTH
+            ))
+        })?;
+        made.set(handle(group.with_label(label)));
+        Ok(())
+    };
+    // SAFETY: the caller's promise.
+    unsafe { on("flow_with_label", group, body) }
 }
 
 /// See `flow_comm.h`.

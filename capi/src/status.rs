@@ -4,6 +4,7 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::OnceLock;
 
 use flow_comm::Error;
 
@@ -18,6 +19,7 @@ const POISONED: c_int = 7;
 const FORKED: c_int = 8;
 const SYSTEM: c_int = 9;
 const PANIC: c_int = 10;
+const INTERRUPTED: c_int = 11;
 
 thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
@@ -63,6 +65,7 @@ impl From<Error> for Failure {
             Error::Timeout { .. } => TIMEOUT,
             Error::PeerLost { .. } => PEER_LOST,
             Error::Poisoned { .. } => POISONED,
+            Error::Interrupted { .. } => INTERRUPTED,
             Error::Forked { .. } => FORKED,
             Error::System { .. } => SYSTEM,
         };
@@ -80,6 +83,18 @@ pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) 
     // A thread that ends has no text any more.
     let _ = MESSAGE.try_with(|message| message.replace(text));
     failure.code
+}
+
+/// What C has given to `flow_set_interrupt_check`.
+static INTERRUPT_CHECK: OnceLock<extern "C" fn() -> bool> = OnceLock::new();
+
+/// See `flow_comm.h`.
+#[no_mangle]
+pub extern "C" fn flow_set_interrupt_check(is_interrupted: Option<extern "C" fn() -> bool>) {
+    let Some(is_interrupted) = is_interrupted else { return };
+    // The first one stays.
+    let _ = INTERRUPT_CHECK.set(is_interrupted);
+    flow_comm::set_interrupt_check(|| INTERRUPT_CHECK.get().is_some_and(|check| check()));
 }
 
 /// See `flow_comm.h`.

@@ -161,6 +161,59 @@ static void arguments(void) {
     flow_leave(NULL);
 }
 
+/* What is moved as bytes is compared by what the program calls it. */
+static void labels(void) {
+    const size_t ranks[2] = {0, 1};
+    int64_t all[2], own[1] = {rank};
+    flow_group *same, *apart, *as_called, *messages;
+    OK(flow_new_group_of(group, ranks, 2, "same", &same));
+    OK(flow_with_label(same, "all_reduce", "int64, band", &as_called));
+    OK(flow_all_gather(as_called, I64(own), I64(all)));
+    CHECK(all[0] == 0 && all[1] == 1);
+    flow_leave(as_called);
+    OK(flow_all_gather(same, I64(own), I64(all)));
+
+    OK(flow_with_label(same, "all_reduce", rank == 0 ? "float8_e4m3, max" : "float8_e4m3, min", &as_called));
+    char said[128];
+    const char *names[2] = {"max", "min"};
+    snprintf(said, sizeof said, "rank %d called all_reduce #2 (8 bytes of float8_e4m3, %s), rank %d called all_reduce #2 (8 bytes of float8_e4m3, %s)",
+             (int)rank, names[rank], 1 - (int)rank, names[1 - rank]);
+    FAILS(FLOW_ERROR_MISMATCH, said, flow_all_gather(as_called, I64(own), I64(all)));
+    flow_leave(as_called);
+    flow_leave(same);
+
+    OK(flow_new_group_of(group, ranks, 2, "apart", &apart));
+    OK(flow_with_label(apart, rank == 0 ? "send" : "recv", rank == 0 ? "int16" : "int8", &messages));
+    if (rank == 0) {
+        OK(flow_send(messages, I64(own), 1, 0));
+    } else {
+        FAILS(FLOW_ERROR_MISMATCH, "rank 0 sends 8 bytes of int16, rank 1 receives 8 bytes of int8", flow_recv(messages, I64(own), 0, 0));
+    }
+    flow_leave(messages);
+    flow_leave(apart);
+    FAILS(FLOW_ERROR_ARGUMENT, "no label", flow_with_label(group, "all_dance", "int8", &messages));
+    FAILS(FLOW_ERROR_ARGUMENT, "no label", flow_with_label(group, "all_reduce", "more than 16 bytes", &messages));
+}
+
+static volatile bool is_interrupted;
+
+static bool interrupted(void) { return is_interrupted; }
+
+static void interrupts(void) {
+    const size_t ranks[2] = {0, 1};
+    flow_group *apart;
+    OK(flow_new_group_of(group, ranks, 2, "interrupted", &apart));
+    if (rank == 0) {
+        flow_set_interrupt_check(interrupted);
+        is_interrupted = true;
+        FAILS(FLOW_ERROR_INTERRUPTED, "rank 0: barrier #0 failed: rank 0 was interrupted", flow_barrier(apart));
+        is_interrupted = false;
+    }
+    OK(flow_barrier(group)); /* other groups go on */
+    FAILS(FLOW_ERROR_POISONED, "rank 0 was interrupted", flow_barrier(apart));
+    flow_leave(apart);
+}
+
 static void groups(void) {
     flow_group *alone, *swapped, *again;
     size_t ranks[2] = {1, 0}, own[1] = {rank};
@@ -214,6 +267,8 @@ int main(int count, char **words) {
         messages();
         shared_memory();
         arguments();
+        labels();
+        interrupts();
         groups();
     }
     flow_leave(group);

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use flow_kernels::{DType, ReduceOp};
 
 use crate::kind::Kind;
+use crate::label::Label;
 use crate::trace::Start;
 
 /// An operation as all ranks must agree on it. `count` is the number of elements a rank
@@ -23,6 +24,8 @@ pub struct OpDescriptor {
     pub bucket: Option<u32>,
     pub step: u32,
     pub layout: u64,
+    /// What the program called, if it was not this.
+    pub label: Option<Label>,
 }
 
 /// Where a rank's data of a round lies.
@@ -40,7 +43,7 @@ const STAGED: u64 = u64::MAX;
 const UNREADABLE: &str = "an operation this version does not know";
 
 /// Words of a descriptor.
-const WORDS: usize = 6;
+const WORDS: usize = 8;
 
 /// A descriptor in shared memory.
 #[repr(C, align(64))]
@@ -66,6 +69,7 @@ impl OpDescriptor {
             bucket: None,
             step: 0,
             layout: 0,
+            label: None,
         }
     }
 
@@ -123,29 +127,39 @@ impl OpDescriptor {
     /// its data lies.
     #[inline]
     pub fn is_in(&self, words: &DescriptorWords) -> bool {
-        let [_, packed, count, _, bucket, layout] = self.words(Location::Staged);
+        let [_, packed, count, _, rest @ ..] = self.words(Location::Staged);
         let word = |index: usize| words.0[index].load(Ordering::Relaxed);
-        [word(1), word(2), word(4), word(5)] == [packed, count, bucket, layout]
+        [word(1), word(2)] == [packed, count] && [word(4), word(5), word(6), word(7)] == rest
     }
 
     #[inline]
     fn words(&self, location: Location) -> [u64; WORDS] {
+        let labelled = self.label.map_or(0, |label| label.kind as u8);
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
             | u64::from(self.reduce as u8) << 16
+            | u64::from(labelled) << 24
             | u64::from(self.root) << 32;
         let offset = match location {
             Location::Shared(offset) => offset as u64,
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
-        [self.sequence, packed, self.count, offset, bucket, self.layout]
+        let [start, end] = self.label.map_or([0; 2], |label| label.words());
+        [self.sequence, packed, self.count, offset, bucket, self.layout, start, end]
     }
 
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
-        let [sequence, packed, count, offset, bucket, layout] =
+        let [sequence, packed, count, offset, bucket, layout, start, end] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
         let kind = Kind::from_code(packed as u8).ok_or(UNREADABLE)?;
+        let label = match (packed >> 24) as u8 {
+            0 => None,
+            labelled => {
+                let labelled = Kind::from_code(labelled).ok_or(UNREADABLE)?;
+                Some(Label::from_words(labelled, [start, end]))
+            }
+        };
         let operation = Self {
             sequence,
             kind,
@@ -156,6 +170,7 @@ impl OpDescriptor {
             bucket: (bucket as u32).checked_sub(1),
             step: (bucket >> 32) as u32,
             layout,
+            label,
         };
         let location =
             if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
@@ -165,15 +180,16 @@ impl OpDescriptor {
 
 impl fmt::Display for OpDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} #{}", self.kind.name(), self.sequence)?;
-        match self.kind {
-            Kind::Barrier | Kind::NewGroup => return Ok(()),
-            _ => write!(f, " ({} x {}", self.count, self.dtype)?,
+        let kind = self.label.map_or(self.kind, |label| label.kind);
+        write!(f, "{} #{}", kind.name(), self.sequence)?;
+        if matches!(kind, Kind::Barrier | Kind::NewGroup) {
+            return Ok(());
         }
-        if self.kind.reduces() {
+        write!(f, " ({}", Elements(self.count, self.dtype, self.label))?;
+        if self.kind.reduces() && self.label.is_none() {
             write!(f, ", {}", self.reduce)?;
         }
-        if self.kind.has_root() {
+        if kind.has_root() {
             write!(f, ", root {}", self.root)?;
         }
         if let Some(bucket) = self.bucket {
@@ -186,6 +202,19 @@ impl fmt::Display for OpDescriptor {
     }
 }
 
+/// So many elements of a type, or what a label calls them: for errors.
+pub struct Elements(pub u64, pub DType, pub Option<Label>);
+
+impl fmt::Display for Elements {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(count, dtype, label) = self;
+        match label {
+            Some(label) => write!(f, "{} bytes of {label}", count * dtype.size() as u64),
+            None => write!(f, "{count} x {dtype}"),
+        }
+    }
+}
+
 /// One side of a message: for errors.
 pub struct MessageDescriptor {
     /// A send or a receive.
@@ -195,6 +224,8 @@ pub struct MessageDescriptor {
     pub count: usize,
     pub dtype: DType,
     pub tag: u32,
+    /// What the program calls the elements, if these are bytes of another type.
+    pub label: Option<Label>,
 }
 
 impl fmt::Display for MessageDescriptor {
@@ -205,7 +236,7 @@ impl fmt::Display for MessageDescriptor {
             Some(peer) => write!(f, "rank {peer}")?,
             None => write!(f, "any rank")?,
         }
-        write!(f, " ({} x {}", self.count, self.dtype)?;
+        write!(f, " ({}", Elements(self.count as u64, self.dtype, self.label))?;
         if self.tag != 0 {
             write!(f, ", tag {}", self.tag)?;
         }

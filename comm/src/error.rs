@@ -75,6 +75,14 @@ pub enum Error {
         /// That failure was a [`Error::Mismatch`].
         is_mismatch: bool,
     },
+    /// The program wanted to stop waiting: see [`set_interrupt_check`](crate::set_interrupt_check).
+    #[error("rank {rank}: {operation} failed: rank {rank} was interrupted while it waited")]
+    Interrupted {
+        /// This rank.
+        rank: usize,
+        /// Name and sequence number of the operation.
+        operation: String,
+    },
     /// This process was forked from a rank, which alone is the member of its groups.
     #[error(
         "rank {rank}: {operation} failed: this process (pid {pid}) was forked from {parent}, and \

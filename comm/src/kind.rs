@@ -70,6 +70,11 @@ impl Kind {
         Kind::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 
+    /// The kind with this name, if there is one.
+    pub fn from_name(name: &str) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
     /// Whether it is between two ranks, and no collective.
     pub fn is_message(self) -> bool {
         matches!(self, Kind::Send | Kind::Recv | Kind::BatchSendRecv)

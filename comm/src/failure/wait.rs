@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::Failure;
 use crate::error::{Error, Result};
+use crate::interrupt::is_interrupted;
 use crate::shm::control::{sleep_on, Counter};
 use crate::stall::Stall;
 use crate::transport::{DisconnectReason, PeerDown};
@@ -114,7 +115,8 @@ impl Failure {
         WaitDeadline { since, timeout, warning: FIRST_WARNING, long: self.core.world.long_wait() }
     }
 
-    /// Reports a wait that has become long, and fails the group when its time is over.
+    /// Reports a wait that has become long, and fails the group when its time is over, or the program
+    /// is interrupted.
     pub fn check_deadline(
         &self,
         waiting: &mut WaitDeadline,
@@ -128,6 +130,10 @@ impl Failure {
             long.check(waited, operation, || {
                 missing().iter().map(|&r| self.core.ranks[r]).collect()
             });
+        }
+        if is_interrupted() {
+            let operation = operation.to_string();
+            return Err(self.fail(Error::Interrupted { rank, operation }));
         }
         if waited >= timeout {
             let missing = self.describe_all(&self.remote.lagging(missing()));

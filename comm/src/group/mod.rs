@@ -36,6 +36,7 @@ use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::kind::Kind;
+use crate::label::Label;
 use crate::settings;
 use crate::trace::Record;
 use crate::world::World;
@@ -73,6 +74,8 @@ pub struct ProcessGroup {
     inner: Arc<ForkSafe<Inner>>,
     /// What else all ranks must agree on in collectives on the host.
     layout: u64,
+    /// What the program calls operations on the host, if not as they are called here.
+    label: Option<Label>,
     /// How long operations on the host wait, if not as long as the group says.
     timeout: Option<Duration>,
 }
@@ -130,7 +133,7 @@ impl ProcessGroup {
     fn of(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let (workers, cuda) = (Workers::default(), Mutex::new(cuda));
         let inner = Arc::new(ForkSafe::new(Inner { workers, cuda, parts, local_rank }));
-        Self { inner, layout: 0, timeout: None }
+        Self { inner, layout: 0, label: None, timeout: None }
     }
 
     /// This process' number in the group.
@@ -184,6 +187,12 @@ impl ProcessGroup {
     /// what they are part of.
     pub fn with_layout(&self, layout: u64) -> Self {
         Self { layout, ..self.clone() }
+    }
+
+    /// This group, for blocking operations on the host that a program calls something else: see
+    /// [`Label`].
+    pub fn with_label(&self, label: Label) -> Self {
+        Self { label: Some(label), ..self.clone() }
     }
 
     /// This group, whose operations on the host wait so long when they are called on this handle:
@@ -428,6 +437,7 @@ impl ProcessGroup {
     /// launched buckets.
     fn collective(&self, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
         operation.layout = self.layout;
+        operation.label = self.label;
         self.run_in_order(Lane::Collectives, |group| {
             group.finish_buckets()?;
             group.begin(&mut operation)?;
@@ -444,7 +454,7 @@ impl ProcessGroup {
         tag: u32,
     ) -> MessageDescriptor {
         let (peer, count) = (peer.map(|peer| self.ranks()[peer]), data.bytes / dtype.size());
-        MessageDescriptor { kind, peer, count, dtype, tag }
+        MessageDescriptor { kind, peer, count, dtype, tag, label: self.label }
     }
 
     fn caller(&self) -> Caller {

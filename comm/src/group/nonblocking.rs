@@ -206,6 +206,7 @@ impl ProcessGroup {
         // no thread alive.
         let group = Self {
             layout: self.layout,
+            label: self.label,
             timeout: self.timeout,
             inner: Arc::new(ForkSafe::new(Inner {
                 workers: Workers::default(),

@@ -325,6 +325,7 @@ impl CudaGroup {
             bucket: None,
             step: 0,
             layout: 0,
+            label: None,
         }
     }
 

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use super::message::{pieces, transfer, Endpoints, PIECE};
 use super::queue::{Incoming, Message, MessageQueue, Open};
 use crate::backend::BufferView;
-use crate::descriptor::{DescriptorWords, Location, MessageDescriptor, OpDescriptor};
+use crate::descriptor::{DescriptorWords, Elements, Location, MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::internode::connect::{progress, Connector};
+use crate::label::Label;
 use crate::shm::bytes;
 use crate::shm::control::{Control, Counter};
 use crate::shm::io_segment::IoSegment;
@@ -208,17 +209,18 @@ impl Matcher {
         what: &MessageDescriptor,
     ) -> Result<()> {
         let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
-        if operation.dtype != what.dtype || operation.count != what.count as u64 {
+        let is_same = operation.dtype == what.dtype
+            && operation.count == what.count as u64
+            && Label::has_same_elements(operation.label, what.label);
+        if !is_same {
             let tag =
                 if what.tag == 0 { String::new() } else { format!(", both with tag {}", what.tag) };
             let error = self.message_mismatch(format!(
-                "rank {} sends {} x {}, rank {} receives {} x {}{tag}",
+                "rank {} sends {}, rank {} receives {}{tag}",
                 self.core.ranks[from],
-                operation.count,
-                operation.dtype,
+                Elements(operation.count, operation.dtype, operation.label),
                 self.core.world.rank,
-                what.count,
-                what.dtype
+                Elements(what.count as u64, what.dtype, what.label)
             ));
             if let Found::Next(mut open, ..) = found {
                 open.is_aborted = true;

@@ -46,6 +46,7 @@ impl Sender {
         let mut connection = self.outgoing[to].lock().unwrap_or_else(PoisonError::into_inner);
         let mut operation = OpDescriptor::new(Kind::Send, what.dtype, what.count).root(to);
         operation.layout = u64::from(what.tag);
+        operation.label = what.label;
         match self.core.locals.iter().position(|&local| local == to) {
             Some(receiver) => self.send_on_node(data, operation, (to, receiver), what),
             None => self.send_to_other_node(&mut connection, data, &operation, to, what),

@@ -1,0 +1,57 @@
+//! What a program calls an operation that is done by another one.
+
+use std::fmt;
+
+use crate::kind::Kind;
+
+/// Names an operation on elements of a type that is none of [`DType`](crate::DType), or a reduction
+/// that is none of [`ReduceOp`](crate::ReduceOp): bytes are moved for it, perhaps by another
+/// operation. All ranks must give the same label, and errors show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Label {
+    pub(crate) kind: Kind,
+    /// The type and the reduction, with zeros behind.
+    elements: [u8; Label::LENGTH],
+}
+
+impl Label {
+    /// The bytes that the text of the elements has at most.
+    pub const LENGTH: usize = 16;
+
+    /// The label of an operation, by its name in errors: `all_reduce`, say. `elements` is the type,
+    /// with the reduction: `int16, max`. None if there is no such operation, or the text is longer
+    /// than [`Label::LENGTH`] or empty.
+    pub fn new(operation: &str, elements: &str) -> Option<Self> {
+        if elements.is_empty() || elements.len() > Self::LENGTH {
+            return None;
+        }
+        let mut text = [0; Self::LENGTH];
+        text[..elements.len()].copy_from_slice(elements.as_bytes());
+        Some(Self { kind: Kind::from_name(operation)?, elements: text })
+    }
+
+    /// Whether both are for elements of the same type, with the same reduction.
+    pub(crate) fn has_same_elements(a: Option<Self>, b: Option<Self>) -> bool {
+        a.map(|label| label.elements) == b.map(|label| label.elements)
+    }
+
+    pub(crate) fn from_words(kind: Kind, words: [u64; 2]) -> Self {
+        let mut elements = [0; Self::LENGTH];
+        elements[..8].copy_from_slice(&words[0].to_le_bytes());
+        elements[8..].copy_from_slice(&words[1].to_le_bytes());
+        Self { kind, elements }
+    }
+
+    #[inline]
+    pub(crate) fn words(&self) -> [u64; 2] {
+        let value = u128::from_le_bytes(self.elements);
+        [value as u64, (value >> 64) as u64]
+    }
+}
+
+/// The text of the elements.
+impl fmt::Display for Label {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(String::from_utf8_lossy(&self.elements).trim_end_matches('\0'))
+    }
+}
