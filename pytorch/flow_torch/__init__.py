@@ -37,19 +37,29 @@ def _create(options, _):
     """What init_process_group and new_group call, on the ranks of the group."""
     from . import rendezvous
 
+    if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14
+        raise NotImplementedError("flow: its groups cannot be reconfigured: init_process_group without enable_reconfigure=True")
     world = _backend() if dist.is_initialized() else None
     is_mixed = replaced.is_mixed()
     if world is not None and not (is_mixed and isinstance(world, dist.ProcessGroup)):
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         return world.new_group_of(ranks=ranks, timeout=options.timeout)
     try:
-        return rendezvous.join(options, is_mixed)
+        # In Python a group cannot have other backends as well.
+        return rendezvous.join(options, None if is_mixed else _join_in_python)
     except ImportError as error:
         if not replaced.replaces_gloo():
             raise
         if options.group_rank == 0:
             warnings.warn(f"FLOW_TORCH=1 has no effect, gloo is used: {error}")
         return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def _join_in_python(place, name, timeout):
+    # It changes torch.distributed, so that it is not imported before it is needed.
+    from . import fallback
+
+    return fallback.join(place, name, timeout)
 
 
 def is_shared(tensor, group=None):
@@ -59,6 +69,8 @@ def is_shared(tensor, group=None):
 
 
 if dist.is_available():
+    # What a program registers later, to run at its end, runs before what this module has registered.
+    from . import library
     from .ddp import DistributedDataParallel
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):

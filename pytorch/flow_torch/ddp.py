@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 
 import torch
 from torch import distributed as dist
@@ -15,13 +16,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
     and while it goes on they are reduced where they are. With communication hooks, mixed precision, sparse gradients,
-    `skip_all_reduce_unused_params`, in the context of `join`, over another backend, on GPUs and without flow_torch's C++ part, it does
-    what torch's class does.
-    See docs/torch.md.
+    `skip_all_reduce_unused_params`, `require_manual_backward_finalization`, in the context of `join`, over another backend, on GPUs and
+    without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
     """
 
     # What reduces gradients where they are. None where torch's Reducer does everything.
     _in_place = None
+    # The parameters that are reduced, and what the module consisted of when it was last looked at: each dictionary of parameters and of
+    # modules, with its values then.
+    _reduced = frozenset()
+    _parts = _frozen = ()
 
     @functools.wraps(parallel.DistributedDataParallel.__init__)
     def __init__(self, *arguments, **options):
@@ -34,6 +38,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph):
         from . import extension
 
+        self._reduced = frozenset(parameters)
+        self._look_at_parts()
         backend = self._flow_backend(parameters, expect_sparse_gradient)
         as_view = self.gradient_as_bucket_view
         # In torch's buckets, of which they could be views, are no gradients that are reduced elsewhere.
@@ -74,9 +80,38 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self.reducer._set_static_graph()
                 self.logger._set_static_graph()
 
+    @torch._disable_dynamo
+    def _check_parameters(self):
+        """An error if the module has got parameters that are not reduced: each rank would train these alone."""
+        is_same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._parts)
+        if is_same and not any(parameter.requires_grad for parameter in self._frozen):
+            return
+        alone = [
+            name
+            for name, own in self.module.named_parameters()
+            if own.requires_grad and own not in self._reduced and name not in self.parameters_to_ignore
+        ]
+        if alone:
+            named = ", ".join(alone[:20]) + (", ..." if len(alone) > 20 else "")
+            cause = (
+                f"rank {dist.get_rank(self.process_group)}: parameters that have come, or begun to require gradients, since the module was "
+                f"wrapped are not reduced: {named}: wrap the module again, after load_state_dict(assign=True), say"
+            )
+            if self._in_place is not None:
+                self._in_place.fail(cause)
+            raise RuntimeError(cause)
+        self._look_at_parts()
+
+    def _look_at_parts(self):
+        dictionaries = [part for module in self.module.modules() for part in (module._parameters, module._modules)]
+        self._parts = [(part, list(part.values())) for part in dictionaries]
+        self._frozen = [own for own in self._module_parameters if not own.requires_grad]
+
     def _pre_forward(self, *inputs, **kwargs):
-        if self._in_place is not None and torch.is_grad_enabled():
-            self._in_place.check_finished()
+        if torch.is_grad_enabled():
+            self._check_parameters()
+            if self._in_place is not None:
+                self._in_place.check_finished()
         return super()._pre_forward(*inputs, **kwargs)
 
     def _post_forward(self, output):
@@ -96,6 +131,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _register_builtin_comm_hook(self, comm_hook_type):
         self._leave_to_torch()
         super()._register_builtin_comm_hook(comm_hook_type)
+
+    if hasattr(parallel.DistributedDataParallel, "require_manual_backward_finalization"):  # since PyTorch 2.15
+
+        @property
+        def require_manual_backward_finalization(self):
+            return super().require_manual_backward_finalization
+
+        @require_manual_backward_finalization.setter
+        def require_manual_backward_finalization(self, required):
+            if required:
+                self._leave_to_torch()
+            parallel.DistributedDataParallel.require_manual_backward_finalization.fset(self, required)
 
     def _remove_autograd_hooks(self):
         self._in_place = None
@@ -118,5 +165,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __getstate__(self):
         state = super().__getstate__()
-        state.pop("_in_place", None)
+        for name in "_in_place", "_reduced", "_parts", "_frozen":
+            state.pop(name, None)
         return state

@@ -32,11 +32,18 @@ def load():
         try:
             _loaded.append(_load())
             replaced.wait_in_backward(_loaded[0].complete_deferred)
+            library.at_end.append(_loaded[0].end_all)
         except (ImportError, OSError) as error:
             _loaded.append(error)
     if isinstance(_loaded[0], Exception):
         raise ImportError(str(_loaded[0]))
     return _loaded[0]
+
+
+def join(place, name, timeout):
+    """The backend of the ranks that join under this name. `place`: which of them this is; None: the environment says so."""
+    part = load()
+    return part.join(place=part.Place(**place) if place else None, name=name, timeout=timeout)
 
 
 def _load():

@@ -15,20 +15,35 @@ import torch.distributed.distributed_c10d as c10d
 
 from . import rendezvous
 from .functions import Buffer, Membership, flow, list_of, number
-from .tensors import alike, counts, dense, divide, elements, filled, joined, of_one_type, only, op_code, reduce_rows, reducible, room_for
+from .tensors import (
+    alike,
+    counts,
+    dense,
+    divide,
+    elements,
+    filled,
+    joined,
+    label,
+    of_one_type,
+    only,
+    op_code,
+    reduce_rows,
+    reducible,
+    room_for,
+)
 from .works import NO_TIME, Lane, Work, made, within
 
 # Tags of monitored_barrier; programs' are smaller.
 ARRIVED, PASSED = 2**32 - 1, 2**32 - 2
 
 
-def Place(address, token, **numbers):
-    return Membership(address=address.encode(), token=token.encode(), **numbers)
-
-
 def join(place, name, timeout):
-    group = made("join", place and ctypes.byref(place), name.encode(), timeout.total_seconds())
-    return ProcessGroup(group, timeout)
+    """The group of the ranks that join under this name. `place`: the fields of a Membership; None: the environment has them."""
+    membership = None
+    if place is not None:
+        texts = {field: place[field].encode() for field in ("address", "token")}
+        membership = ctypes.byref(Membership(**{**place, **texts}))
+    return ProcessGroup(made("join", membership, name.encode(), timeout.total_seconds()), timeout)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -47,7 +62,7 @@ class ProcessGroup(dist.ProcessGroup):
         return ProcessGroup(group, timeout)
 
     def merge_remote_group(self, store, size, timeout, group_name=None, group_desc=None):
-        group = rendezvous.merge(store, store.add("mergeGroupRank", 1) - 1, size, timeout)
+        group = rendezvous.merge(store, store.add("mergeGroupRank", 1) - 1, size, timeout, join)
         group._set_group_name(group_name or f"{self._name}:merge")
         return group
 
@@ -85,14 +100,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self):
         if not self._is_forked():
-            lanes = list(self._lanes.values())
-            idle = [lane for lane in lanes if lane.is_idle()]
-            for lane in lanes:
+            for lane in self._lanes.values():
                 lane.close()
-            # The end of the process would break off a callback in the middle of C++ code, which aborts.
-            for lane in idle:
-                if lane is not threading.current_thread():
-                    lane.join(1)
             self._lanes.clear()
             # Left with its last operation.
             self._group = None
@@ -114,7 +123,7 @@ class ProcessGroup(dist.ProcessGroup):
                     flow("all_gather")(group, elements(own), elements(rows))
                     reduce_rows(opts.reduceOp, rows, own)
 
-        return self._begin(run, tensors, opts)
+        return self._begin(run, tensors, opts, "all_reduce", tensor)
 
     def reduce(self, tensors, opts):
         tensor, root = dense(only(tensors)), opts.rootRank
@@ -132,7 +141,7 @@ class ProcessGroup(dist.ProcessGroup):
             if self._rank == root and own is not tensor:
                 tensor.copy_(own)
 
-        return self._begin(run, tensors, opts)
+        return self._begin(run, tensors, opts, "reduce", tensor)
 
     def broadcast(self, tensors, opts):
         tensor = dense(only(tensors))
@@ -141,7 +150,7 @@ class ProcessGroup(dist.ProcessGroup):
             with filled(tensor) as own:
                 flow("broadcast")(group, elements(own), opts.rootRank)
 
-        return self._begin(run, tensors, opts)
+        return self._begin(run, tensors, opts, "broadcast", tensor)
 
     def allgather(self, outputs, inputs, opts=None):
         input_, output = dense(only(inputs)), self._of_ranks(only(outputs))
@@ -152,7 +161,7 @@ class ProcessGroup(dist.ProcessGroup):
             flow("all_gather_v")(group, elements(input_.contiguous()), elements(all_), counts(output))
             divide(all_, output)
 
-        return self._begin(run, output, opts or c10d.AllgatherOptions())
+        return self._begin(run, output, opts or c10d.AllgatherOptions(), "all_gather", input_)
 
     def _allgather_base(self, output, input_, opts=None):
         of_one_type([dense(output)], dense(input_))
@@ -161,7 +170,7 @@ class ProcessGroup(dist.ProcessGroup):
             with filled(output) as own:
                 flow("all_gather")(group, elements(input_.contiguous()), elements(own))
 
-        return self._begin(run, [output], opts or c10d.AllgatherOptions())
+        return self._begin(run, [output], opts or c10d.AllgatherOptions(), "all_gather", input_)
 
     def gather(self, outputs, inputs, opts):
         input_, root = dense(only(inputs)), opts.rootRank
@@ -173,7 +182,7 @@ class ProcessGroup(dist.ProcessGroup):
             flow("gather")(group, elements(input_.contiguous()), elements(rows), root)
             divide(rows.view(-1), output)
 
-        return self._begin(run, output, opts)
+        return self._begin(run, output, opts, "gather", input_)
 
     def scatter(self, outputs, inputs, opts):
         output, root = dense(only(outputs)), opts.rootRank
@@ -185,7 +194,7 @@ class ProcessGroup(dist.ProcessGroup):
             with filled(output) as own:
                 flow("scatter")(group, elements(all_) if input_ else Buffer(), elements(own), root)
 
-        return self._begin(run, outputs, opts)
+        return self._begin(run, outputs, opts, "scatter", output)
 
     def reduce_scatter(self, outputs, inputs, opts=None):
         output, input_, opts = dense(only(outputs)), self._of_ranks(only(inputs)), opts or c10d.ReduceScatterOptions()
@@ -214,7 +223,7 @@ class ProcessGroup(dist.ProcessGroup):
                 flow("all_to_all_v")(group, elements(all_), list_of(sent), elements(rows), list_of(received))
                 reduce_rows(opts.reduceOp, rows, own)
 
-        return self._begin(run, [output], opts)
+        return self._begin(run, [output], opts, "reduce_scatter", output)
 
     def alltoall_base(self, output, input_, output_splits, input_splits, opts=None):
         of_one_type([dense(output)], dense(input_))
@@ -224,17 +233,18 @@ class ProcessGroup(dist.ProcessGroup):
             with filled(output) as own:
                 flow("all_to_all_v")(group, elements(input_.contiguous()), list_of(sent), elements(own), list_of(received))
 
-        return self._begin(run, [output], opts or c10d.AllToAllOptions())
+        return self._begin(run, [output], opts or c10d.AllToAllOptions(), "all_to_all", input_)
 
     def alltoall(self, outputs, inputs, opts=None):
         output, input_ = self._of_ranks(outputs), self._of_ranks(inputs)
+        of_one_type(output, input_[0])
 
         def run(group):
             from_, to = joined(input_), room_for(output)
             flow("all_to_all_v")(group, elements(from_), counts(input_), elements(to), counts(output))
             divide(to, output)
 
-        return self._begin(run, outputs, opts or c10d.AllToAllOptions())
+        return self._begin(run, outputs, opts or c10d.AllToAllOptions(), "all_to_all", input_[0])
 
     def barrier(self, opts=None):
         return self._begin(flow("barrier"), [], opts or c10d.BarrierOptions())
@@ -282,7 +292,7 @@ class ProcessGroup(dist.ProcessGroup):
         def run(group, _):
             flow("send")(group, elements(tensor.contiguous()), to, tag)
 
-        return self._message(run, tensors, ("to", to), tag)
+        return self._message("send", run, tensors, ("to", to), tag)
 
     def recv(self, tensors, source, tag=0):
         tensor = dense(only(tensors))
@@ -292,7 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
                 flow("recv")(group, elements(own), source, tag)
             work.source = source
 
-        return self._message(run, tensors, ("from", source, tag), tag)
+        return self._message("recv", run, tensors, ("from", source, tag), tag)
 
     def recv_anysource(self, tensors, tag=0):
         tensor = dense(only(tensors))
@@ -303,11 +313,14 @@ class ProcessGroup(dist.ProcessGroup):
                 flow("recv_any")(group, elements(own), tag, ctypes.byref(source))
             work.source = source.value
 
-        return self._message(run, tensors, ("from any", tag), tag)
+        return self._message("recv", run, tensors, ("from any", tag), tag)
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         """Messages to rank 0 and back, so that rank 0 knows who has not come. If ranks are missing, the group is of no more use."""
         timeout = self._timeout if timeout is None else timeout
+        self._begin(lambda _: self._run_monitored_barrier(timeout, wait_all_ranks), [], c10d.BarrierOptions()).wait()
+
+    def _run_monitored_barrier(self, timeout, wait_all_ranks):
         word = torch.zeros(1, dtype=torch.uint8)
         group = within(self._group, timeout)
         if self._rank != 0:
@@ -338,9 +351,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     # How they run.
 
-    def _begin(self, job, results, opts):
+    def _begin(self, job, results, opts, operation="", tensor=None):
+        """Begins a collective; `tensor` is one of those that it moves."""
         self._check()
-        work = Work(self._group, job, list(results), opts.timeout)
+        elements = "" if tensor is None else label(tensor, getattr(opts, "reduceOp", None))
+        work = Work(self._group, job, list(results), opts.timeout, operation, elements)
         if self._is_forked():  # it has no threads
             work.run()
             return work
@@ -352,7 +367,7 @@ class ProcessGroup(dist.ProcessGroup):
         lane.put(work)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not opts.asyncOp:
-            work.ended.wait()
+            work.wait_until_ended()
         if in_backward and work.error is not None:
             raise work.error
         return work
@@ -361,11 +376,11 @@ class ProcessGroup(dist.ProcessGroup):
         if self._group is None:
             raise dist.DistBackendError("flow: the group was destroyed")
 
-    def _message(self, run, tensors, peer, tag):
+    def _message(self, operation, run, tensors, peer, tag):
         self._check()
         if tag < 0:
             raise ValueError(f"flow: a tag must not be negative: {tag}")
-        work = Work(self._group, None, list(tensors), NO_TIME)
+        work = Work(self._group, None, list(tensors), NO_TIME, operation, label(only(tensors)))
         work.job = lambda group: run(group, work)
         if self._is_forked():
             work.run()
@@ -380,7 +395,7 @@ class ProcessGroup(dist.ProcessGroup):
         return os.getpid() != self._process
 
     def _lane(self, key, receives=False):
-        if key not in self._lanes:
+        if key not in self._lanes or not self._lanes[key].is_alive():
             self._lanes[key] = Lane(receives)
         return self._lanes[key]
 
@@ -410,7 +425,7 @@ class ProcessGroup(dist.ProcessGroup):
             indices, values = gathered(own.indices().t().contiguous()), gathered(own.values().contiguous())
             tensor.copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
 
-        return self._begin(run, [tensor], opts)
+        return self._begin(run, [tensor], opts, "all_reduce", tensor)
 
     def _check_alike(self, group, tensor):
         """An error on all ranks if the sparse tensor is not on all of them what it is on rank 0."""

@@ -42,6 +42,7 @@ ARGUMENTS = {
     "join": [ctypes.POINTER(Membership), _text, _seconds, _made],
     "new_group_of": [_group, _counts, _count, _text, _made],
     "with_timeout": [_group, _seconds, _made],
+    "with_label": [_group, _text, _text, _made],
     "set_timeout": [_group, _seconds],
     "abort": [_group, _text],
     "barrier": [_group],

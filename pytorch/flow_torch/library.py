@@ -1,11 +1,21 @@
 """libflow_comm.so, over which the C++ part and its replacement in Python work."""
 
+import atexit
 import ctypes
 import functools
 import os
 from pathlib import Path
 
+# What the parts do at the end of the program, while Python is still there.
+at_end = []
+
 HERE = Path(__file__).resolve().parent
+
+
+@atexit.register
+def _end():
+    for end in at_end:
+        end()
 
 
 @functools.cache

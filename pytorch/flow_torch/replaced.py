@@ -54,7 +54,14 @@ def _new_process_group_helper(original):
         if replaces_gloo():
             call.arguments["backend"] = _with_flow(call.arguments["backend"])
         _making.is_mixed = "," in str(call.arguments["backend"])
-        return original(*call.args, **call.kwargs)
+        try:
+            return original(*call.args, **call.kwargs)
+        except BaseException:
+            # A group's keys in the store have its number. The number of a first group that was not made, in an attempt that other
+            # ranks perhaps did not make, is free again.
+            if not call.arguments["global_ranks_in_group"]:
+                dist.distributed_c10d._world.group_count = 0
+            raise
 
     return helper
 

@@ -10,6 +10,10 @@ from .functions import DTYPES, REDUCTIONS, Buffer, list_of
 OPS = dist.ReduceOp
 UINT8 = DTYPES[torch.uint8]
 BITWISE = {OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor}
+NAMES = {
+    **{OPS.SUM: "sum", OPS.AVG: "avg", OPS.PRODUCT: "prod", OPS.MIN: "min", OPS.MAX: "max"},
+    **{OPS.BAND: "band", OPS.BOR: "bor", OPS.BXOR: "bxor"},
+}
 COMBINE = {OPS.SUM: torch.add, OPS.PRODUCT: torch.mul, OPS.MIN: torch.minimum, OPS.MAX: torch.maximum, **BITWISE}
 COMBINE_BOOL = {**COMBINE, OPS.SUM: torch.logical_or, OPS.PRODUCT: torch.logical_and}
 
@@ -89,6 +93,20 @@ def reducible(tensor, op):
     if tensor.dtype == torch.int8 and (op == OPS.SUM or op == OPS.PRODUCT):
         return UINT8
     return DTYPES.get(tensor.dtype)
+
+
+def label(tensor, op=None):
+    """What ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
+    flow-comm knows both."""
+    code = DTYPES.get(tensor.dtype) if op is None else reducible(tensor, op)
+    if code is not None and code == DTYPES.get(tensor.dtype):
+        return ""
+    # The longest, with a reduction, has as many bytes as a label may have.
+    name = str(tensor.dtype).removeprefix("torch.").removeprefix("float8_").removeprefix("float4_")
+    if op is None:
+        return name
+    reduction = next((text for known, text in NAMES.items() if op == known), "other")
+    return f"{name}, {reduction}"
 
 
 def reduce_rows(op, rows, result):

@@ -7,12 +7,14 @@ import functools
 import os
 import queue
 import threading
+import time
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
+from . import library
 from .functions import flow, leave
 
 NO_TIME = datetime.timedelta(0)
@@ -38,11 +40,52 @@ def within(group, timeout):
     return made("with_timeout", group, timeout.total_seconds()) if timeout > NO_TIME else group
 
 
+def with_label(group, operation, elements):
+    """The group for an operation on elements that move as bytes; see `tensors.label`."""
+    return made("with_label", group, operation.encode(), elements.encode()) if elements else group
+
+
+class Stays:
+    """Threads that complete futures. While Python ends, it ends each thread that comes to it by unwinding the thread's stack; where C++ code
+    is on that, as around callbacks, the process is aborted. So the end of the process waits for them, and later ones sleep for ever."""
+
+    def __init__(self):
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self):
+        self._changed, self._count, self._is_over = threading.Condition(), 0, False
+
+    def __enter__(self):
+        with self._changed:
+            is_too_late = self._is_over and self._count == 0
+            self._count += not is_too_late
+        if is_too_late:
+            threading.Event().wait()
+
+    def __exit__(self, *_):
+        with self._changed:
+            self._count -= 1
+            self._changed.notify_all()
+
+    def wait_for_all(self, is_last):
+        """Waits until there is none, at most for a minute. If it is the last wait, none begins afterwards."""
+        end = time.monotonic() + 60
+        with self._changed:
+            self._is_over = is_last
+            while self._count > 0 and time.monotonic() < end:
+                self._changed.wait(1)
+
+
+stays = Stays()
+
+
 class Work(dist.Work):
     """An operation, and how it has ended."""
 
-    def __init__(self, group, job, results, timeout):
+    def __init__(self, group, job, results, timeout, operation="", elements=""):
         super().__init__()
+        self.operation, self.elements = operation, elements
         self.group, self.job, self.results, self._timeout, self.lane = group, job, results, timeout, None
         self.error, self.source, self.ended = None, -1, threading.Event()
         # The second, as only an error that a callback raises is one for C++ as well.
@@ -53,15 +96,24 @@ class Work(dist.Work):
     def run(self):
         try:
             with torch.no_grad():
-                self.job(within(self.group, self._timeout))
+                self.job(with_label(within(self.group, self._timeout), self.operation, self.elements))
         except Exception as error:
             self.error = error
         self.end()
 
     def end(self):
-        self.job = None
         self.ended.set()
-        self.over.set_result(None)
+        with stays:
+            self.job = None
+            self.over.set_result(None)
+
+    def wait_until_ended(self, timeout=None):
+        """Whether it has ended in so many seconds. A signal's handler may raise an exception meanwhile."""
+        try:
+            return self.ended.wait(timeout)
+        except BaseException:
+            flow("abort")(self.group, b"it was interrupted while it waited")
+            raise
 
     def outcome(self, _):
         if self.error is not None:
@@ -73,7 +125,7 @@ class Work(dist.Work):
             raise dist.DistBackendError("flow: this process was forked from a rank, and only there the operation can be waited for")
         if self.lane is threading.current_thread():  # a callback
             self.lane.run_up_to(self)
-        if not self.ended.wait(timeout.total_seconds() if timeout > NO_TIME else None):
+        if not self.wait_until_ended(timeout.total_seconds() if timeout > NO_TIME else None):
             cause = f"an operation, with those before it, has not ended in the {timeout.total_seconds():g} s of its wait()"
             flow("abort")(self.group, cause.encode())
             raise dist.DistBackendError(f"flow: {cause}")
@@ -109,10 +161,14 @@ class Work(dist.Work):
 class Lane(threading.Thread):
     """Runs operations one after the other."""
 
+    # Those that are in use.
+    all = weakref.WeakSet()
+
     def __init__(self, receives=False):
         super().__init__(name="flow", daemon=True)
         self.receives, self.operations, self.last_ended = receives, queue.SimpleQueue(), None
         self.start()
+        Lane.all.add(self)
 
     def put(self, work):
         work.lane, self.last_ended = self, work.ended
@@ -135,11 +191,23 @@ class Lane(threading.Thread):
         with contextlib.suppress(queue.Empty):
             while self.receives:
                 work = self.operations.get_nowait()
-                work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
-                work.end()
+                if work is not None:
+                    work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
+                    work.end()
         self.operations.put(None)
         if not self.receives and self is not threading.current_thread():
             self.join()
+
+
+def _end_all():
+    """Does what destroy_process_group would have done, and waits for callbacks that run."""
+    for is_last in False, True:  # the second time what the callbacks have begun
+        for lane in list(Lane.all):
+            lane.close()
+        stays.wait_for_all(is_last)
+
+
+library.at_end.append(_end_all)
 
 
 def _keep_notices():

@@ -1,13 +1,10 @@
-"""flow_torch.DistributedDataParallel trains to the same bits as torch's class does, and has errors where it cannot go on. Two ranks;
-each prints a line for each case.
+"""flow_torch.DistributedDataParallel trains to the same bits as torch's class does. Two ranks; each prints a line for each case.
 
 usage: ddp.py [CASE...]     more ranks are for "many buckets", "types", "layouts" and "gradients of every kind"
 """
 
 import copy
-import gc
 import io
-import os
 import pickle
 import sys
 from datetime import timedelta
@@ -20,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn import functional as F
 from torch.nn import parallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 import flow_torch
 
@@ -526,183 +522,19 @@ SAME = {
 }
 
 
-def raised(call, kind):
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return ""
-
-
-def backward(net, *arguments):
-    net(*arguments).square().mean().backward()
-
-
-def missing_gradients():
-    """Both ranks learn of them, in their next forward or, if they wait for them, at once."""
-    net, rank = Flow().wrap(Branches()), dist.get_rank()
-    backward(net, data(), (0, 1))
-    first = raised(lambda: backward(net, data(), (0, 1) if rank else (0,)), dist.DistBackendError)
-    second = raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
-    words = "Expected to have finished reduction", "rank 0: 2 of 6 parameters got no gradient in it: branches.1.0.weight, branches.1.0.bias"
-    return all(word in (first if rank else second) for word in words)
-
-
-def failed_backward():
-    """An error on one rank is one on both; the process group goes on."""
-    net, rank = Flow().wrap(layers()), dist.get_rank()
-    backward(net, data())
-
-    def fails(grad):
-        raise ValueError("no more")
-
-    if rank == 1:
-        net.module[0].weight.register_hook(fails)
-    error = raised(lambda: backward(net, data()), (dist.DistBackendError, ValueError))
-    again = raised(lambda: backward(net, data()), RuntimeError)
-    ones = torch.ones(3)
-    dist.all_reduce(ones)
-    net = Flow().wrap(layers())
-    backward(net, data())
-    return ("no more" if rank else "rank 1: its backward ended before") in error and "wrap the model again" in again and ones[0] == 2
-
-
-def marked_twice():
-    """By reentrant checkpoints over the same layers, while gradients of others are still to come."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = layers(1), layers(1)
-
-        def forward(self, x):
-            x = self.first(x)
-            for _ in range(2):
-                x = checkpoint(self.second, x, use_reentrant=True)
-            return x
-
-    net = Flow().wrap(Twice())
-    error = raised(lambda: net(data()).sum().backward(), RuntimeError)
-    return "mark a variable ready only once" in error and "second.0" in error
-
-
-def gradients_with_a_graph():
-    """torch's class cannot reduce them on CPUs."""
-    net, batch, grads = Flow().wrap(layers()), data(), []
-    for create_graph in (False, True):
-        net.zero_grad()
-        net(batch).square().mean().backward(create_graph=create_graph)
-        grads.append([p.grad.detach().clone() for p in net.parameters()])
-    return all(torch.equal(plain, other) for plain, other in zip(*grads)) and net.module[0].weight.grad.requires_grad
-
-
-def distributed_autograd():
-    """Its gradients go to a context, and torch's Reducer finds them there."""
-    distributed_autograd = torch.distributed.autograd
-    distributed_autograd._init(dist.get_rank())
-    net = Flow().wrap(layers())
-    with distributed_autograd.context() as context:
-        distributed_autograd.backward(context, [net(data() + dist.get_rank()).square().mean()])
-        found = distributed_autograd.get_gradients(context)
-        own = found[net.module[0].weight]
-    other = own.clone()
-    dist.broadcast(other, 0)
-    return torch.equal(own, other) and net.module[0].weight.grad is None
-
-
-def changed_type():
-    """torch's class reduces no gradients from then on, and says nothing."""
-    net = Flow().wrap(layers())
-    backward(net, data())
-    net.double().float()
-    return "the type of 0.weight has changed" in raised(lambda: backward(net, data()), RuntimeError)
-
-
-def sparse_unawares():
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rows = nn.Parameter(torch.randn(600, WIDTH))
-
-        def forward(self, index):
-            return F.embedding(index, self.rows, sparse=True)
-
-    net = Flow().wrap(Rows())
-    return "the gradient of rows is Sparse" in raised(lambda: backward(net, torch.arange(9)), RuntimeError)
-
-
-def changed_graph():
-    net = Flow().wrap(Branches(), static_graph=True)
-    backward(net, data(), (0,))
-    backward(net, data(), (0,))
-    return "branches.1.0" in raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
-
-
-def workers():
-    """Between steps, and with gradients, processes are forked."""
-    net = Flow().wrap(layers())
-    batches = DataLoader(TensorDataset(torch.arange(32 * float(WIDTH)).view(32, WIDTH)), batch_size=8, num_workers=2)
-    for (batch,) in batches:
-        net.zero_grad()
-        backward(net, batch)
-    grad = net.module[0].weight.grad
-    before = grad.clone()
-    child = os.fork()
-    if child == 0:
-        # What it frees stays its parent's, and what it allocates is its own; its own backward is an error.
-        net.zero_grad()
-        error = raised(lambda: backward(net, data()), RuntimeError)
-        own = nn.Linear(WIDTH, WIDTH)
-        own(data()).sum().backward()
-        os._exit("forked" not in error or flow_torch.is_shared(own.weight.grad))
-    _, status = os.waitpid(child, 0)
-    backward(net, batch)
-    return status == 0 and flow_torch.is_shared(grad) and torch.allclose(grad, 2 * before)
-
-
-def memory():
-    """Gradients outlive what made them; without that, backward allocates as before."""
-    gc.collect()  # models of other cases
-    net = Flow().wrap(layers())
-    backward(net, data())
-    grad = net.module[0].weight.grad
-    was_shared, values = flow_torch.is_shared(grad), grad.clone()
-    net = net.module
-    net.zero_grad()
-    backward(net, data())
-    return was_shared and torch.equal(grad, values) and not flow_torch.is_shared(net[0].weight.grad)
-
-
-ALONE = [
-    *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
-    *(gradients_with_a_graph, distributed_autograd, workers, memory),
-]
-
-
 def main():
     torch.set_num_threads(1)
     dist.init_process_group("flow", timeout=timedelta(seconds=60))
     rank, ways, failures = dist.get_rank(), (Flow(), Torch()), 0
-    only = sys.argv[1:]
-    for name, case in SAME.items():
-        if only and name not in only:
-            continue
+    for name in sys.argv[1:] or SAME:
         ours, theirs = [], []
         for way, results in zip(ways, (ours, theirs)):
             torch.manual_seed(rank)  # other data on each rank; parameters are rank 0's
-            results += case(way)
+            results += SAME[name](way)
         difference = next((i for i, (own, other) in enumerate(zip(ours, theirs)) if not torch.equal(own, other)), None)
         good = difference is None and len(ours) == len(theirs) > 0
         failures += not good
         print(f"{name}: {'good' if good else f'BAD: result {difference} of {len(ours)} and {len(theirs)}'}", flush=True)
-    for case in ALONE:
-        if only and case.__name__ not in only:
-            continue
-        torch.manual_seed(1)
-        good = case()
-        failures += not good
-        print(f"{case.__name__}: {'good' if good else 'BAD'}", flush=True)
-        dist.barrier()
     dist.destroy_process_group()
     sys.exit(failures > 0)
 

@@ -126,7 +126,14 @@ fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
 #[test]
 fn flows_ddp_trains_as_torchs_over_gloo() {
     if !is_skipped() {
-        all_good(Part::Cpp, "ddp.py", 54);
+        all_good(Part::Cpp, "ddp.py", 44);
+    }
+}
+
+#[test]
+fn what_only_flows_ddp_does() {
+    if !is_skipped() {
+        all_good(Part::Cpp, "ddp_alone.py", 16);
     }
 }
 
@@ -153,6 +160,58 @@ fn forks_and_memory() {
 fn what_would_hang_or_give_wrong_data() {
     if !is_skipped() {
         PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", 15));
+    }
+}
+
+#[test]
+fn ranks_that_disagree_where_bytes_are_moved() {
+    if !is_skipped() {
+        PARTS.into_iter().for_each(|part| all_good(part, "disagreements.py", 18));
+    }
+}
+
+#[test]
+fn interrupts_come_at_once() {
+    if !is_skipped() {
+        PARTS.into_iter().for_each(|part| all_good(part, "interrupts.py", 7));
+    }
+}
+
+/// Without `destroy_process_group`: each rank prints a line in a callback that runs, or begins,
+/// after the program's last line.
+#[test]
+fn the_end_of_the_program_waits_for_callbacks() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        for (case, said) in [
+            ("callback_that_sends", "has answered"),
+            ("callback_that_begins_late", "has 2"),
+            ("receive_without_a_partner", ""),
+            ("callback_that_asks_others", "was asked"),
+        ] {
+            let finished = launch("2", part, "ending.py", &[case]);
+            let expected = match said {
+                "" => vec![],
+                said => [0, 1].map(|rank| format!("rank {rank} {said}")).to_vec(),
+            };
+            let is_right = finished.code == Some(0) && finished.sorted_lines() == expected;
+            assert!(is_right, "{case}: {finished:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_meet_however_often_they_have_tried() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        let folder = tempfile::tempdir().unwrap();
+        let finished = launch("2", part, "joining.py", &[folder.path().to_str().unwrap()]);
+        let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+        assert!(finished.code == Some(0) && good == 2 * 4, "{finished:?}");
     }
 }
 

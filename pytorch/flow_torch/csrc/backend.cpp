@@ -37,7 +37,7 @@ public:
         : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
           group_(std::move(group)),
           options_(c10::make_intrusive<Options>("flow", timeout)),
-          collectives_(std::make_shared<Lane>(group_, kPatience)) {
+          collectives_(Lane::make(group_, kPatience)) {
         init();
     }
 
@@ -121,7 +121,7 @@ public:
         check_bitwise(op, tensor.scalar_type());
         // Known to all ranks alike. Whether backward runs is not: a rank that has joined early, in DDP's join(), is in none.
         const bool is_bucket = opts.asyncOp && !is_seen(tensor);
-        if (is_bucket && code && tensor.is_contiguous() && tensor.nbytes() >= kMinShared) {
+        if (is_bucket && code && code == code_of(tensor.scalar_type()) && tensor.is_contiguous() && tensor.nbytes() >= kMinShared) {
             return reduce_bucket(tensors, *code, op, opts);
         }
         return collective(OpType::ALLREDUCE, tensors, tensors, opts, [this, tensor, op, code](const flow_group* group) {
@@ -322,6 +322,7 @@ public:
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
         const auto& output = of_ranks(outputs, size_);
         const auto& input = of_ranks(inputs, size_);
+        TORCH_CHECK_TYPE(output[0].scalar_type() == input[0].scalar_type(), "flow: inputs and outputs must have one type");
         return collective(OpType::ALLTOALL, inputs, outputs, opts, [output, input](const flow_group* group) {
             const auto from = joined(input), to = room_for(output);
             check(flow_all_to_all_v(group, elements(from), counts(input).data(), elements(to), counts(output).data()));
@@ -370,7 +371,10 @@ public:
         const flow_buffer word{&byte, 1, FLOW_U8};
         if (rank_ != 0) {
             const auto group = within(group_, timeout);
-            if (flow_send(group.get(), word, 0, kArrived) != FLOW_OK || flow_recv(group.get(), word, 0, kPassed) != FLOW_OK) {
+            int code = flow_send(group.get(), word, 0, kArrived);
+            if (code == FLOW_OK) code = flow_recv(group.get(), word, 0, kPassed);
+            if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
+            if (code != FLOW_OK) {
                 C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while ",
                                                            "waiting for send/recv from rank 0: ", flow_error_message()));
             }
@@ -385,7 +389,9 @@ public:
             const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
             size_t from = 0;
             const auto group = within(group_, std::max(left, Milliseconds(1)));
-            if (flow_recv_any(group.get(), word, kArrived, &from) != FLOW_OK) {
+            const int code = flow_recv_any(group.get(), word, kArrived, &from);
+            if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
+            if (code != FLOW_OK) {
                 std::vector<int> named(missing.begin(), wait_all_ranks ? missing.end() : std::next(missing.begin()));
                 C10_THROW_ERROR(DistBackendError,
                                 c10::str(named.size() > 1 ? "Ranks " : "Rank ", c10::Join(", ", named),
@@ -410,9 +416,9 @@ private:
 
     // Begins a collective, which is over when this returns, if it is not asynchronous.
     template <typename Options>
-    WorkPtr begin(const OperationPtr& operation, const Options& opts, std::function<void(const flow_group*)> run) {
+    WorkPtr begin(const OperationPtr& operation, const Options& opts, Job job) {
         ++sequence_;
-        Job job{std::move(run), opts.timeout};
+        job.timeout = opts.timeout;
         if (opts.asyncOp) {
             collectives_->submit(operation, std::move(job));
         } else {
@@ -424,7 +430,20 @@ private:
     template <typename Options>
     WorkPtr collective(OpType type, const Tensors& inputs, Tensors results, const Options& opts,
                        std::function<void(const flow_group*)> run) {
-        return begin(operation(type, inputs, std::move(results)), opts, std::move(run));
+        Job job{std::move(run)};
+        const auto& tensors = inputs.empty() ? results : inputs;
+        if (!tensors.empty()) job.elements = label(tensors[0].scalar_type(), reduction(opts));
+        return begin(operation(type, inputs, std::move(results)), opts, std::move(job));
+    }
+
+    // The reduction of options that have one.
+    template <typename Options>
+    static std::optional<RedOp> reduction(const Options& opts) {
+        if constexpr (requires { opts.reduceOp; }) {
+            return opts.reduceOp.op_;
+        } else {
+            return std::nullopt;
+        }
     }
 
     // One operation that stands for one with each of the inputs, which `start` begins.
@@ -437,17 +456,19 @@ private:
             const at::DisableRecordFunctionGuard only_whole;
             for (size_t i = 0; i < inputs.size(); ++i) works.push_back(start(i));
         }
-        return begin(whole, opts, [works](const flow_group*) {
+        const auto rethrow = [works](const flow_group*) {
             for (const auto& work : works) {
                 if (work->exception()) std::rethrow_exception(work->exception());
             }
-        });
+        };
+        return begin(whole, opts, Job{rethrow});
     }
 
     template <typename Run>
     WorkPtr message(OpType type, const Tensors& tensors, Peer peer, Run run) {
         const auto operation = this->operation(type, tensors, tensors);
         Job job{[run, own = operation.get()](const flow_group* group) { run(group, *own); }};
+        job.elements = label(tensors[0].scalar_type(), std::nullopt);
         if (collectives_->is_forked()) {
             collectives_->run(operation, std::move(job));
             return operation;
@@ -455,7 +476,7 @@ private:
         std::lock_guard<std::mutex> lock(messages_mutex_);
         if (!messages_.count(peer)) close_idle_lanes();
         auto& lane = messages_[peer];
-        if (!lane) lane = std::make_shared<Lane>(group_, kPatienceForMessages, type != OpType::SEND);
+        if (!lane) lane = Lane::make(group_, kPatienceForMessages, type != OpType::SEND);
         lane->submit(operation, std::move(job));
         return operation;
     }
@@ -583,7 +604,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         .def("expect", &InPlaceReducer::expect, no_gil)
         .def("leave", &InPlaceReducer::leave, no_gil)
         .def("check_finished", &InPlaceReducer::check_finished, no_gil)
+        .def("fail", &InPlaceReducer::fail, no_gil, py::arg("cause"))
         .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil);
+    flow_set_interrupt_check(is_interrupted);
+    module.def("end_all", &Lane::end_all, no_gil);
     module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

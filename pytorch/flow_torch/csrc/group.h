@@ -3,10 +3,13 @@
 
 #include <chrono>
 #include <memory>
+#include <string>
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <flow_comm.h>
+
+#include "python.h"
 
 namespace flow {
 
@@ -15,6 +18,7 @@ using Milliseconds = std::chrono::milliseconds;
 
 inline void check(int code) {
     if (code == FLOW_OK) return;
+    if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
     std::string message = flow_error_message();
     if (code == FLOW_ERROR_TIMEOUT) message += " (the timeout is an argument of init_process_group, new_group and wait)";
     C10_THROW_ERROR(DistBackendError, message);
@@ -33,6 +37,14 @@ inline Group within(const Group& group, Milliseconds timeout) {
     if (timeout <= Milliseconds::zero()) return group;
     flow_group* made = nullptr;
     check(flow_with_timeout(group.get(), seconds(timeout), &made));
+    return own(made);
+}
+
+// The group for an operation on elements that move as bytes; see `label`.
+inline Group with_label(const Group& group, const char* operation, const std::string& elements) {
+    if (elements.empty()) return group;
+    flow_group* made = nullptr;
+    check(flow_with_label(group.get(), operation, elements.c_str(), &made));
     return own(made);
 }
 

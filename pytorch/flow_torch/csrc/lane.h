@@ -29,6 +29,8 @@ struct Job {
     std::function<void(const flow_group*)> run;
     // Of its own; see `within`.
     Milliseconds timeout = c10d::kUnsetTimeout;
+    // See `label`.
+    std::string elements;
     // If there is one: announces the operation to other ranks, before it is run, without waiting. False if that is not possible
     // now.
     std::function<bool()> launch = nullptr;
@@ -49,11 +51,13 @@ public:
 private:
     friend class Lane;
 
-    // Does what there is to do, and keeps its error. Who waits goes on.
-    void run(const Group& group);
-    // Completes the future, if somebody has asked for it, unless that is left to the end of backward. This runs its callbacks, which
-    // may communicate: no lock is held.
+    // Does what there is to do, and keeps its error. Who waits goes on. Returns what was done: to drop its tensors takes Python.
+    Job run(const Group& group);
+    // Completes the future that is to be completed now. This runs its callbacks, which may communicate: no lock is held.
     void announce();
+    // The future that is to be completed now that the operation is done, if somebody has asked for it, and it is not left to the end of
+    // backward. One that is asked for later is complete at once.
+    c10::intrusive_ptr<c10::ivalue::Future> future_to_complete();
     void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
 
     const std::vector<at::Tensor> results_;
@@ -77,7 +81,23 @@ class Lane final : public std::enable_shared_from_this<Lane> {
 public:
     // `patience`: how long the helper leaves an operation to others.
     // `receives`: whether the operations are receives.
-    Lane(Group group, std::chrono::microseconds patience, bool receives = false)
+    static std::shared_ptr<Lane> make(Group group, std::chrono::microseconds patience, bool receives = false) {
+        const auto lane = std::make_shared<Lane>(std::move(group), patience, receives);
+        all().add(lane);
+        return lane;
+    }
+
+    // At the end of the program, before Python's: does what destroy_process_group would have done, and waits for callbacks that run.
+    static void end_all() {
+        all().close();
+        PythonStay::wait_for_all(/*is_last=*/false);
+        // What the callbacks have begun.
+        all().close();
+        PythonStay::wait_for_all(/*is_last=*/true);
+    }
+
+    // `make` calls this.
+    Lane(Group group, std::chrono::microseconds patience, bool receives)
         : group_(std::move(group)), patience_(patience), receives_(receives) {}
 
     // Ends the helper, before the last owner goes. First runs what there is; but what waits for messages, which may never come,
@@ -106,8 +126,8 @@ public:
             operation->announce();
         }
         if (!helper_.joinable()) return;
-        // A callback on the helper may be what drops the group.
-        if (is_waiting || helper_.get_id() == std::this_thread::get_id()) {
+        // The helper may be what drops the group, or sleep for ever.
+        if (is_waiting || PythonStay::is_over() || helper_.get_id() == std::this_thread::get_id()) {
             helper_.detach();
         } else {
             helper_.join();
@@ -123,7 +143,7 @@ public:
         }
         std::vector<OperationPtr> ended;
         {
-            std::lock_guard<std::timed_mutex> running(running_);
+            const auto running = lock_running(kNoTimeout);
             while (const auto first = take()) {
                 run_taken(first);
                 ended.push_back(first);
@@ -148,7 +168,7 @@ public:
         if (operation->job_.launch && not_launched_ == 0 && !is_running_) operation->launched_ = operation->job_.launch();
         if (!operation->launched_) ++not_launched_;
         queue_.push_back(operation);
-        if (!helper_.joinable()) helper_ = std::thread([self = shared_from_this()] { self->help(); });
+        if (!helper_.joinable() && !closing_) helper_ = std::thread([self = shared_from_this()] { self->help(); });
         const bool wake = asleep_;
         lock.unlock();
         if (wake) wakeup_.notify_all();
@@ -156,17 +176,11 @@ public:
 
     // Runs all operations up to this one, which are to end in this time, or all there are.
     void run_up_to(Operation* last, Milliseconds timeout) {
-        using Clock = std::chrono::steady_clock;
         if (is_forked()) return;
         const bool is_limited = timeout > Milliseconds::zero();
         const auto end = Clock::now() + timeout;
         while (!last || !last->isCompleted()) {
-            std::unique_lock<std::timed_mutex> running(running_, std::defer_lock);
-            if (!is_limited) {
-                running.lock();
-            } else if (!running.try_lock_until(end)) {
-                give_up(timeout);
-            }
+            auto running = lock_running(timeout, end);
             const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
             if (is_limited && left <= Milliseconds::zero() && !(last && last->isCompleted())) {
                 give_up(timeout);
@@ -179,11 +193,7 @@ public:
             }
             run_taken(first);
             running.unlock();
-            if (std::this_thread::get_id() == helper_id_) {
-                announce_apart(first);
-            } else {
-                first->announce();
-            }
+            first->announce();
         }
     }
 
@@ -238,6 +248,61 @@ public:
     bool is_forked() const { return getpid() != process_; }
 
 private:
+    using Clock = std::chrono::steady_clock;
+
+    // All lanes of the process that are in use.
+    class Registry {
+    public:
+        void add(const std::shared_ptr<Lane>& lane) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            const auto is_gone = [](const auto& lane) { return lane.expired(); };
+            lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), is_gone), lanes_.end());
+            lanes_.push_back(lane);
+        }
+
+        void close() {
+            std::unique_lock<std::mutex> lock(mutex_);
+            const auto lanes = lanes_;
+            lock.unlock();
+            for (const auto& each : lanes) {
+                if (const auto lane = each.lock()) lane->close();
+            }
+        }
+
+        std::mutex& mutex() { return mutex_; }
+
+    private:
+        std::mutex mutex_;
+        std::vector<std::weak_ptr<Lane>> lanes_;
+    };
+
+    static Registry& all() {
+        static Registry& made = *[] {
+            auto* const own = new Registry;
+            // No other thread holds the lock while the process forks.
+            pthread_atfork([] { all().mutex().lock(); }, [] { all().mutex().unlock(); }, [] { all().mutex().unlock(); });
+            return own;
+        }();
+        return made;
+    }
+
+    // Waits for the operation that runs, until `end` if there is a timeout.
+    std::unique_lock<std::timed_mutex> lock_running(Milliseconds timeout, Clock::time_point end = {}) {
+        std::unique_lock<std::timed_mutex> running(running_, std::try_to_lock);
+        while (!running.owns_lock()) {
+            const bool is_limited = timeout > Milliseconds::zero();
+            if (is_limited && Clock::now() >= end) give_up(timeout);
+            if (is_interrupted()) {
+                flow_abort(group_.get(), "it was interrupted while it waited");
+                rethrow_interrupt();
+            }
+            const auto next = Clock::now() + kSignalInterval;
+            // False if somebody else has it until then.
+            static_cast<void>(running.try_lock_until(is_limited ? std::min(next, end) : next));
+        }
+        return running;
+    }
+
     // Ends what is under way as well: nothing can come after an operation that one rank does not wait for.
     [[noreturn]] void give_up(Milliseconds timeout) {
         const auto cause = c10::str("an operation, with those before it, has not ended in the ", timeout.count(), " ms of its wait()");
@@ -256,20 +321,39 @@ private:
     }
 
     // With `running_` held.
-    void run_taken(const OperationPtr& first) {
-        first->run(group_);
+    Job run_taken(const OperationPtr& first) {
+        auto done = first->run(group_);
         std::lock_guard<std::mutex> lock(queue_mutex_);
         is_running_ = false;
         if (!first->launched_) --not_launched_;
+        return done;
     }
 
-    // A callback may wait for what the helper is to run.
-    void announce_apart(const OperationPtr& operation) {
-        std::unique_lock<std::mutex> lock(operation->future_mutex_);
-        const bool is_simple = !operation->future_ || operation->is_deferred_;
-        lock.unlock();
-        if (is_simple) return operation->announce();
-        std::thread([operation] { operation->announce(); }).detach();
+    // On the helper: runs all operations there are.
+    void run_overdue() {
+        while (true) {
+            std::unique_lock<std::timed_mutex> running(running_);
+            auto first = take();
+            if (!first) return;
+            auto done = run_taken(first);
+            running.unlock();
+            auto stay = std::make_shared<PythonStay>();
+            done = Job{};
+            complete_apart(std::move(first), std::move(stay));
+        }
+    }
+
+    // On a thread of its own, as a callback may wait for what the helper is to run.
+    static void complete_apart(OperationPtr operation, std::shared_ptr<PythonStay> stay) {
+        auto future = operation->future_to_complete();
+        if (!future) return;
+        std::thread([operation = std::move(operation), future = std::move(future), stay = std::move(stay)]() mutable {
+            operation->complete(future);
+            future.reset();
+            future.reset();
+            operation.reset();
+            stay.reset();
+        }).detach();
     }
 
     void complete_deferred() {
@@ -296,7 +380,6 @@ private:
     // Looks again and again whether the first operation is still the same, so that it need not be woken for each; sleeps when there
     // was none for many looks.
     void help() {
-        helper_id_ = std::this_thread::get_id();
         const int looks = patience_ < std::chrono::milliseconds(1) ? 0 : 50;
         std::unique_lock<std::mutex> lock(queue_mutex_);
         for (int idle = 0; !closing_; idle = queue_.empty() ? idle + 1 : 0) {
@@ -311,7 +394,7 @@ private:
             hurry_ = false;
             if (!is_overdue) continue;
             lock.unlock();
-            run_up_to(nullptr, kNoTimeout);
+            run_overdue();
             lock.lock();
         }
     }
@@ -325,7 +408,6 @@ private:
     std::condition_variable wakeup_;
     std::deque<OperationPtr> queue_;
     std::deque<OperationPtr> deferred_;
-    std::atomic<std::thread::id> helper_id_{};
     size_t not_launched_ = 0;
     int task_ = -1;
     bool is_running_ = false;
@@ -352,25 +434,29 @@ inline bool Operation::wait(Milliseconds timeout) {
     return Work::wait(std::max(timeout - spent, Milliseconds(1)));
 }
 
-inline void Operation::run(const Group& group) {
+inline Job Operation::run(const Group& group) {
     std::exception_ptr error;
     try {
         at::NoGradGuard no_grad;
-        job_.run(within(group, job_.timeout).get());
+        const auto patient = within(group, job_.timeout);
+        job_.run(with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
     } catch (...) {
         error = std::current_exception();
     }
-    job_ = Job{};
+    auto done = std::exchange(job_, Job{});
     finish(error);
     ended_ = true;
+    return done;
+}
+
+inline c10::intrusive_ptr<c10::ivalue::Future> Operation::future_to_complete() {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    done_ = true;
+    return is_deferred_ ? nullptr : future_;
 }
 
 inline void Operation::announce() {
-    std::unique_lock<std::mutex> lock(future_mutex_);
-    done_ = true;
-    const auto future = is_deferred_ ? nullptr : future_;
-    lock.unlock();
-    if (future) complete(future);
+    if (const auto future = future_to_complete()) complete(future);
 }
 
 inline void Operation::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {

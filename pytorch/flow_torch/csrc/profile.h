@@ -1,7 +1,8 @@
-// What PyTorch's profiler shows of operations: the names that other backends' have there, after "flow:".
+// The names of operations: in errors, and, after "flow:", in PyTorch's profiler, which calls those of other backends the same.
 #pragma once
 
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -15,9 +16,10 @@ inline bool is_recorded() {
     return at::hasCallbacks() && at::isRecordFunctionEnabled();
 }
 
-inline const char* title(c10d::OpType type) {
+constexpr std::string_view kBackend = "flow:";
+
+inline const char* full_name(c10d::OpType type) {
     using c10d::OpType;
-    if (!is_recorded()) return nullptr;
     switch (type) {
         case OpType::BROADCAST: return "flow:broadcast";
         case OpType::ALLREDUCE:
@@ -38,6 +40,21 @@ inline const char* title(c10d::OpType type) {
         case OpType::RECVANYSOURCE: return "flow:recvAnySource";
         case OpType::BARRIER: return "flow:barrier";
         default: return nullptr;
+    }
+}
+
+// What the profiler shows.
+inline const char* title(c10d::OpType type) {
+    return is_recorded() ? full_name(type) : nullptr;
+}
+
+// What flow-comm's errors show.
+inline const char* operation_name(c10d::OpType type) {
+    using c10d::OpType;
+    switch (type) {
+        case OpType::_ALLREDUCE_SPARSE: return "all_reduce";
+        case OpType::RECVANYSOURCE: return "recv";
+        default: return full_name(type) + kBackend.size();
     }
 }
 

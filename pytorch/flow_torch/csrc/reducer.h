@@ -125,10 +125,19 @@ public:
         const auto cause =
             c10::str("Expected to have finished reduction in the prior iteration before starting a new one. ", here(),
                      gradients_.size() - ready_, " of ", gradients_.size(), " parameters got no gradient in it: ", c10::Join(", ", missing),
-                     gradients_.size() - ready_ > missing.size() ? ", ..." : "",
-                     ". find_unused_parameters=True is for parameters that do not take part in every loss.");
+                     gradients_.size() - ready_ > missing.size() ? ", ..." : "", ". ", advice_for_missing());
         fail(cause);
         TORCH_CHECK(false, cause);
+    }
+
+    // Makes this unusable, on all ranks.
+    void fail(const std::string& cause) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        if (!failure_.empty()) return;
+        failure_ = cause;
+        expects_ = false;
+        if (own_) flow_abort(own_.get(), cause.c_str());
+        release();
     }
 
     // How many bytes of the last backward's gradients were reduced where they were.
@@ -202,6 +211,19 @@ private:
     std::string here() const { return c10::str("rank ", flow_rank(memory_.get()), ": "); }
 
     bool is_dynamic() const { return TorchReducer::finds_unused(*torch_) && !TorchReducer::is_static(*torch_); }
+
+    // What may help where parameters got no gradient.
+    const char* advice_for_missing() const {
+        if (TorchReducer::is_static(*torch_)) {
+            return "With static_graph=True each backward brings gradients to the parameters that the first one brought some to: where others "
+                   "take part in the loss, find_unused_parameters=True in its place helps.";
+        }
+        if (TorchReducer::finds_unused(*torch_)) {
+            return "find_unused_parameters=True finds the tensors that forward returns by themselves, and in lists, tuples, dictionaries and "
+                   "dataclasses: it does not find them in other objects.";
+        }
+        return "find_unused_parameters=True is for parameters that do not take part in every loss.";
+    }
 
     int hooks_expected(size_t index) const {
         if (!TorchReducer::is_static(*torch_)) return 1;
@@ -315,7 +337,8 @@ private:
         auto& gradient = gradients_[index];
         TORCH_CHECK(!gradient.is_ready, "Expected to mark a variable ready only once. ", here(), names_[index],
                     " got a gradient twice in one backward, or was unused by what forward returned and got one all the same: with "
-                    "several reentrant checkpoints over one part of the model, say. use_reentrant=False, or static_graph=True, help");
+                    "several reentrant checkpoints over one part of the model, say. ",
+                    TorchReducer::is_static(*torch_) ? "use_reentrant=False helps" : "use_reentrant=False, or static_graph=True, help");
         gradient.is_ready = true;
         place(gradient, incoming);
         auto& bucket = buckets_[gradient.bucket];
@@ -448,14 +471,6 @@ private:
             fail(error.what());
             throw;
         }
-    }
-
-    void fail(const std::string& cause) {
-        if (!failure_.empty()) return;
-        failure_ = cause;
-        expects_ = false;
-        if (own_) flow_abort(own_.get(), cause.c_str());
-        release();
     }
 
     void on_failed_backward() {

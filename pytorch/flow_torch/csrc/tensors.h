@@ -1,10 +1,14 @@
 // Tensors as flow_comm.h's functions get them.
 #pragma once
 
+#include <cstring>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <flow_comm.h>
@@ -28,6 +32,21 @@ inline std::optional<flow_dtype> code_of(at::ScalarType type) {
     }
 }
 
+inline const char* name_of(RedOp op) {
+    using Op = c10d::ReduceOp;
+    switch (op) {
+        case Op::SUM: return "sum";
+        case Op::AVG: return "avg";
+        case Op::PRODUCT: return "prod";
+        case Op::MIN: return "min";
+        case Op::MAX: return "max";
+        case Op::BAND: return "band";
+        case Op::BOR: return "bor";
+        case Op::BXOR: return "bxor";
+        default: return "other";
+    }
+}
+
 // The type as which flow-comm can reduce this one, if there is any. c10d's codes of these reductions are flow-comm's.
 inline std::optional<flow_dtype> reducible(at::ScalarType type, RedOp op) {
     using Op = c10d::ReduceOp;
@@ -37,6 +56,19 @@ inline std::optional<flow_dtype> reducible(at::ScalarType type, RedOp op) {
     // Of bytes with and without sign the bits of sums and products are the same.
     if (type == at::kChar && (op == Op::SUM || op == Op::PRODUCT)) return FLOW_U8;
     return code_of(type);
+}
+
+// What ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
+// flow-comm knows both.
+inline std::string label(at::ScalarType type, std::optional<RedOp> op) {
+    const auto code = op ? reducible(type, *op) : code_of(type);
+    if (code && code == code_of(type)) return "";
+    // The longest, with a reduction, has as many bytes as a label may have.
+    std::string name = torch::getTHPDtype(type)->name;
+    for (const auto* const family : {"float8_", "float4_"}) {
+        if (name.rfind(family, 0) == 0) name.erase(0, std::strlen(family));
+    }
+    return op ? name + ", " + name_of(*op) : name;
 }
 
 // The elements of a contiguous tensor. What flow-comm has no type for moves as bytes.

@@ -1,0 +1,253 @@
+"""What flow_torch.DistributedDataParallel does that torch's class does not: errors where it cannot go on, and shared memory. Two ranks;
+each prints a line for each case.
+"""
+
+import gc
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import flow_torch
+from ddp import WIDTH, Branches, data, layers
+
+
+def raised(call, kind):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def backward(net, *arguments):
+    net(*arguments).square().mean().backward()
+
+
+def missing_gradients():
+    """Both ranks learn of them, in their next forward or, if they wait for them, at once."""
+    net, rank = flow_torch.DistributedDataParallel(Branches()), dist.get_rank()
+    backward(net, data(), (0, 1))
+    first = raised(lambda: backward(net, data(), (0, 1) if rank else (0,)), dist.DistBackendError)
+    second = raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
+    words = "Expected to have finished reduction", "rank 0: 2 of 6 parameters got no gradient in it: branches.1.0.weight, branches.1.0.bias"
+    return all(word in (first if rank else second) for word in words)
+
+
+def failed_backward():
+    """An error on one rank is one on both; the process group goes on."""
+    net, rank = flow_torch.DistributedDataParallel(layers()), dist.get_rank()
+    backward(net, data())
+
+    def fails(grad):
+        raise ValueError("no more")
+
+    if rank == 1:
+        net.module[0].weight.register_hook(fails)
+    error = raised(lambda: backward(net, data()), (dist.DistBackendError, ValueError))
+    again = raised(lambda: backward(net, data()), RuntimeError)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    return ("no more" if rank else "rank 1: its backward ended before") in error and "wrap the model again" in again and ones[0] == 2
+
+
+def marked_twice():
+    """By reentrant checkpoints over the same layers, while gradients of others are still to come."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers(1), layers(1)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.second, x, use_reentrant=True)
+            return x
+
+    net = flow_torch.DistributedDataParallel(Twice())
+    error = raised(lambda: net(data()).sum().backward(), RuntimeError)
+    return "mark a variable ready only once" in error and "second.0" in error
+
+
+def gradients_with_a_graph():
+    """torch's class cannot reduce them on CPUs."""
+    net, batch, grads = flow_torch.DistributedDataParallel(layers()), data(), []
+    for create_graph in (False, True):
+        net.zero_grad()
+        net(batch).square().mean().backward(create_graph=create_graph)
+        grads.append([p.grad.detach().clone() for p in net.parameters()])
+    return all(torch.equal(plain, other) for plain, other in zip(*grads)) and net.module[0].weight.grad.requires_grad
+
+
+def distributed_autograd():
+    """Its gradients go to a context, and torch's Reducer finds them there."""
+    distributed_autograd = torch.distributed.autograd
+    distributed_autograd._init(dist.get_rank())
+    net = flow_torch.DistributedDataParallel(layers())
+    with distributed_autograd.context() as context:
+        distributed_autograd.backward(context, [net(data() + dist.get_rank()).square().mean()])
+        found = distributed_autograd.get_gradients(context)
+        own = found[net.module[0].weight]
+    other = own.clone()
+    dist.broadcast(other, 0)
+    return torch.equal(own, other) and net.module[0].weight.grad is None
+
+
+def changed_type():
+    """torch's class reduces no gradients from then on, and says nothing."""
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    net.double().float()
+    return "the type of 0.weight has changed" in raised(lambda: backward(net, data()), RuntimeError)
+
+
+def sparse_unawares():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(600, WIDTH))
+
+        def forward(self, index):
+            return F.embedding(index, self.rows, sparse=True)
+
+    net = flow_torch.DistributedDataParallel(Rows())
+    return "the gradient of rows is Sparse" in raised(lambda: backward(net, torch.arange(9)), RuntimeError)
+
+
+def changed_graph():
+    net = flow_torch.DistributedDataParallel(Branches(), static_graph=True)
+    backward(net, data(), (0,))
+    backward(net, data(), (0,))
+    return "branches.1.0" in raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
+
+
+def workers():
+    """Between steps, and with gradients, processes are forked."""
+    net = flow_torch.DistributedDataParallel(layers())
+    batches = DataLoader(TensorDataset(torch.arange(32 * float(WIDTH)).view(32, WIDTH)), batch_size=8, num_workers=2)
+    for (batch,) in batches:
+        net.zero_grad()
+        backward(net, batch)
+    grad = net.module[0].weight.grad
+    before = grad.clone()
+    child = os.fork()
+    if child == 0:
+        # What it frees stays its parent's, and what it allocates is its own; its own backward is an error.
+        net.zero_grad()
+        error = raised(lambda: backward(net, data()), RuntimeError)
+        own = nn.Linear(WIDTH, WIDTH)
+        own(data()).sum().backward()
+        os._exit("forked" not in error or flow_torch.is_shared(own.weight.grad))
+    _, status = os.waitpid(child, 0)
+    backward(net, batch)
+    return status == 0 and flow_torch.is_shared(grad) and torch.allclose(grad, 2 * before)
+
+
+def memory():
+    """Gradients outlive what made them; without that, backward allocates as before."""
+    gc.collect()  # models of other cases
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    grad = net.module[0].weight.grad
+    was_shared, values = flow_torch.is_shared(grad), grad.clone()
+    net = net.module
+    net.zero_grad()
+    backward(net, data())
+    return was_shared and torch.equal(grad, values) and not flow_torch.is_shared(net[0].weight.grad)
+
+
+def clones(net):
+    return {name: value.clone() for name, value in net.module.state_dict().items()}
+
+
+def replaced_parameters():
+    """Each rank would train the new ones alone, and say nothing."""
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    net.module.load_state_dict(clones(net), assign=True)
+    error = raised(lambda: backward(net, data()), RuntimeError)
+    net = flow_torch.DistributedDataParallel(net.module)
+    backward(net, data())
+    words = f"rank {dist.get_rank()}: parameters that have come", "0.weight, 0.bias, 2.weight", "wrap the module again"
+    return all(word in error for word in words)
+
+
+def parameter_replaced_on_one_rank():
+    """The other learns of it in its backward."""
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    if dist.get_rank() == 0:
+        net.module[2].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    error = raised(lambda: backward(net, data()), RuntimeError)
+    return "rank 0: parameters that have come" in error and "2.weight: wrap the module again" in error
+
+
+def parameter_that_was_frozen():
+    net = layers()
+    net[0].requires_grad_(False)
+    net = flow_torch.DistributedDataParallel(net)
+    backward(net, data())
+    net.module[0].weight.requires_grad_(True)
+    return "0.weight: wrap the module again" in raised(lambda: backward(net, data()), RuntimeError)
+
+
+def layer_that_was_added():
+    net = flow_torch.DistributedDataParallel(layers())
+    backward(net, data())
+    net.module.append(nn.Linear(WIDTH, WIDTH))
+    return "6.weight, 6.bias: wrap the module again" in raised(lambda: backward(net, data()), RuntimeError)
+
+
+def parameter_that_has_moved():
+    """By a parametrization: it is still reduced."""
+    net = flow_torch.DistributedDataParallel(layers())
+    parametrize.register_parametrization(net.module[0], "weight", nn.Identity())
+    backward(net, data() + dist.get_rank())
+    own = net.module[0].parametrizations.weight.original.grad
+    other = own.clone()
+    dist.broadcast(other, 0)
+    return torch.equal(own, other)
+
+
+def missing_in_a_static_graph():
+    """The advice is none that was followed."""
+    net = flow_torch.DistributedDataParallel(Branches(), static_graph=True)
+    for taken in (0, 1), (0, 1), (0,):
+        backward(net, data(), taken)
+    error = raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
+    return "2 of 6 parameters got no gradient" in error and "With static_graph=True each backward" in error
+
+
+CASES = [
+    *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
+    *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, parameter_that_has_moved),
+    *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory),
+]
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("flow", timeout=timedelta(seconds=60))
+    failures = 0
+    for case in CASES:
+        torch.manual_seed(1)
+        good = case()
+        failures += not good
+        print(f"{case.__name__}: {'good' if good else 'BAD'}", flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""How ranks meet that have not come equally often, or not in time. Two ranks; a line for each case.
+
+usage: joining.py FOLDER
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import flow_torch
+
+FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
+
+
+def join(name, seconds=60.0, rank=RANK, size=2):
+    store = dist.FileStore(str(FOLDER / name), size)
+    dist.init_process_group("flow", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+
+
+def meets():
+    """Whether the group has two ranks. It is left."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    dist.destroy_process_group()
+    return ones.item() == 2
+
+
+def error_of_a_join(name, seconds):
+    try:
+        join(name, seconds)
+    except dist.DistStoreError as error:
+        return str(error)
+    return ""
+
+
+def ranks_that_have_joined_unequally_often():
+    for number in range(2 if RANK == 0 else 0):
+        join(f"alone {number}", rank=0, size=1)
+        dist.destroy_process_group()
+    join("both")
+    return meets()
+
+
+def one_store_twice():
+    join("both twice")
+    good = meets()
+    join("both twice")
+    return meets() and good
+
+
+def rank_that_is_missing():
+    """It is named, when the timeout of the call is over."""
+    error = error_of_a_join(f"without {1 - RANK}", 0.5)
+    return error == f"flow: rank {1 - RANK} of 2 did not join within 0.5 s, the timeout of init_process_group"
+
+
+def loops_that_try_again():
+    """Rank 0 has failed several times in the store before rank 1 first comes."""
+    has_failed, seconds = FOLDER / "rank 0 has failed", 0.1
+    for attempt in range(3 if RANK == 0 else 0):
+        if "rank 1 of 2 did not join" not in error_of_a_join("again", 0.1):
+            return False
+    if RANK == 0:
+        has_failed.touch()
+    while RANK == 1 and not has_failed.exists():
+        time.sleep(0.01)
+    while error_of_a_join("again", seconds):
+        seconds *= 2
+    return meets()
+
+
+CASES = ranks_that_have_joined_unequally_often, one_store_twice, rank_that_is_missing, loops_that_try_again
+
+
+def main():
+    torch.set_num_threads(1)
+    failures = 0
+    for case in CASES:
+        is_good = case()
+        failures += not is_good
+        print(f"{case.__name__}: {'good' if is_good else 'BAD'}", flush=True)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
