@@ -14,36 +14,35 @@ import flow_torch
 
 
 def collective(group):
-    dist.all_reduce(torch.ones(3), group=group)
+    return lambda: dist.all_reduce(torch.ones(3), group=group)
 
 
 def asynchronous_collective(group):
-    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+    return lambda: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
 
 
 def wait_with_a_timeout(group):
-    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(timedelta(seconds=600))
+    return lambda: dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(timedelta(seconds=600))
 
 
 def message(group):
-    dist.recv(torch.ones(3), 1, group=group)
+    return lambda: dist.recv(torch.ones(3), 1, group=group)
 
 
 def monitored_barrier(group):
-    dist.monitored_barrier(group)
+    return lambda: dist.monitored_barrier(group)
 
 
 def backward(group):
     net = flow_torch.DistributedDataParallel(nn.Linear(150, 150), process_group=group)
-    if dist.get_rank() == 0:
-        net(torch.ones(1, 150)).sum().backward()
+    return lambda: net(torch.ones(1, 150)).sum().backward()
 
 
-def is_interrupted(call, group):
-    """Whether the call is, if nothing else ends it before the time of this program is over."""
+def is_interrupted(call):
+    """Whether the call is, which nothing else ends before the time of this program is over."""
     try:
         threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        call(group)
+        call()
     except KeyboardInterrupt:
         return True
     return False
@@ -65,6 +64,10 @@ def handler_that_returns(group):
     return ones.item() == 2
 
 
+def is_cpp(group):
+    return not isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroup)
+
+
 def fails(group):
     try:
         dist.all_reduce(torch.ones(3), group=group)
@@ -77,19 +80,15 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("flow")
     rank, failures = dist.get_rank(), 0
-    for call in collective, asynchronous_collective, wait_with_a_timeout, message, monitored_barrier, backward:
+    for case in collective, asynchronous_collective, wait_with_a_timeout, message, monitored_barrier, backward:
         group = dist.new_group()
-        if rank == 0:
-            is_good = is_interrupted(call, group)
-        else:
-            if call is backward:  # the group of reductions is made by both
-                call(group)
-            is_good = True
-        dist.barrier()  # rank 1 has waited here
-        if call is not backward:  # its reductions go in a group of their own
+        waits = case(group)
+        is_good = rank == 1 or is_interrupted(waits)
+        dist.barrier()  # here rank 1 has waited
+        if case is not backward or not is_cpp(group):  # its reductions go in a group of their own
             is_good = fails(group) and is_good
         failures += not is_good
-        print(f"{call.__name__}: {'good' if is_good else 'BAD'}", flush=True)
+        print(f"{case.__name__}: {'good' if is_good else 'BAD'}", flush=True)
     is_good = handler_that_returns(dist.new_group())
     failures += not is_good
     print(f"handler_that_returns: {'good' if is_good else 'BAD'}", flush=True)
