@@ -1,6 +1,6 @@
 //! What C gives: texts, lists, places for results.
 
-use std::ffi::{c_char, CStr};
+use std::ffi::{CStr, c_char};
 use std::time::Duration;
 
 use flow_comm::{DType, ReduceOp};
@@ -102,6 +102,7 @@ pub fn reduce_op(code: u32) -> Result<ReduceOp> {
 
 fn coded<T: TryFrom<u8>>(code: u32, what: &str) -> Result<T> {
     let value = u8::try_from(code).ok().and_then(|code| T::try_from(code).ok());
-    let unknown = || format!("{code} is not the code of a {what}: flow_comm.h has them");
-    value.ok_or_else(|| Failure::argument(unknown()))
+    value.ok_or_else(|| {
+        Failure::argument(format!("{code} is not the code of a {what}: flow_comm.h has them"))
+    })
 }

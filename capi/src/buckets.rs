@@ -3,10 +3,10 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, Segments};
 
-use crate::arguments::{list, reduce_op, Place};
-use crate::group::{on, Group};
+use crate::arguments::{Place, list, reduce_op};
+use crate::group::{Group, member, on};
 use crate::memory::{Elements, Memory};
 use crate::status::{Failure, Result};
 
@@ -16,7 +16,7 @@ use crate::status::{Failure, Result};
 ///
 /// The group is null or lives; `pieces` is null, or so many buffers as the header says, until they
 /// are reduced; `launched` is null or can be written.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_launch_bucket(
     group: *const Group,
     pieces: *const Memory,
@@ -25,36 +25,44 @@ pub unsafe extern "C" fn flow_launch_bucket(
     op: u32,
     launched: *mut bool,
 ) -> c_int {
-    let body = |group: &ProcessGroup| {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_launch_bucket", group, |group| {
         // SAFETY: the caller's promise.
-        let (pieces, launched) =
-            unsafe { (list(pieces, count, "pieces")?, Place::new(launched, "launched")?) };
-        let refused = |reason: &str| {
-            let rank = group.ranks()[group.rank()];
-            Failure::argument(format!("rank {rank}: bucket {number}: {reason}"))
-        };
+        let pieces = unsafe { list(pieces, count, "pieces") }?;
+        // SAFETY: the caller's promise.
+        let launched = unsafe { Place::new(launched, "launched") }?;
         // SAFETY: the caller's promise.
         let pieces = pieces.iter().map(|piece| unsafe { piece.elements() });
-        let pieces = pieces.collect::<Result<Vec<_>>>()?;
-        let dtype = pieces.first().ok_or_else(|| refused("it has no pieces"))?.dtype();
-        if pieces.iter().any(|piece| piece.dtype() != dtype) {
-            return Err(refused("its pieces must have one type"));
-        }
-        let lengths = pieces.iter().map(Elements::count).collect();
-        let segments = Arc::new(group.segments(number, dtype, lengths)?);
-        for (index, piece) in pieces.into_iter().enumerate() {
-            if !segments.set_piece(index, piece) {
-                return Err(refused(
-                    "the memory is not shared, or not aligned: flow_alloc gives such memory",
-                ));
-            }
-        }
+        let segments = segments(group, number, pieces.collect::<Result<_>>()?)?;
         let op = reduce_op(op)?;
         launched.set(group.launch_bucket(&segments, op)?);
         Ok(())
+    })
+}
+
+/// The bucket of these pieces.
+fn segments(group: &ProcessGroup, number: u32, pieces: Vec<Elements>) -> Result<Arc<Segments>> {
+    let Some(dtype) = pieces.first().map(Elements::dtype) else {
+        return Err(refused(group, number, "it has no pieces"));
     };
-    // SAFETY: the caller's promise.
-    unsafe { on("flow_launch_bucket", group, body) }
+    if pieces.iter().any(|piece| piece.dtype() != dtype) {
+        return Err(refused(group, number, "its pieces must have one type"));
+    }
+    let lengths = pieces.iter().map(Elements::count).collect();
+    let segments = Arc::new(group.segments(number, dtype, lengths)?);
+    for (index, piece) in pieces.into_iter().enumerate() {
+        if !segments.set_piece(index, piece) {
+            let reason = "the memory is not shared, or not aligned: flow_alloc gives such memory";
+            return Err(refused(group, number, reason));
+        }
+    }
+    Ok(segments)
+}
+
+fn refused(group: &ProcessGroup, number: u32, reason: &str) -> Failure {
+    let rank = group.ranks()[group.rank()];
+    Failure::argument(format!("rank {rank}: bucket {number}: {reason}"))
 }
 
 /// See `flow_comm.h`.
@@ -62,10 +70,11 @@ pub unsafe extern "C" fn flow_launch_bucket(
 /// # Safety
 ///
 /// The group is null or lives.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_progress(group: *const Group) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on("flow_progress", group, |group| Ok(group.progress()?)) }
+    let group = unsafe { member(group) };
+    on("flow_progress", group, |group| Ok(group.progress()?))
 }
 
 /// See `flow_comm.h`.
@@ -73,8 +82,9 @@ pub unsafe extern "C" fn flow_progress(group: *const Group) -> c_int {
 /// # Safety
 ///
 /// The group is null or lives.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_finish_buckets(group: *const Group) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on("flow_finish_buckets", group, |group| Ok(group.finish_buckets()?)) }
+    let group = unsafe { member(group) };
+    on("flow_finish_buckets", group, |group| Ok(group.finish_buckets()?))
 }

@@ -3,10 +3,22 @@
 use std::ffi::c_int;
 
 use crate::arguments::{list, reduce_op};
-use crate::group::{on, Group};
+use crate::group::{Group, member, on};
 use crate::memory::Memory;
 
-/// Functions of a group: their names, what C passes, and the method with what that takes.
+/// See `flow_comm.h`.
+///
+/// # Safety
+///
+/// The group is null or lives.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flow_barrier(group: *const Group) -> c_int {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_barrier", group, |group| Ok(group.barrier()?))
+}
+
+/// Functions of a group that move data: their names, what C passes, and the method with what that takes.
 macro_rules! collectives {
     ($($name:ident($($argument:ident: $type:ty),*) |$group:ident| $call:expr;)*) => {$(
         /// See `flow_comm.h`.
@@ -14,16 +26,17 @@ macro_rules! collectives {
         /// # Safety
         ///
         /// The pointers are null or as the header says.
-        #[no_mangle]
+        #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(group: *const Group, $($argument: $type),*) -> c_int {
             // SAFETY: the caller's promise.
-            unsafe { on(stringify!($name), group, |$group| Ok($call?)) }
+            let group = unsafe { member(group) };
+            // SAFETY: the caller's promise.
+            on(stringify!($name), group, |$group| Ok(unsafe { $call }?))
         }
     )*};
 }
 
 collectives! {
-    flow_barrier() |group| group.barrier();
     flow_all_reduce(data: Memory, op: u32)
         |group| group.all_reduce(&mut data.elements()?, reduce_op(op)?);
     flow_reduce(data: Memory, op: u32, root: usize)
@@ -54,7 +67,8 @@ collectives! {
     flow_reduce_scatter_v(input: Memory, output: Memory, counts: *const usize, op: u32)
         |group| {
             let counts = list(counts, group.world_size(), "counts")?;
-            let (input, mut output) = (input.elements()?, output.elements()?);
+            let input = input.elements()?;
+            let mut output = output.elements()?;
             group.reduce_scatter_v(&input, &mut output, counts, reduce_op(op)?)
         };
     flow_all_to_all_v(

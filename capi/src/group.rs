@@ -3,10 +3,10 @@
 use std::ffi::{c_char, c_int};
 
 use flow_comm::env::{Membership, Rendezvous};
-use flow_comm::{Error, Label, ProcessGroup, DEFAULT_TIMEOUT};
+use flow_comm::{DEFAULT_TIMEOUT, Error, Label, ProcessGroup};
 
-use crate::arguments::{duration, list, optional_text, reference, text, Place};
-use crate::status::{call, Failure, Result};
+use crate::arguments::{Place, duration, list, optional_text, reference, text};
+use crate::status::{Failure, Result, call};
 
 /// `flow_group`.
 pub struct Group(pub ProcessGroup);
@@ -23,28 +23,28 @@ pub struct Member {
     token: *const c_char,
 }
 
+/// What a handle stands for.
+///
 /// # Safety
 ///
 /// It is null or lives.
-pub unsafe fn group<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
+pub unsafe fn member<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
     // SAFETY: the caller's promise.
     unsafe { reference(group, "group") }.map(|Group(group)| group)
 }
 
 /// Runs what the function of this name does with a group.
-///
-/// # Safety
-///
-/// The group is null or lives.
-pub unsafe fn on(
+pub fn on(
     name: &str,
-    handle: *const Group,
+    group: Result<&ProcessGroup>,
     body: impl FnOnce(&ProcessGroup) -> Result<()>,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    let group = unsafe { group(handle) };
     let rank = group.as_ref().ok().map(|group| group.ranks()[group.rank()]);
     call(name, rank, || body(group?))
+}
+
+fn cannot_join(rank: usize, reason: String) -> Failure {
+    Failure::argument(format!("rank {rank}: flow_join: {reason}"))
 }
 
 fn handle(group: ProcessGroup) -> *mut Group {
@@ -57,29 +57,39 @@ impl Member {
     /// Its texts are null or end with a zero.
     unsafe fn membership(&self) -> Result<Membership> {
         // SAFETY: the caller's promise.
-        let (address, token) = unsafe {
-            (optional_text(self.address, "address")?, optional_text(self.token, "token")?)
-        };
+        let address = unsafe { optional_text(self.address, "address") }?;
+        // SAFETY: the caller's promise.
+        let token = unsafe { optional_text(self.token, "token") }?;
         let Self { rank, world_size, local_rank, local_world_size, .. } = *self;
-        let wrong = |reason: String| Failure::argument(format!("rank {rank}: flow_join: {reason}"));
         if rank >= world_size {
-            return Err(wrong(format!("the rank must be below the world size, {world_size}")));
+            return Err(cannot_join(
+                rank,
+                format!("the rank must be below the world size, {world_size}"),
+            ));
         }
         if local_rank >= local_world_size || local_world_size > world_size {
-            return Err(wrong(format!(
-                "local rank {local_rank} of {local_world_size}: it must be below that, and that at \
+            return Err(cannot_join(
+                rank,
+                format!(
+                    "local rank {local_rank} of {local_world_size}: it must be below that, and that at \
                  most the world size, {world_size}"
-            )));
+                ),
+            ));
         }
         let rendezvous = match (address, token) {
             (None, _) if world_size == 1 => Rendezvous::None,
             (Some(address), Some(token)) => {
-                let address = address
-                    .parse()
-                    .map_err(|error: flow_comm::store::Error| wrong(error.to_string()))?;
+                let address = address.parse().map_err(|error: flow_comm::store::Error| {
+                    cannot_join(rank, error.to_string())
+                })?;
                 Rendezvous::RankZero { address, token: token.into() }
             }
-            _ => return Err(wrong(format!("{world_size} ranks need an address and a token"))),
+            _ => {
+                return Err(cannot_join(
+                    rank,
+                    format!("{world_size} ranks need an address and a token"),
+                ));
+            }
         };
         let node = usize::try_from(self.node).ok();
         Ok(Membership { rank, world_size, local_rank, local_world_size, node, rendezvous })
@@ -91,7 +101,7 @@ impl Member {
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_join(
     member: *const Member,
     name: *const c_char,
@@ -100,9 +110,11 @@ pub unsafe extern "C" fn flow_join(
 ) -> c_int {
     call("flow_join", None, || {
         // SAFETY: the caller's promise.
-        let (member, name, joined) = unsafe {
-            (member.as_ref(), optional_text(name, "name")?, Place::new(joined, "group")?)
-        };
+        let member = unsafe { member.as_ref() };
+        // SAFETY: the caller's promise.
+        let name = unsafe { optional_text(name, "name") }?;
+        // SAFETY: the caller's promise.
+        let joined = unsafe { Place::new(joined, "group") }?;
         let membership = match member {
             // SAFETY: the caller's promise.
             Some(member) => unsafe { member.membership() }?,
@@ -120,7 +132,7 @@ pub unsafe extern "C" fn flow_join(
 /// # Safety
 ///
 /// The group came from this library, and is not used any more; or it is null.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_leave(group: *mut Group) {
     if !group.is_null() {
         // SAFETY: the caller's promise.
@@ -137,7 +149,7 @@ pub unsafe extern "C" fn flow_leave(group: *mut Group) {
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_new_group_of(
     group: *const Group,
     ranks: *const usize,
@@ -145,15 +157,18 @@ pub unsafe extern "C" fn flow_new_group_of(
     key: *const c_char,
     made: *mut *mut Group,
 ) -> c_int {
-    let body = |group: &ProcessGroup| {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_new_group_of", group, |group| {
         // SAFETY: the caller's promise.
-        let (ranks, key, made) =
-            unsafe { (list(ranks, count, "ranks")?, text(key, "key")?, Place::new(made, "made")?) };
+        let ranks = unsafe { list(ranks, count, "ranks") }?;
+        // SAFETY: the caller's promise.
+        let key = unsafe { text(key, "key") }?;
+        // SAFETY: the caller's promise.
+        let made = unsafe { Place::new(made, "made") }?;
         made.set(handle(group.new_group_of(ranks, key)?));
         Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { on("flow_new_group_of", group, body) }
+    })
 }
 
 /// See `flow_comm.h`.
@@ -161,20 +176,20 @@ pub unsafe extern "C" fn flow_new_group_of(
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_with_timeout(
     group: *const Group,
     seconds: f64,
     made: *mut *mut Group,
 ) -> c_int {
-    let body = |group: &ProcessGroup| {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_with_timeout", group, |group| {
         // SAFETY: the caller's promise.
         let made = unsafe { Place::new(made, "made") }?;
         made.set(handle(group.with_timeout(duration(seconds)?)));
         Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { on("flow_with_timeout", group, body) }
+    })
 }
 
 /// See `flow_comm.h`.
@@ -182,14 +197,16 @@ pub unsafe extern "C" fn flow_with_timeout(
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_with_label(
     group: *const Group,
     operation: *const c_char,
     elements: *const c_char,
     made: *mut *mut Group,
 ) -> c_int {
-    let body = |group: &ProcessGroup| {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_with_label", group, |group| {
         // SAFETY: the caller's promise.
         let operation = unsafe { text(operation, "operation") }?;
         // SAFETY: the caller's promise.
@@ -204,9 +221,7 @@ pub unsafe extern "C" fn flow_with_label(
         })?;
         made.set(handle(group.with_label(label)));
         Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { on("flow_with_label", group, body) }
+    })
 }
 
 /// See `flow_comm.h`.
@@ -214,12 +229,14 @@ pub unsafe extern "C" fn flow_with_label(
 /// # Safety
 ///
 /// The group is null or lives.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_set_timeout(group: *const Group, seconds: f64) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe {
-        on("flow_set_timeout", group, |group| duration(seconds).map(|time| group.set_timeout(time)))
-    }
+    let group = unsafe { member(group) };
+    on("flow_set_timeout", group, |group| {
+        group.set_timeout(duration(seconds)?);
+        Ok(())
+    })
 }
 
 /// See `flow_comm.h`.
@@ -227,17 +244,17 @@ pub unsafe extern "C" fn flow_set_timeout(group: *const Group, seconds: f64) -> 
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -> c_int {
-    let body = |group: &ProcessGroup| {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_abort", group, |group| {
         // SAFETY: the caller's promise.
         let cause = unsafe { text(cause, "cause") }?;
         group.check_process("abort")?;
         group.abort(cause);
         Ok(())
-    };
-    // SAFETY: the caller's promise.
-    unsafe { on("flow_abort", group, body) }
+    })
 }
 
 /// Functions that read a number of a group: 0 of none.
@@ -248,10 +265,10 @@ macro_rules! numbers_of_group {
         /// # Safety
         ///
         /// The group is null or lives.
-        #[no_mangle]
+        #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(handle: *const Group) -> usize {
             // SAFETY: the caller's promise.
-            unsafe { group(handle) }.map_or(0, ProcessGroup::$method)
+            unsafe { member(handle) }.map_or(0, ProcessGroup::$method)
         }
     )*};
 }

@@ -4,9 +4,9 @@ use std::ffi::{c_int, c_void};
 
 use flow_comm::{Block, Buffer, DType};
 
-use crate::arguments::{self, dtype, Place};
-use crate::group::{group, Group};
-use crate::status::{call, Failure, Result};
+use crate::arguments::{self, Place, dtype};
+use crate::group::{Group, member};
+use crate::status::{Failure, Result, call};
 
 /// `flow_buffer`.
 #[repr(C)]
@@ -94,7 +94,7 @@ unsafe impl Send for Elements {}
 /// # Safety
 ///
 /// The pointers are null or as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_alloc(
     handle: *const Group,
     bytes: usize,
@@ -103,8 +103,11 @@ pub unsafe extern "C" fn flow_alloc(
 ) -> c_int {
     call("flow_alloc", None, || {
         // SAFETY: the caller's promise.
-        let (group, made, data) =
-            unsafe { (group(handle)?, Place::new(made, "block")?, Place::new(data, "data")?) };
+        let group = unsafe { member(handle) }?;
+        // SAFETY: the caller's promise.
+        let made = unsafe { Place::new(made, "block") }?;
+        // SAFETY: the caller's promise.
+        let data = unsafe { Place::new(data, "data") }?;
         group.check_process("alloc")?;
         let block = group.arena().allocate(bytes).ok_or_else(|| {
             let rank = group.ranks()[group.rank()];
@@ -121,7 +124,7 @@ pub unsafe extern "C" fn flow_alloc(
 /// # Safety
 ///
 /// The block came from `flow_alloc`, and is not used any more; or it is null.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_free(block: *mut Block) {
     if !block.is_null() {
         // SAFETY: the caller's promise.
@@ -138,7 +141,7 @@ pub unsafe extern "C" fn flow_free(block: *mut Block) {
 /// # Safety
 ///
 /// The group is null or lives.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_is_shared(
     group: *const Group,
     data: *const c_void,

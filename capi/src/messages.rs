@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 
 use crate::arguments::Place;
-use crate::group::{on, Group};
+use crate::group::{Group, member, on};
 use crate::memory::Memory;
 
 /// See `flow_comm.h`.
@@ -11,7 +11,7 @@ use crate::memory::Memory;
 /// # Safety
 ///
 /// The group is null or lives, and the buffer is as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_send(
     group: *const Group,
     data: Memory,
@@ -19,7 +19,12 @@ pub unsafe extern "C" fn flow_send(
     tag: u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe { on("flow_send", group, |group| Ok(group.send_with_tag(&data.elements()?, to, tag)?)) }
+    let group = unsafe { member(group) };
+    on("flow_send", group, |group| {
+        // SAFETY: the caller's promise.
+        let data = unsafe { data.elements() }?;
+        Ok(group.send_with_tag(&data, to, tag)?)
+    })
 }
 
 /// See `flow_comm.h`.
@@ -27,7 +32,7 @@ pub unsafe extern "C" fn flow_send(
 /// # Safety
 ///
 /// The group is null or lives, and the buffer is as the header says.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_recv(
     group: *const Group,
     data: Memory,
@@ -35,9 +40,12 @@ pub unsafe extern "C" fn flow_recv(
     tag: u32,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe {
-        on("flow_recv", group, |group| Ok(group.recv_with_tag(&mut data.elements()?, from, tag)?))
-    }
+    let group = unsafe { member(group) };
+    on("flow_recv", group, |group| {
+        // SAFETY: the caller's promise.
+        let mut data = unsafe { data.elements() }?;
+        Ok(group.recv_with_tag(&mut data, from, tag)?)
+    })
 }
 
 /// See `flow_comm.h`.
@@ -46,7 +54,7 @@ pub unsafe extern "C" fn flow_recv(
 ///
 /// The group is null or lives, and the buffer is as the header says; `from` is null or can be
 /// written.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn flow_recv_any(
     group: *const Group,
     data: Memory,
@@ -54,11 +62,13 @@ pub unsafe extern "C" fn flow_recv_any(
     from: *mut usize,
 ) -> c_int {
     // SAFETY: the caller's promise.
-    unsafe {
-        on("flow_recv_any", group, |group| {
-            let from = Place::new(from, "from")?;
-            from.set(group.recv_any(&mut data.elements()?, tag)?);
-            Ok(())
-        })
-    }
+    let group = unsafe { member(group) };
+    on("flow_recv_any", group, |group| {
+        // SAFETY: the caller's promise.
+        let from = unsafe { Place::new(from, "from") }?;
+        // SAFETY: the caller's promise.
+        let mut data = unsafe { data.elements() }?;
+        from.set(group.recv_any(&mut data, tag)?);
+        Ok(())
+    })
 }

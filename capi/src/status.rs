@@ -2,8 +2,8 @@
 
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::{c_char, c_int, CString};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::ffi::{CString, c_char, c_int};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 
 use flow_comm::Error;
@@ -89,7 +89,7 @@ pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) 
 static INTERRUPT_CHECK: OnceLock<extern "C" fn() -> bool> = OnceLock::new();
 
 /// See `flow_comm.h`.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub extern "C" fn flow_set_interrupt_check(is_interrupted: Option<extern "C" fn() -> bool>) {
     let Some(is_interrupted) = is_interrupted else { return };
     // The first one stays.
@@ -98,7 +98,7 @@ pub extern "C" fn flow_set_interrupt_check(is_interrupted: Option<extern "C" fn(
 }
 
 /// See `flow_comm.h`.
-#[no_mangle]
+#[unsafe(no_mangle)]
 pub extern "C" fn flow_error_message() -> *const c_char {
     MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use flow_harness::cli::{launcher, run};
-use flow_harness::{job, program, Process, TEST_TIMEOUT};
+use flow_harness::{Process, TEST_TIMEOUT, job, program};
 
 fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))

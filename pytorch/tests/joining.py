@@ -3,11 +3,13 @@
 usage: joining.py FOLDER
 """
 
+import inspect
 import os
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -74,7 +76,20 @@ def loops_that_try_again():
     return meets()
 
 
-CASES = ranks_that_have_joined_unequally_often, one_store_twice, rank_that_is_missing, loops_that_try_again
+def reconfigurable_group():
+    """Refused, by whichever PyTorch can ask for it: since 2.14."""
+    try:
+        if "enable_reconfigure" in inspect.signature(dist.init_process_group).parameters:
+            store = dist.FileStore(str(FOLDER / "reconfigurable"), 2)
+            dist.init_process_group("flow", store=store, rank=RANK, world_size=2, enable_reconfigure=True)
+        else:
+            flow_torch._create(SimpleNamespace(enable_reconfigure=True), None)
+    except NotImplementedError as error:
+        return "cannot be reconfigured" in str(error)
+    return False
+
+
+CASES = reconfigurable_group, ranks_that_have_joined_unequally_often, one_store_twice, rank_that_is_missing, loops_that_try_again
 
 
 def main():

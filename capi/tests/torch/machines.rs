@@ -2,11 +2,11 @@
 
 use std::process::Command;
 
-use flow_harness::net::{ipv4, Net};
+use flow_harness::net::{Net, ipv4};
 use flow_harness::python::python;
-use flow_harness::{assert_contains, job, Process, TEST_TIMEOUT};
+use flow_harness::{Process, TEST_TIMEOUT, assert_contains, job};
 
-use crate::{is_skipped, script, with_flow, with_part, PARTS};
+use crate::{PARTS, is_skipped, script, with_flow, with_part};
 
 /// A rank of `machines.py`.
 fn rank(number: usize, store: &str) -> Command {

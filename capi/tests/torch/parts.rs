@@ -2,7 +2,7 @@
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::python;
-use flow_harness::{executable, Finished};
+use flow_harness::{Finished, executable};
 
 use crate::{is_skipped, script, with_flow};
 

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, python, python_path};
-use flow_harness::{program, root, Finished};
+use flow_harness::{Finished, program, root};
 use tempfile::TempDir;
 
 use crate::{is_skipped, script, torchrun};
