@@ -1,30 +1,31 @@
-//! What can go wrong in a pipeline.
+//! Errors of pipelines.
 
 use std::ops::Range;
 
 use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
 use flow_plan::schedule::Action;
 
 /// Errors of pipelines. Ranks are those in the job.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What a rank was doing failed: its stage, its loss, or a message. The other ranks' steps fail
-    /// as well.
+    /// An action of this rank failed: its stage, its loss, or a message. The other ranks' steps fail as
+    /// well.
     #[error("rank {rank}: {action} failed: {cause}")]
     Action {
         /// This rank.
         rank: usize,
-        /// What it was doing.
+        /// The action that failed.
         action: Action,
         /// The cause.
         cause: BoxError,
     },
-    /// A part of a step that belongs to no action failed.
+    /// A part of a step failed that belongs to no action.
     #[error("rank {rank}: {operation} failed: {cause}")]
     Step {
         /// This rank.
         rank: usize,
-        /// Which part.
+        /// The part that failed.
         operation: &'static str,
         /// The cause.
         cause: BoxError,
@@ -35,12 +36,12 @@ pub enum Error {
     /// A layer cannot be measured.
     #[error("layer {layer} cannot be measured: {cause}")]
     Layer {
-        /// Which of the layers, from 0.
+        /// The number of the layer, from 0.
         layer: usize,
         /// The cause.
         cause: BoxError,
     },
-    /// [`Layers::into_stages`](crate::Layers::into_stages) has ranges of other layers.
+    /// [`Layers::into_stages`](crate::Layers::into_stages) has ranges that do not divide the layers.
     #[error(
         "{ranges:?} do not divide {layers} layers: give ranges that follow each other from 0 to \
          {layers}, such as those of split_by_parameters"
@@ -48,10 +49,10 @@ pub enum Error {
     Ranges {
         /// The ranges.
         ranges: Vec<Range<usize>>,
-        /// How many layers there are.
+        /// The number of layers.
         layers: usize,
     },
-    /// What was asked for cannot work.
+    /// An argument is wrong.
     #[error("rank {rank}: pipeline: {reason}")]
     Argument {
         /// This rank.
@@ -69,3 +70,11 @@ pub enum Error {
 
 /// Result of a pipeline's methods.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Result of a part of a step. The caller adds the rank and the operation to the error.
+pub(crate) type Outcome<T> = std::result::Result<T, BoxError>;
+
+/// Returns the number in the job of this rank of `group`.
+pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
+    group.ranks()[group.rank()]
+}

@@ -1,18 +1,18 @@
-//! The way of tensors from GPU to GPU.
+//! Links for tensors from GPU to GPU.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use flow_autograd::{current_stream, BoxError, CudaTensor};
+use flow_autograd::{current_stream, BoxError};
 use flow_comm::nccl::{CudaGroup, Event, Stream};
 use flow_comm::ProcessGroup;
 use flow_plan::schedule::Schedule;
-use flow_tensor::{TensorCollectives, Work};
+use flow_tensor::{cuda_tensor, TensorCollectives, Work};
 use tch::Tensor;
 
-/// A group of two ranks for each pair that talks to each other, and for each direction: messages of
-/// a group follow each other on the device, so that two ranks which send to each other before they
-/// receive would wait for each other for ever.
+/// The links of this rank. Each pair of neighbours has a group of two ranks for each direction. For
+/// messages of one group follow each other on the device: two ranks that send to each other before
+/// they receive would wait for ever.
 pub struct Links {
     /// By the rank that this one sends to.
     to: HashMap<usize, Link>,
@@ -20,7 +20,7 @@ pub struct Links {
     from: HashMap<usize, Link>,
 }
 
-/// From rank 0 of a group to rank 1.
+/// A link from rank 0 of a group to rank 1.
 #[derive(Clone)]
 pub struct Link {
     group: ProcessGroup,
@@ -28,34 +28,42 @@ pub struct Link {
 }
 
 impl Links {
-    /// None where ranks do not compute on GPUs. All ranks of the group call this.
+    /// Makes the links, or None where ranks do not compute on GPUs. All ranks of the group call this.
     pub fn new(group: &ProcessGroup, schedule: &Schedule) -> flow_comm::Result<Option<Self>> {
         let Some(device) = group.cuda_device() else { return Ok(None) };
-        let rank_of = |stage| schedule.rank_of(stage);
-        let neighbours = (1..schedule.stages()).map(|stage| (rank_of(stage - 1), rank_of(stage)));
-        let pairs = neighbours.flat_map(|(one, other)| [(one, other), (other, one)]);
-        let pairs: BTreeSet<(usize, usize)> = pairs.filter(|(from, to)| from != to).collect();
+        let mut pairs = BTreeSet::new();
+        for stage in 1..schedule.stages() {
+            let before = schedule.rank_of(stage - 1);
+            let after = schedule.rank_of(stage);
+            if before != after {
+                pairs.insert((before, after));
+                pairs.insert((after, before));
+            }
+        }
         let mut links = Self { to: HashMap::new(), from: HashMap::new() };
         for (from, to) in pairs {
             let Some(pair) = group.new_group(&[from, to])? else { continue };
             let link = Link { cuda: pair.nccl(device.ordinal())?, group: pair };
-            match from == group.rank() {
-                true => links.to.insert(to, link),
-                false => links.from.insert(from, link),
-            };
+            if from == group.rank() {
+                links.to.insert(to, link);
+            } else {
+                links.from.insert(from, link);
+            }
         }
         Ok(Some(links))
     }
 
-    pub fn to(&self, rank: usize) -> Option<Link> {
+    /// Returns the link over which this rank sends to `rank`.
+    pub fn link_to(&self, rank: usize) -> Option<Link> {
         self.to.get(&rank).cloned()
     }
 
-    pub fn from(&self, rank: usize) -> Option<Link> {
+    /// Returns the link over which this rank receives from `rank`.
+    pub fn link_from(&self, rank: usize) -> Option<Link> {
         self.from.get(&rank).cloned()
     }
 
-    /// Has whoever waits on the other sides fail.
+    /// Makes the ranks on the other sides fail.
     pub fn abort(&self, cause: &str) {
         for link in self.to.values().chain(self.from.values()) {
             link.group.abort(cause);
@@ -65,25 +73,22 @@ impl Links {
 }
 
 impl Link {
-    /// A stream that waits for what libtorch has enqueued so far, and for nothing that follows:
-    /// that may wait for what the receiver computes of the tensors to send.
+    /// Returns a stream that waits for what libtorch has enqueued so far, and for nothing later. Later
+    /// work may wait for what the receiver computes of the tensors to send.
     pub fn so_far(&self) -> Result<Stream, BoxError> {
         let device = self.cuda.device();
-        let (stream, event) = (Stream::high_priority(device)?, Event::new(device)?);
+        let stream = Stream::high_priority(device)?;
+        let event = Event::new(device)?;
         event.record(&current_stream(device)?)?;
         stream.wait(&event)?;
         Ok(stream)
     }
 
-    /// Sends contiguous tensors in the order of a stream, and has the host wait until they have been
-    /// sent: their memory is free then.
+    /// Sends contiguous tensors in the order of a stream. The host waits until they have been sent, so
+    /// that their memory is free.
     pub fn send(&self, tensors: &[Tensor], stream: &Stream) -> Result<(), BoxError> {
         for tensor in tensors {
-            let memory = match flow_autograd::dtype(tensor.kind()) {
-                Some(_) => CudaTensor::new(tensor)?,
-                None => CudaTensor::as_bytes(tensor)?,
-            };
-            self.cuda.send(&memory, 1, stream)?;
+            self.cuda.send(&cuda_tensor(tensor)?, 1, stream)?;
         }
         Ok(self.cuda.synchronize()?)
     }

@@ -1,39 +1,41 @@
-//! What ranks of a pipeline send each other: tensors, and what is said of them.
+//! Messages between ranks of a pipeline: tensors with their descriptions.
 
 use std::collections::HashMap;
 use std::fmt;
 
-use flow_autograd::BoxError;
 use flow_global::{from_local, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_plan::schedule::Action;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::error::Outcome;
 use crate::micro_batch::MicroBatch;
 
-/// Comes before the tensors, whose rows may differ.
+/// The first part of a message. The tensors follow.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
-    /// The receive that this is for, as its action is displayed.
-    pub receive: String,
+    /// The receive that takes the message.
+    pub receive: Action,
     pub micro_batch: MicroBatch,
-    /// None stands for a gradient that there is none of.
+    /// The tensors that follow. None stands for a gradient that does not exist.
     pub tensors: Vec<Option<Description>>,
 }
 
 /// A tensor without its elements.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Description {
-    /// A place in [`KINDS`].
+    /// An index into [`KINDS`].
     kind: usize,
-    /// Of what is sent: a global tensor's local.
+    /// The sizes of the sent tensor, which is the local of a global one.
     sizes: Vec<i64>,
     requires_grad: bool,
-    layout: Option<Layout>,
+    /// Of a global tensor only.
+    global: Option<GlobalSizes>,
 }
 
-/// Of a global tensor.
+/// The sizes and SBP of a global tensor.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Layout {
+struct GlobalSizes {
     sizes: Vec<i64>,
     sbp: Vec<String>,
 }
@@ -54,7 +56,7 @@ const KINDS: [Kind; 12] = [
 ];
 
 impl Description {
-    fn of(tensor: &Tensor) -> Result<Self, BoxError> {
+    fn of(tensor: &Tensor) -> Outcome<Self> {
         let local = local_of(tensor)?;
         if let Some(reason) = flow_autograd::unsendable(&local) {
             return Err(format!("a tensor that goes to another stage {reason}").into());
@@ -62,59 +64,57 @@ impl Description {
         let kind = KINDS.iter().position(|&kind| kind == local.kind());
         let kind =
             kind.ok_or_else(|| format!("tensors of kind {:?} cannot be sent", local.kind()))?;
-        let layout = match tensor.is_global() {
-            true => {
-                let sbp = tensor.sbp()?.iter().map(ToString::to_string).collect();
-                Some(Layout { sizes: tensor.size(), sbp })
-            }
-            false => None,
-        };
-        Ok(Self { kind, sizes: local.size(), requires_grad: tensor.requires_grad(), layout })
+        let mut global = None;
+        if tensor.is_global() {
+            let sbp = tensor.sbp()?.iter().map(ToString::to_string).collect();
+            global = Some(GlobalSizes { sizes: tensor.size(), sbp });
+        }
+        Ok(Self { kind, sizes: local.size(), requires_grad: tensor.requires_grad(), global })
     }
 
-    /// Whether a micro-batch of `rows` rows may have this where one of `other_rows` has `other`: what
-    /// the rows make of a size may differ.
+    /// Whether this and `other` differ only in sizes that follow from the rows. The micro-batches have
+    /// `rows` and `other_rows` rows.
     fn fits(&self, rows: i64, other: &Self, other_rows: i64) -> bool {
-        let fits = |sizes: &[i64], others: &[i64]| {
-            let mut pairs = sizes.iter().zip(others);
-            sizes.len() == others.len()
-                && pairs.all(|(&size, &other)| size == other || size * other_rows == other * rows)
-        };
-        let sizes_fit = match (&self.layout, &other.layout) {
+        if self.kind != other.kind || self.requires_grad != other.requires_grad {
+            return false;
+        }
+        let (sizes, others) = match (&self.global, &other.global) {
             // Ranks may have uneven parts.
-            (Some(one), Some(other)) => one.sbp == other.sbp && fits(&one.sizes, &other.sizes),
-            (None, None) => fits(&self.sizes, &other.sizes),
-            _ => false,
+            (Some(one), Some(other)) if one.sbp == other.sbp => (&one.sizes, &other.sizes),
+            (None, None) => (&self.sizes, &other.sizes),
+            _ => return false,
         };
-        (self.kind, self.requires_grad) == (other.kind, other.requires_grad) && sizes_fit
+        let mut pairs = sizes.iter().zip(others);
+        sizes.len() == others.len()
+            && pairs.all(|(&size, &other)| size == other || size * other_rows == other * rows)
     }
 
-    /// Room for what is sent.
-    pub fn empty(&self, device: Device) -> Result<Tensor, BoxError> {
+    /// Makes an empty tensor to receive into.
+    pub fn empty(&self, device: Device) -> Outcome<Tensor> {
         let kind = *KINDS.get(self.kind).ok_or("a message has a tensor of an unknown kind")?;
         Ok(Tensor::f_empty(&self.sizes[..], (kind, device))?)
     }
 
-    /// The tensor, of what was sent: a leaf.
+    /// Makes the tensor, a leaf, of the received local.
     pub fn tensor(
         &self,
         local: &Tensor,
         placement: Option<&Placement>,
         device: Device,
-    ) -> Result<Tensor, BoxError> {
+    ) -> Outcome<Tensor> {
         let local = local.f_to_device(device)?;
-        let tensor = match (&self.layout, placement) {
+        let tensor = match (&self.global, placement) {
             (None, _) => local,
-            (Some(layout), Some(placement)) => {
-                let sbp =
-                    layout.sbp.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-                from_local(&local, &layout.sizes, placement, sbp)?
+            (Some(GlobalSizes { sizes, sbp }), Some(placement)) => {
+                let sbp = sbp.iter().map(|text| parse(text)).collect::<Outcome<Vec<_>>>()?;
+                from_local(&local, sizes, placement, sbp)?
             }
             (Some(_), None) => {
-                let reason =
+                return Err(
                     "a global tensor came from another stage: say where it is on this rank \
-                              by the builder's placement()";
-                return Err(reason.into());
+                            by the builder's placement()"
+                        .into(),
+                );
             }
         };
         Ok(tensor.set_requires_grad(self.requires_grad))
@@ -124,7 +124,7 @@ impl Description {
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} {:?}", KINDS[self.kind], self.sizes)?;
-        if let Some(Layout { sizes, sbp }) = &self.layout {
+        if let Some(GlobalSizes { sizes, sbp }) = &self.global {
             write!(f, " of the global {sizes:?} with SBP ({})", sbp.join(", "))?;
         }
         let requires = if self.requires_grad { "requires a gradient" } else { "requires none" };
@@ -139,41 +139,43 @@ pub struct Described {
 }
 
 impl Described {
+    /// Describes a tensor.
+    ///
     /// # Errors
     /// The tensor cannot be sent.
-    pub fn of(tensor: Tensor) -> Result<Self, BoxError> {
+    pub fn of(tensor: Tensor) -> Outcome<Self> {
         let description = Description::of(&tensor)?;
         Ok(Self { tensor, description })
     }
 
-    /// The same as a leaf.
+    /// Makes the tensor a leaf.
     pub fn without_graph(self) -> Self {
         let tensor = self.tensor.detach().set_requires_grad(self.description.requires_grad);
         Self { tensor, ..self }
     }
 }
 
-/// What this rank has of a tensor.
-pub fn local_of(tensor: &Tensor) -> Result<Tensor, BoxError> {
-    Ok(match tensor.is_global() {
-        true => tch::no_grad(|| tensor.to_local())?,
-        false => tensor.shallow_clone(),
-    })
+/// Returns this rank's part of a tensor.
+pub fn local_of(tensor: &Tensor) -> Outcome<Tensor> {
+    if tensor.is_global() {
+        return Ok(tch::no_grad(|| tensor.to_local())?);
+    }
+    Ok(tensor.shallow_clone())
 }
 
-/// What is sent of a tensor: contiguous, and in memory of the host if that sends it.
-pub fn sent(tensor: &Tensor, by_host: bool) -> Result<Tensor, BoxError> {
+/// Returns the contiguous tensor that is sent for `tensor`, in memory of the host if the host sends it.
+pub fn sent(tensor: &Tensor, by_host: bool) -> Outcome<Tensor> {
     let local = local_of(tensor)?.detach();
     let local = if by_host { local.f_to_device(Device::Cpu)? } else { local };
     Ok(local.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?)
 }
 
-/// The outputs of each stage in the first micro-batch of a step: the others have to be alike.
+/// The outputs of each stage in the first micro-batch of a step. Those of the others have to be alike.
 #[derive(Default)]
-pub struct Firsts(HashMap<usize, (MicroBatch, Vec<Description>)>);
+pub struct FirstOutputs(HashMap<usize, (MicroBatch, Vec<Description>)>);
 
-impl Firsts {
-    /// Compares what a stage gives, or takes it as the first.
+impl FirstOutputs {
+    /// Compares a stage's outputs with its first ones, or keeps them if they are the first.
     ///
     /// # Errors
     /// The tensors are not alike.
@@ -182,25 +184,26 @@ impl Firsts {
         stage: usize,
         micro_batch: MicroBatch,
         outputs: &[Described],
-    ) -> Result<(), BoxError> {
-        let own = outputs.iter().map(|output| &output.description);
-        let Some((first, others)) = self.0.get(&stage) else {
-            self.0.insert(stage, (micro_batch, own.cloned().collect()));
+    ) -> Outcome<()> {
+        let descriptions = outputs.iter().map(|output| &output.description);
+        let Some((first, expected)) = self.0.get(&stage) else {
+            self.0.insert(stage, (micro_batch, descriptions.cloned().collect()));
             return Ok(());
         };
         let number = first.index;
-        if own.len() != others.len() {
-            let (now, then) = (own.len(), others.len());
+        if outputs.len() != expected.len() {
             return Err(format!(
-                "the number of outputs is {now}, but in micro-batch {number} it was {then}"
+                "the number of outputs is {}, but in micro-batch {number} it was {}",
+                outputs.len(),
+                expected.len()
             )
             .into());
         }
-        for (at, (own, other)) in own.zip(others).enumerate() {
-            if !own.fits(micro_batch.rows, other, first.rows) {
+        for (at, (description, expected)) in descriptions.zip(expected).enumerate() {
+            if !description.fits(micro_batch.rows, expected, first.rows) {
                 return Err(format!(
-                    "output {at} is {own}, but in micro-batch {number} it was {other}: give each \
-                     micro-batch of a step the same, but for its rows"
+                    "output {at} is {description}, but in micro-batch {number} it was {expected}: \
+                     give each micro-batch of a step the same, but for its rows"
                 )
                 .into());
             }
@@ -209,12 +212,17 @@ impl Firsts {
     }
 }
 
-fn parse(text: &str) -> Result<Sbp, BoxError> {
-    let dim = || text.strip_prefix("S(")?.strip_suffix(')')?.parse().ok();
+/// Reads an SBP that [`Description`] can have.
+fn parse(text: &str) -> Outcome<Sbp> {
     match text {
-        "B" => Ok(B),
-        "P" => Ok(P),
-        _ => dim().map(S).ok_or_else(|| format!("a tensor of SBP {text} cannot be sent").into()),
+        "B" => return Ok(B),
+        "P" => return Ok(P),
+        _ => {}
+    }
+    let dim = text.strip_prefix("S(").and_then(|text| text.strip_suffix(')'));
+    match dim.and_then(|dim| dim.parse().ok()) {
+        Some(dim) => Ok(S(dim)),
+        None => Err(format!("a tensor of SBP {text} cannot be sent").into()),
     }
 }
 
@@ -231,12 +239,22 @@ mod tests {
     }
 
     #[test]
+    fn a_message_names_the_receive_that_takes_it() {
+        let schedule = flow_plan::schedule::Schedule::zb_v(2, 3).unwrap();
+        for &receive in schedule.actions(0).iter().filter(|action| action.send().is_some()) {
+            let header = Header { receive, micro_batch: MicroBatch::new(1, 3, 7), tensors: vec![] };
+            let text = serde_json::to_vec(&header).unwrap();
+            assert_eq!(serde_json::from_slice::<Header>(&text).unwrap(), header);
+        }
+    }
+
+    #[test]
     fn micro_batches_may_differ_in_rows_only() {
         let global = |kind, local: i64, sizes: [i64; 2], sbp: [&str; 2]| Description {
             kind,
             sizes: vec![local, sizes[1]],
             requires_grad: true,
-            layout: Some(Layout { sizes: sizes.into(), sbp: sbp.map(str::to_owned).into() }),
+            global: Some(GlobalSizes { sizes: sizes.into(), sbp: sbp.map(str::to_owned).into() }),
         };
         // Ten rows, then eight, over four ranks: this one has three, then two.
         let first = global(6, 3, [10, 4], ["S(0)", "S(0)"]);
@@ -248,7 +266,7 @@ mod tests {
             kind: 6,
             sizes: sizes.into(),
             requires_grad: true,
-            layout: None,
+            global: None,
         };
         assert!(!plain([2, 4]).fits(4, &first, 5));
         assert!(plain([4, 4]).fits(4, &plain([5, 4]), 5));

@@ -1,57 +1,56 @@
 //! Sending and receiving beside the computations.
 //!
-//! Sends and receives of a pair of ranks are in one order on both sides, which the schedule has
-//! made sure of. So each rank has two threads for each other rank that it talks to, flow-comm's
-//! lanes, which send and receive whatever the rank computes meanwhile: no rank waits for a
-//! receiver, and large messages need not be received when they are sent.
+//! The schedule makes sure that sends and receives of a pair of ranks have one order on both sides. So
+//! each rank has two threads, lanes of flow-comm, for each neighbour: one sends and one receives while
+//! the rank computes. No rank waits for a receiver, and a large message need not be received when it
+//! is sent.
 
 use std::collections::{HashMap, VecDeque};
 
-use flow_autograd::BoxError;
 use flow_comm::{Lane, ProcessGroup, Work};
 use flow_plan::schedule::{Action, Schedule};
 use flow_tensor::TensorCollectives;
 use tch::{Device, Tensor};
 
+use crate::error::Outcome;
 use crate::links::{Link, Links};
-use crate::message::{sent, Described, Description, Header};
+use crate::message::{sent, Described, Header};
 use crate::micro_batch::MicroBatch;
 
-/// Receives that are under way from each rank: one for what is computed next, and one after it.
+/// The number of receives that are under way from each rank: one for the next computation, and one
+/// after it.
 const AHEAD: usize = 2;
-
-type Outcome<T> = Result<T, BoxError>;
 
 /// The messages of one step.
 pub struct Messages<'a> {
     group: &'a ProcessGroup,
-    /// On GPUs: the way of tensors.
+    /// The links of tensors, if ranks compute on GPUs.
     links: Option<&'a Links>,
     device: Device,
     schedule: &'a Schedule,
     sends: Vec<Work<Outcome<()>>>,
-    /// By the rank that they are from.
+    /// Receives, by the rank that sends.
     from: HashMap<usize, Receives>,
 }
 
 #[derive(Default)]
 struct Receives {
-    /// Not begun yet.
+    /// Receives that have not begun yet.
     left: VecDeque<Action>,
     under_way: VecDeque<Work<Outcome<Received>>>,
 }
 
-/// A message.
+/// A received message: its header and its tensors.
 pub struct Received {
     pub header: Header,
-    /// What came of each tensor that there is.
+    /// The local of each tensor in the header that is not None.
     pub locals: Vec<Tensor>,
-    /// What is on its way to them, on GPUs.
+    /// Receives into these tensors that are under way, on GPUs.
     under_way: Vec<flow_tensor::Work>,
 }
 
 impl<'a> Messages<'a> {
-    /// For a rank that carries out these actions.
+    /// Begins the first receives of a rank that carries out these actions.
     pub fn new(
         group: &'a ProcessGroup,
         links: Option<&'a Links>,
@@ -88,10 +87,11 @@ impl<'a> Messages<'a> {
             }
             descriptions.push(tensor.map(|tensor| tensor.description));
         }
-        let receive = receive.to_string();
         let header = serde_json::to_vec(&Header { receive, micro_batch, tensors: descriptions })?;
-        let link = self.links.and_then(|links| links.to(to));
-        let link = link.map(|link| Outcome::Ok((link.so_far()?, link))).transpose()?;
+        let link = match self.links.and_then(|links| links.link_to(to)) {
+            Some(link) => Some((link.so_far()?, link)),
+            None => None,
+        };
         self.sends.push(self.group.start(Lane::To(to), "send", move |group| {
             group.send(&[header.len() as i64][..], to)?;
             group.send(&header[..], to)?;
@@ -103,7 +103,7 @@ impl<'a> Messages<'a> {
         Ok(())
     }
 
-    /// Waits for what is received next from the rank of this receive.
+    /// Waits for the message that this receive takes.
     pub fn receive(&mut self, action: Action) -> Outcome<Received> {
         let from = sender(self.schedule, action).ok_or("there is nothing to receive")?;
         let receives = self.from.get_mut(&from).ok_or("there is nothing to receive")?;
@@ -113,10 +113,10 @@ impl<'a> Messages<'a> {
         for work in received.under_way.drain(..) {
             drop(work.wait()?);
         }
-        let came = &received.header.receive;
-        if *came != action.to_string() {
+        let taker = received.header.receive;
+        if taker != action {
             return Err(format!(
-                "the rank's message is for the {came}: give all ranks the same schedule"
+                "the rank's message is for the {taker}: give all ranks the same schedule"
             )
             .into());
         }
@@ -130,11 +130,8 @@ impl<'a> Messages<'a> {
 
     fn begin_receives(&mut self, from: usize) -> Outcome<()> {
         let Some(receives) = self.from.get_mut(&from) else { return Ok(()) };
-        let link = self.links.and_then(|links| links.from(from));
-        let device = match link {
-            Some(_) => self.device,
-            None => Device::Cpu,
-        };
+        let link = self.links.and_then(|links| links.link_from(from));
+        let device = if link.is_some() { self.device } else { Device::Cpu };
         while receives.under_way.len() < AHEAD && receives.left.pop_front().is_some() {
             let link = link.clone();
             receives.under_way.push_back(self.group.start(
@@ -161,21 +158,21 @@ fn receive_tensors(
     from: usize,
 ) -> Outcome<Received> {
     let header: Header = serde_json::from_slice(header)?;
+    let mut locals = Vec::new();
     let mut under_way = Vec::new();
-    let receive = |description: &Description| {
+    for description in header.tensors.iter().flatten() {
         let mut local = description.empty(device)?;
         match link {
             _ if local.numel() == 0 => {}
             Some(link) => under_way.push(link.receive(local.shallow_clone())?),
             None => group.recv_tensor(&mut local, from)?,
         }
-        Outcome::Ok(local)
-    };
-    let locals = header.tensors.iter().flatten().map(receive).collect::<Outcome<_>>()?;
+        locals.push(local);
+    }
     Ok(Received { header, locals, under_way })
 }
 
-/// The rank that a receive is from.
+/// Returns the rank that sends what this action receives.
 fn sender(schedule: &Schedule, action: Action) -> Option<usize> {
     action.send().map(|send| schedule.rank_of(send.stage()))
 }

@@ -1,15 +1,15 @@
 //! Parts of a batch.
 
 use flow_autograd::BoxError;
-use flow_global::{from_local, GlobalTensor, Sbp};
+use flow_global::{from_local, GlobalTensor, Placement, Sbp};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-/// One of the parts of a batch that pass the stages one after the other. Parts are equal, but the
-/// first ones have one row more if the batch cannot be divided evenly (`torch.tensor_split`).
+/// A part of a batch. The parts pass the stages one after the other. If the batch cannot be divided
+/// evenly, the first parts have one row more (`torch.tensor_split`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MicroBatch {
-    /// Which one, from 0.
+    /// Its number, from 0.
     pub index: usize,
     /// Its first row in the batch.
     pub start: i64,
@@ -20,24 +20,26 @@ pub struct MicroBatch {
 }
 
 impl MicroBatch {
-    /// One of `count` parts.
+    /// Makes one of `count` parts.
     pub(crate) fn new(index: usize, count: usize, batch_rows: i64) -> Self {
-        let (at, count) = (index as i64, count as i64);
-        let (rows, longer) = (batch_rows / count, batch_rows % count);
-        let start = at * rows + at.min(longer);
-        Self { index, start, rows: rows + i64::from(at < longer), batch_rows }
+        let at = index as i64;
+        let count = count as i64;
+        let least = batch_rows / count;
+        let longer = batch_rows % count;
+        let start = at * least + at.min(longer);
+        Self { index, start, rows: least + i64::from(at < longer), batch_rows }
     }
 
-    /// Its share of the batch.
+    /// Returns its share of the batch.
     pub(crate) fn weight(&self) -> f64 {
         self.rows as f64 / self.batch_rows as f64
     }
 
-    /// Its rows of a tensor that has the rows of the batch, such as the labels. Of a global tensor
+    /// Takes its rows of a tensor that has the rows of the batch, such as the labels. Of a global tensor
     /// each rank takes these rows of its local.
     ///
     /// # Panics
-    /// The tensor has not as many rows as the batch. (In a loss this is an error of the step.)
+    /// The tensor has another number of rows than the batch. In a loss this is an error of the step.
     pub fn of(&self, tensor: &Tensor) -> Tensor {
         self.try_of(tensor).unwrap_or_else(|error| panic!("{error}"))
     }
@@ -47,11 +49,11 @@ impl MicroBatch {
             self.check(tensor)?;
             return Ok(tensor.f_narrow(0, self.start, self.rows)?);
         }
-        let (placement, sbp) = (tensor.placement()?, tensor.sbp()?);
+        let placement = tensor.placement()?;
+        let sbp = tensor.sbp()?;
         let local = tensor.to_local()?;
         self.check(&local)?;
-        let axes = sbp.iter().zip(placement.shape());
-        let parts: usize = axes.filter(|(&sbp, _)| sbp == Sbp::Split(0)).map(|(_, &n)| n).product();
+        let parts = parts_of_rows(&placement, &sbp);
         let mut sizes = tensor.size();
         if sizes[0] != self.batch_rows * parts as i64 {
             return Err(format!(
@@ -79,7 +81,7 @@ impl MicroBatch {
     }
 }
 
-/// What micro-batches have, as one tensor: the other way round than [`MicroBatch::of`].
+/// Joins the tensors of micro-batches, the reverse of [`MicroBatch::of`].
 pub(crate) fn join(parts: &[(MicroBatch, Tensor)]) -> Result<Tensor, BoxError> {
     let Some((_, first)) = parts.first() else { return Err("there is nothing to join".into()) };
     if !first.is_global() {
@@ -89,9 +91,8 @@ pub(crate) fn join(parts: &[(MicroBatch, Tensor)]) -> Result<Tensor, BoxError> {
     if let [(_, whole)] = parts {
         return Ok(whole.shallow_clone());
     }
-    let (placement, sbp) = (first.placement()?, first.sbp()?);
-    let axes = sbp.iter().zip(placement.shape());
-    let split: usize = axes.filter(|(&sbp, _)| sbp == Sbp::Split(0)).map(|(_, &n)| n).product();
+    let placement = first.placement()?;
+    let sbp = first.sbp()?;
     let mut locals = Vec::new();
     for (micro_batch, part) in parts {
         let local = part.to_local()?;
@@ -110,16 +111,27 @@ pub(crate) fn join(parts: &[(MicroBatch, Tensor)]) -> Result<Tensor, BoxError> {
     }
     let local = Tensor::f_cat(&locals, 0)?;
     let mut sizes = first.size();
-    sizes[0] = local.size()[0] * split as i64;
+    sizes[0] = local.size()[0] * parts_of_rows(&placement, &sbp) as i64;
     Ok(from_local(&local, sizes, &placement, sbp)?)
 }
 
-/// The rows that this rank has of a batch.
+/// Returns the number of parts into which ranks split the rows of a global tensor.
+fn parts_of_rows(placement: &Placement, sbp: &[Sbp]) -> usize {
+    let mut parts = 1;
+    for (&sbp, &ranks) in sbp.iter().zip(placement.shape()) {
+        if sbp == Sbp::Split(0) {
+            parts *= ranks;
+        }
+    }
+    parts
+}
+
+/// Returns the number of rows of this rank's part of a batch.
 pub(crate) fn local_rows(tensor: &Tensor) -> Result<Option<i64>, BoxError> {
-    Ok(match tensor.is_global() {
-        true => batch_rows(&tensor.to_local()?),
-        false => batch_rows(tensor),
-    })
+    if tensor.is_global() {
+        return Ok(batch_rows(&tensor.to_local()?));
+    }
+    Ok(batch_rows(tensor))
 }
 
 fn batch_rows(tensor: &Tensor) -> Option<i64> {

@@ -1,4 +1,4 @@
-//! The pipeline as a program has it.
+//! The pipeline, as programs use it.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use flow_global::{no_sync, Placement};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Outcome, Result};
 use crate::executor::{Allocated, Executor, Last, Results, Step};
 use crate::links::Links;
 use crate::messages::Messages;
@@ -22,35 +22,35 @@ use crate::tied::Tied;
 
 /// A model whose stages are on different ranks. See the crate for an example.
 ///
-/// After a step, loss, gradients and, once the optimizer has run, weights are those of one process
-/// that has the whole batch, to rounding: the loss is the mean over the batch.
+/// After a step, loss and gradients equal those of one process that has the whole batch, to rounding.
+/// So do the weights once the optimizer has run. The loss is the mean over the batch.
 ///
 /// A step that fails on one rank fails on all, and on the replicas of its stages. The pipeline is then
-/// unusable, as are its `Ddp`s, and its placement's group: make them anew, or end the job.
+/// unusable, as are its `Ddp`s and its placement's group: make them anew, or end the job.
 pub struct Pipeline {
-    /// The ranks along the axis.
+    /// The ranks along the axis, in a group of the pipeline's own.
     pub(crate) group: ProcessGroup,
     pub(crate) schedule: Schedule,
     pub(crate) stages: BTreeMap<usize, Box<dyn Stage>>,
     pub(crate) placement: Option<Placement>,
     pub(crate) device: Device,
     pub(crate) recomputes: bool,
-    /// Where ranks compute on GPUs.
+    /// The links of tensors, if ranks compute on GPUs.
     pub(crate) links: Option<Links>,
     pub(crate) tied: Vec<Tied>,
     pub(crate) steps: u64,
     pub(crate) allocated: RefCell<Allocated>,
-    /// Of the last training step, with the time that it took.
+    /// The measurements of the last training step, with the time that it took.
     pub(crate) measured: Option<(Measured, Duration)>,
 }
 
 impl Pipeline {
-    /// The schedule.
+    /// Returns the schedule.
     pub fn schedule(&self) -> &Schedule {
         &self.schedule
     }
 
-    /// This rank's stages.
+    /// Returns the numbers of this rank's stages.
     pub fn stages(&self) -> Vec<usize> {
         self.stages.keys().copied().collect()
     }
@@ -60,18 +60,18 @@ impl Pipeline {
         self.stages.contains_key(&0)
     }
 
-    /// Whether this rank has the last stage, and so needs what the loss compares outputs with.
+    /// Whether this rank has the last stage, and so needs the targets of the loss.
     pub fn needs_targets(&self) -> bool {
         self.stages.contains_key(&(self.schedule.stages() - 1))
     }
 
-    /// A weight that these stages share, such as the embedding of the first and the last one: its
-    /// copies become that of the first of these stages, and after each step have the sum of all
+    /// Ties a weight that these stages share, such as the embedding of the first and the last one. All
+    /// copies become that of the first of these stages. After each step they have the sum of all
     /// copies' gradients. `weight` is this rank's copy, if it has one of the stages; a rank with
     /// several of them has one copy for all. All ranks of the pipeline call this.
     ///
     /// # Errors
-    /// No copy where there must be one, copies that differ in shape, or a collective that fails.
+    /// A copy is missing, copies differ in shape, or a collective fails.
     pub fn tie(&mut self, stages: &[usize], weight: Option<&Tensor>) -> Result<()> {
         if let Some(stage) = stages.iter().find(|&&stage| stage >= self.schedule.stages()) {
             let count = self.schedule.stages();
@@ -102,18 +102,18 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Forward and backward of a batch. Gradients are added to `.grad`, as always: the program zeroes
-    /// them before, and has its optimizer step after.
+    /// Runs forward and backward of a batch. Gradients are added to `.grad`, as always: the program
+    /// zeroes them before, and calls its optimizer after.
     ///
     /// The rank of the first stage gives the tensors of the batch, whose first dimension is the
-    /// batch; others may give none. A batch has at least as many rows as there are micro-batches.
-    /// `loss` is called for each micro-batch where the last stage is, and gives its mean; with
-    /// recomputation it may be called twice. Returns the mean loss of the batch there, None on the
-    /// other ranks. All ranks of the pipeline call this.
+    /// batch; others may give none. A batch has at least as many rows as there are micro-batches. On
+    /// the rank of the last stage, `loss` is called for each micro-batch, and returns its mean loss.
+    /// With recomputation it may be called twice. That rank gets the mean loss of the batch, the others
+    /// None. All ranks of the pipeline call this.
     ///
     /// # Errors
-    /// A stage, the loss or a message failed on this rank, or on another; a batch has fewer rows than
-    /// there are micro-batches, of which all ranks learn: drop such a last batch, or pad it.
+    /// A stage, the loss or a message failed on this rank, or on another. Or a batch has fewer rows than
+    /// there are micro-batches, which fails on all ranks: drop such a last batch, or pad it.
     pub fn step(
         &mut self,
         inputs: &[Tensor],
@@ -124,36 +124,38 @@ impl Pipeline {
         Ok(results.loss)
     }
 
-    /// Forward only, without gradients. Returns the outputs of the whole batch on the rank of the
+    /// Runs forwards only, without gradients. Returns the outputs of the whole batch on the rank of the
     /// last stage, None on the others. All ranks of the pipeline call this.
     ///
     /// # Errors
-    /// As [`Pipeline::step`].
+    /// Those of [`Pipeline::step`].
     pub fn forward(&mut self, inputs: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
-        let is_forward = |action: &&Action| {
+        let mut actions = self.schedule.actions(self.group.rank()).to_vec();
+        actions.retain(|action| {
             matches!(
                 action,
                 Action::Forward { .. }
                     | Action::SendActivation { .. }
                     | Action::RecvActivation { .. }
             )
-        };
-        let actions = self.schedule.actions(self.group.rank()).iter().filter(is_forward);
-        let actions: Vec<Action> = actions.copied().collect();
+        });
         let results = self.run(&actions, inputs, Last::Outputs)?;
-        let parts: Vec<(MicroBatch, Vec<Tensor>)> = results.outputs.into_values().collect();
-        let Some((_, first)) = parts.first() else { return Ok(None) };
-        let whole = |output: usize| {
-            let of = |(part, outputs): &(MicroBatch, Vec<Tensor>)| {
-                Some((*part, outputs.get(output)?.shallow_clone()))
-            };
-            join(&parts.iter().filter_map(of).collect::<Vec<_>>())
-        };
-        let whole: Result<Vec<Tensor>, BoxError> = (0..first.len()).map(whole).collect();
-        Ok(Some(whole.map_err(|error| self.failed("joining the outputs", error))?))
+        // By output: the part of each micro-batch. All micro-batches have as many outputs.
+        let mut parts: Vec<Vec<(MicroBatch, Tensor)>> = Vec::new();
+        for (micro_batch, outputs) in results.outputs.into_values() {
+            parts.resize_with(outputs.len(), Vec::new);
+            for (parts, output) in parts.iter_mut().zip(outputs) {
+                parts.push((micro_batch, output));
+            }
+        }
+        if !self.needs_targets() {
+            return Ok(None);
+        }
+        let outputs = parts.iter().map(|parts| join(parts)).collect::<Outcome<_>>();
+        Ok(Some(outputs.map_err(|error| self.failed("joining the outputs", error))?))
     }
 
-    /// What the last training step took on this rank.
+    /// Reports time and memory of the last training step on this rank.
     ///
     /// # Errors
     /// There has been no step.
@@ -161,38 +163,41 @@ impl Pipeline {
         let Some((measured, took)) = &self.measured else {
             return Err(self.argument("call report() after a step".into()));
         };
-        measured.report(&self.schedule, (self.job_rank(), self.group.rank()), *took)
+        measured.report(&self.schedule, &self.group, *took)
     }
 
-    /// The reports of all ranks of the pipeline, in the order of its axis. All of them call this.
+    /// Gathers the reports of all ranks of the pipeline, in the order of its axis. All of them call this.
     ///
     /// # Errors
-    /// There has been no step; a collective that fails.
+    /// There has been no step, or a collective fails.
     pub fn reports(&self) -> Result<Vec<Report>> {
-        let failed = |error: BoxError| self.failed("gathering the reports", error);
-        let own = serde_json::to_vec(&self.report()?).map_err(|error| failed(error.into()))?;
+        let text = serde_json::to_vec(&self.report()?)
+            .map_err(|error| self.failed("gathering the reports", error.into()))?;
         let mut lengths = vec![0_i64; self.group.world_size()];
-        self.group.all_gather(&[own.len() as i64][..], &mut lengths[..])?;
+        self.group.all_gather(&[text.len() as i64][..], &mut lengths[..])?;
         let lengths: Vec<usize> = lengths.iter().map(|&length| length as usize).collect();
         let mut all = vec![0_u8; lengths.iter().sum()];
-        self.group.all_gather_v(&own[..], &mut all[..], &lengths)?;
+        self.group.all_gather_v(&text[..], &mut all[..], &lengths)?;
         let mut rest = &all[..];
-        let report = |&length: &usize| {
-            let (own, others) = rest.split_at(length);
+        let mut reports = Vec::new();
+        for length in lengths {
+            let (text, others) = rest.split_at(length);
+            let report = serde_json::from_slice(text)
+                .map_err(|error| self.failed("gathering the reports", error.into()))?;
+            reports.push(report);
             rest = others;
-            serde_json::from_slice(own).map_err(|error| failed(error.into()))
-        };
-        lengths.iter().map(report).collect()
+        }
+        Ok(reports)
     }
 
     fn run(&mut self, actions: &[Action], batch: &[Tensor], last: Last) -> Result<Results> {
         let began = Instant::now();
         self.steps += 1;
         let is_training = matches!(last, Last::Loss(_));
-        let outcome = self.check_rows(batch).and_then(|()| self.carry_out(actions, batch, last));
-        let (results, measured) = outcome.inspect_err(|error| {
-            self.abort(&error.to_string());
-        })?;
+        let (results, measured) = self
+            .check_rows(batch)
+            .and_then(|()| self.carry_out(actions, batch, last))
+            .inspect_err(|error| self.abort(&error.to_string()))?;
         if is_training {
             self.measured = Some((measured, began.elapsed()));
         }
@@ -212,7 +217,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Has all ranks fail that wait for this one, or will: of the pipeline, and of its stages.
+    /// Makes all ranks fail that wait for this one, now or later: those of the pipeline, and the replicas
+    /// of its stages.
     fn abort(&self, cause: &str) {
         self.group.abort(cause);
         self.links.iter().for_each(|links| links.abort(cause));
@@ -246,36 +252,32 @@ impl Pipeline {
             Messages::new(&self.group, self.links.as_ref(), self.device, &self.schedule, actions)
                 .map_err(|error| self.failed("step", error))?;
         let tied = self.tied.iter().filter(|_| is_training);
-        let before: Result<Vec<_>, BoxError> = tied.map(|tied| Ok((tied, tied.begin()?))).collect();
-        let before = before.map_err(|error| self.failed("step", error))?;
+        let tied = tied
+            .map(|tied| Ok((tied, tied.begin()?)))
+            .collect::<Outcome<Vec<_>>>()
+            .map_err(|error| self.failed("step", error))?;
         let mut step = Step::new(&executor, messages, batch, last)
             .map_err(|error| self.failed("the beginning of a step", error))?;
         step.run(actions).map_err(|(action, cause)| {
-            let rank = self.job_rank();
+            let rank = job_rank(&self.group);
             Error::Action { rank, action, cause }
         })?;
         let done = step.finish().map_err(|error| self.failed("sending", error))?;
         if let Some(no_sync) = no_sync {
-            let reduced = no_sync.finish();
-            reduced.map_err(|error| self.failed("reducing gradients", error.into()))?;
+            no_sync.finish().map_err(|error| self.failed("reducing gradients", error.into()))?;
         }
-        for (tied, before) in before {
-            let reduced = tied.reduce(before);
-            reduced.map_err(|error| self.failed("adding up a tied gradient", error))?;
+        for (tied, before) in tied {
+            tied.reduce(before).map_err(|error| self.failed("adding up a tied gradient", error))?;
         }
         Ok(done)
     }
 
-    fn job_rank(&self) -> usize {
-        self.group.ranks()[self.group.rank()]
-    }
-
     fn argument(&self, reason: String) -> Error {
-        Error::Argument { rank: self.job_rank(), reason }
+        Error::Argument { rank: job_rank(&self.group), reason }
     }
 
     fn failed(&self, operation: &'static str, cause: BoxError) -> Error {
-        Error::Step { rank: self.job_rank(), operation, cause }
+        Error::Step { rank: job_rank(&self.group), operation, cause }
     }
 }
 

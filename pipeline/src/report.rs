@@ -1,16 +1,17 @@
-//! What a step took.
+//! The report of a step: time and memory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::time::{Duration, Instant};
 
+use flow_comm::ProcessGroup;
 use flow_plan::schedule::{simulate, Action, Costs, Schedule};
 use serde::{Deserialize, Serialize};
 
-use crate::error::Result;
+use crate::error::{job_rank, Result};
 
-/// What the last step took on this rank: [`Pipeline::report`](crate::Pipeline::report). Times are
-/// those of the host: on GPUs, of enqueueing what is computed.
+/// Time and memory of the last step on this rank: [`Pipeline::report`](crate::Pipeline::report). Times
+/// are those of the host. On GPUs these are the times of enqueueing the computations.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The rank in the job.
@@ -21,33 +22,36 @@ pub struct Report {
     pub stages: BTreeMap<usize, StageReport>,
     /// The part of the step in which this rank computed nothing.
     pub bubble: f64,
-    /// What the schedule's simulator has for the bubble of this rank, if all stages took as long as
+    /// The bubble of this rank that the schedule's simulator predicts, if all stages take as long as
     /// this rank's.
     pub predicted_bubble: f64,
-    /// The most micro-batches that were between their forward and the end of their backward, in all
-    /// of this rank's stages together.
+    /// The most micro-batches between their forward and the end of their backward, in all of this rank's
+    /// stages together.
     pub peak_activations: usize,
     /// The most bytes of activations that were held at once, in all of this rank's stages together.
     pub peak_activation_bytes: usize,
 }
 
-/// What the last step took in one stage.
+/// Time and memory of the last step in one stage.
 #[derive(Clone, Copy, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct StageReport {
     /// Seconds of a forward: the mean of the micro-batches.
     pub forward: f64,
     /// Seconds of a backward with both its halves: the mean of the micro-batches.
     pub backward: f64,
-    /// The most bytes that the stage held at once for its backwards. Of a micro-batch these are the
-    /// inputs that came from another rank, and what libtorch allocated in the forward and did not free
-    /// at its end: what autograd has saved, and outputs. With recomputation these are the inputs, and
-    /// the rest from the recomputation to the end of the backward. What is allocated is measured the
-    /// first time that a stage has inputs of such shapes, on the thread that calls the step. Weights,
-    /// gradients and the batch do not count, and a tensor that two stages of a rank hold counts once.
+    /// The most bytes that the stage held at once for its backwards.
+    ///
+    /// Inputs that came from another rank count, and so does memory that libtorch allocated in the
+    /// forward and did not free at its end: tensors that autograd has saved, and outputs. With
+    /// recomputation the latter count from the recomputation to the end of the backward. Weights,
+    /// gradients and the batch do not count. A tensor that two stages of a rank hold counts once.
+    ///
+    /// Allocations are measured when a stage has inputs of such shapes for the first time, on the thread
+    /// that calls the step.
     pub activation_bytes: usize,
 }
 
-/// The clock of a step, and what it holds.
+/// Measurements of a step.
 #[derive(Default)]
 pub struct Measured {
     computations: Vec<(Action, Duration)>,
@@ -57,16 +61,17 @@ pub struct Measured {
 }
 
 impl Measured {
+    /// Begins the measurement of a computation.
     pub fn begin(&self, action: Action) -> (Action, Instant) {
         (action, Instant::now())
     }
 
-    /// The computation is over.
+    /// Ends the measurement of a computation.
     pub fn end(&mut self, (action, began): (Action, Instant)) {
         self.computations.push((action, began.elapsed()));
     }
 
-    /// So many bytes are held now, by stage and micro-batch.
+    /// Takes note of the bytes that are held now, by stage and micro-batch.
     pub fn hold(&mut self, held: &HashMap<(usize, usize), usize>) {
         self.peak_activations = self.peak_activations.max(held.len());
         self.peak_bytes = self.peak_bytes.max(held.values().sum());
@@ -80,15 +85,15 @@ impl Measured {
         }
     }
 
-    /// `rank` is that in the job, and `own` that in the pipeline.
+    /// Reports a step that took so long on this rank of `group`, the pipeline's.
     pub fn report(
         &self,
         schedule: &Schedule,
-        (rank, own): (usize, usize),
+        group: &ProcessGroup,
         step: Duration,
     ) -> Result<Report> {
         let mut stages = BTreeMap::<usize, StageReport>::new();
-        // Of a micro-batch in a stage: forward, the gradients of inputs, those of weights.
+        // Seconds of a micro-batch in all stages: forward, gradients of inputs, those of weights.
         let mut costs = [0.0; 3];
         let count = schedule.micro_batches() as f64;
         for (action, took) in &self.computations {
@@ -113,11 +118,11 @@ impl Measured {
         let busy: f64 = self.computations.iter().map(|(_, took)| took.as_secs_f64()).sum();
         let seconds = step.as_secs_f64();
         Ok(Report {
-            rank,
+            rank: job_rank(group),
             seconds,
             stages,
             bubble: 1.0 - busy / seconds,
-            predicted_bubble: simulate(schedule, &costs)?.bubble(own),
+            predicted_bubble: simulate(schedule, &costs)?.bubble(group.rank()),
             peak_activations: self.peak_activations,
             peak_activation_bytes: self.peak_bytes,
         })

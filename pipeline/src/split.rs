@@ -1,4 +1,4 @@
-//! Which layers make up a stage.
+//! Dividing layers into stages.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -10,10 +10,8 @@ use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Tensor};
 
 use crate::caught::caught;
-use crate::error::{Error, Result};
+use crate::error::{job_rank, Error, Outcome, Result};
 use crate::stage::Layers;
-
-type Outcome<T> = std::result::Result<T, BoxError>;
 
 /// Divides layers by their parameters: [`split`].
 pub fn split_by_parameters(layers: &Layers, stages: usize) -> Vec<Range<usize>> {
@@ -21,15 +19,17 @@ pub fn split_by_parameters(layers: &Layers, stages: usize) -> Vec<Range<usize>> 
     split(&costs, stages)
 }
 
-/// Divides layers by the time that each takes forward and backward on a micro-batch like `input`,
-/// the shortest of three runs: [`split`]. Rank 0 of `group` measures, and all its ranks, which call
-/// this with the same layers, get what it has found. With replicas these are all ranks of the mesh, so
-/// that replicas have the same stages. Gradients and buffers in `vs`, the layers' variables, are the
-/// same afterwards, and so are libtorch's random numbers.
+/// Divides layers by the time of each, forward and backward, on a micro-batch like `input`: [`split`].
+/// The time of a layer is the shortest of three runs.
+///
+/// Rank 0 of `group` measures. All ranks of `group` call this with the same layers, and get the same
+/// division. If there are replicas, `group` has all ranks of the mesh, so that replicas have the same
+/// stages. `vs` has the layers' variables. Their gradients and buffers are the same afterwards, and so
+/// are libtorch's random numbers.
 ///
 /// # Errors
-/// A layer fails on rank 0, or panics, on what the one before it gives; libtorch's, of what is in
-/// `vs`; a collective that fails.
+/// A layer fails or panics on rank 0 on the output of the one before; libtorch fails on a variable in
+/// `vs`; a collective fails.
 pub fn split_by_time(
     layers: &Layers,
     vs: &VarStore,
@@ -38,43 +38,51 @@ pub fn split_by_time(
     group: &ProcessGroup,
 ) -> Result<Vec<Range<usize>>> {
     let mut costs = vec![f64::NAN; layers.0.len()];
-    let measured = match group.rank() {
-        0 => measure_all(layers, vs, input).map(|found| costs = found),
-        _ => Ok(()),
-    };
+    let mut measured = Ok(());
+    if group.rank() == 0 {
+        measured = measure_all(layers, vs, input).map(|found| costs = found);
+    }
+    // The other ranks learn of an error too.
     let sent = group.broadcast(&mut costs[..], 0);
     measured?;
     sent?;
     if costs.iter().any(|cost| cost.is_nan()) {
-        let ranks = group.ranks();
-        let reason = format!("the layers cannot be measured: see the error of rank {}", ranks[0]);
-        return Err(Error::Argument { rank: ranks[group.rank()], reason });
+        let first = group.ranks()[0];
+        let reason = format!("the layers cannot be measured: see the error of rank {first}");
+        return Err(Error::Argument { rank: job_rank(group), reason });
     }
     Ok(split(&costs, stages))
 }
 
-/// The seconds of each layer.
+/// Measures the seconds of each layer.
 fn measure_all(layers: &Layers, vs: &VarStore, input: &Tensor) -> Result<Vec<f64>> {
     let random = RngState::of(input.device()).map_err(|error| Error::State(error.into()))?;
-    let kept = Kept::of(vs).map_err(Error::State)?;
-    let mut input = input.detach();
-    let mut costs = Vec::new();
-    let measured = layers.0.iter().enumerate().try_for_each(|(number, layer)| {
-        let run = || caught(|| measure(layer.module.as_ref(), &input));
-        let measured = with_rng_state(&random, run);
-        let measured = measured.map_err(BoxError::from).and_then(|measured| measured);
-        let (seconds, output) = measured.map_err(|cause| Error::Layer { layer: number, cause })?;
-        costs.push(seconds);
-        input = output;
-        Ok(())
-    });
-    kept.restore().map_err(Error::State)?;
-    measured.map(|()| costs)
+    let state = ModelState::take(vs).map_err(Error::State)?;
+    let costs = measure_in_turn(layers, input, &random);
+    state.restore().map_err(Error::State)?;
+    costs
 }
 
-/// The shortest time of a layer, and its output.
+/// Measures each layer on the output of the one before. All begin with the same random numbers.
+fn measure_in_turn(layers: &Layers, input: &Tensor, random: &RngState) -> Result<Vec<f64>> {
+    let mut input = input.detach();
+    let mut costs = Vec::new();
+    for (number, layer) in layers.0.iter().enumerate() {
+        let measured = with_rng_state(random, || caught(|| measure(layer.module.as_ref(), &input)));
+        let (seconds, output) = measured
+            .map_err(BoxError::from)
+            .flatten()
+            .map_err(|cause| Error::Layer { layer: number, cause })?;
+        costs.push(seconds);
+        input = output;
+    }
+    Ok(costs)
+}
+
+/// Returns the shortest time of a layer, and its output.
 fn measure(layer: &dyn ModuleT, input: &Tensor) -> Outcome<(f64, Tensor)> {
-    let (mut seconds, mut last) = (f64::INFINITY, Tensor::new());
+    let mut seconds = f64::INFINITY;
+    let mut last = Tensor::new();
     for _ in 0..3 {
         let leaf = input.detach().set_requires_grad(input.is_floating_point());
         synchronize(input.device());
@@ -90,36 +98,36 @@ fn measure(layer: &dyn ModuleT, input: &Tensor) -> Outcome<(f64, Tensor)> {
     Ok((seconds, last))
 }
 
-/// Waits for what a GPU has been given.
+/// Waits until a GPU has computed what has been enqueued.
 fn synchronize(device: Device) {
     if let Device::Cuda(number) = device {
         tch::Cuda::synchronize(number as i64);
     }
 }
 
-/// What forwards and backwards change of a model.
-struct Kept {
+/// The parts of a model that forwards and backwards change.
+struct ModelState {
+    /// Weights, each with its gradient.
     gradients: Vec<(Tensor, Tensor)>,
-    /// What requires no gradient, with a copy.
+    /// Variables that require no gradient, each with a copy.
     buffers: Vec<(Tensor, Tensor)>,
 }
 
-impl Kept {
-    /// Takes the gradients away.
-    fn of(vs: &VarStore) -> Outcome<Self> {
-        let (weights, buffers): (Vec<_>, Vec<_>) =
-            vs.variables().into_values().partition(Tensor::requires_grad);
-        let gradients = weights.into_iter().map(|weight| {
-            let gradient = weight.grad();
-            set_grad(&weight, None)?;
-            Ok((weight, gradient))
-        });
-        let gradients = gradients.collect::<Outcome<_>>()?;
-        let copied = |buffer: Tensor| {
-            let copy = buffer.copy();
-            (buffer, copy)
-        };
-        Ok(Self { gradients, buffers: buffers.into_iter().map(copied).collect() })
+impl ModelState {
+    /// Takes the gradients away, and copies the buffers.
+    fn take(vs: &VarStore) -> Outcome<Self> {
+        let mut state = Self { gradients: Vec::new(), buffers: Vec::new() };
+        for variable in vs.variables().into_values() {
+            if variable.requires_grad() {
+                let gradient = variable.grad();
+                set_grad(&variable, None)?;
+                state.gradients.push((variable, gradient));
+            } else {
+                let copy = variable.copy();
+                state.buffers.push((variable, copy));
+            }
+        }
+        Ok(state)
     }
 
     fn restore(self) -> Outcome<()> {

@@ -1,4 +1,4 @@
-//! What a rank has of a model.
+//! Stages of a model.
 
 use std::fmt;
 use std::ops::Range;
@@ -10,28 +10,28 @@ use tch::Tensor;
 
 use crate::error::Error;
 
-/// A part of a model. Any `tch` module is one, with a tensor in and a tensor out; [`stage_fn`] makes
-/// one of a closure with several.
+/// A part of a model. Any `tch` module is a stage with one input and one output. [`stage_fn`] makes a
+/// stage of a closure, with several.
 pub trait Stage: Send {
-    /// Computes the outputs of a micro-batch: what the next stage has as inputs, or what the loss
-    /// is computed of. The inputs of the first stage are those of the batch. `train` is false in
+    /// Computes the outputs of a micro-batch: the inputs of the next stage, or of the loss. The inputs of
+    /// the first stage are those of the batch. `train` is false in
     /// [`Pipeline::forward`](crate::Pipeline::forward).
     ///
     /// # Errors
-    /// They end the step, on all ranks. So does a panic.
+    /// An error ends the step on all ranks. So does a panic.
     fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError>;
 
-    /// A training step begins: makes equal what the stage's replicas have in common, such as buffers.
-    /// Backwards leave gradients as they are on this rank as long as the guard lives, which is until
-    /// the last backward of the step: gradients are averaged once.
+    /// Begins a training step. Makes equal what the stage's replicas have in common, such as buffers.
+    /// While the returned guard lives, backwards do not average gradients over the replicas. It lives
+    /// until the last backward of the step, so that gradients are averaged once.
     ///
     /// # Errors
-    /// They end the step, on all ranks.
+    /// An error ends the step on all ranks.
     fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
         Ok(None)
     }
 
-    /// This rank's step has failed: has the stage's replicas fail, which may wait for this rank.
+    /// Makes the stage's replicas fail, because this rank's step has failed and they may wait for it.
     fn abort(&self, _cause: &str) {}
 }
 
@@ -42,13 +42,13 @@ impl<M: ModuleT> Stage for M {
 }
 
 /// A stage whose gradients are averaged over the group of its [`Ddp`], once in a step. Each step begins
-/// with the buffers of the first rank of that group. The `Ddp` is of a module, or of a stage with
-/// several inputs and outputs, as [`stage_fn`] makes it.
+/// with the buffers of the first rank of that group. The `Ddp` wraps a module, or a stage of
+/// [`stage_fn`] with several inputs and outputs.
 pub struct DdpStage<S>(pub Ddp<S>);
 
 impl<S: Stage> Stage for DdpStage<S> {
-    /// Without [`Ddp::forward_t`]'s part: a step has the buffers already, and its backwards belong to
-    /// its forwards.
+    /// Calls the module without [`Ddp::forward_t`]: a step has the buffers already, and its backwards
+    /// belong to its forwards.
     fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
         S::forward_micro_batch(&self.0, inputs, train)
     }
@@ -77,7 +77,7 @@ impl Stage for Box<dyn Stage> {
     }
 }
 
-/// Some layers of a model, one after the other.
+/// A sequence of layers of a model.
 ///
 /// ```
 /// use flow_pipeline::{split_by_parameters, Layers};
@@ -99,43 +99,58 @@ pub struct Layers(pub(crate) Vec<Layer>);
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub module: Box<dyn ModuleT>,
-    /// Elements of its trainable variables.
+    /// The number of elements of its trainable variables.
     pub parameters: usize,
 }
 
 impl Layers {
-    /// With one more layer at the end. The variables that `make` makes in `vs`, below the layer's
-    /// number (`0.weight`, as in `torch.nn.Sequential`), are the layer's parameters.
+    /// Adds a layer at the end. Its parameters are the variables that `make` makes in `vs`, below the
+    /// layer's number (`0.weight`, as in `torch.nn.Sequential`).
     #[must_use]
     pub fn add<M: ModuleT + 'static>(
         mut self,
         vs: &VarStore,
         make: impl FnOnce(Path) -> M,
     ) -> Self {
-        let count = || vs.trainable_variables().iter().map(Tensor::numel).sum::<usize>();
-        let before = count();
+        let before = parameters(vs);
         let module = Box::new(make(vs.root() / self.0.len()));
-        self.0.push(Layer { module, parameters: count() - before });
+        self.0.push(Layer { module, parameters: parameters(vs) - before });
         self
     }
 
-    /// The layers of each of these ranges as a stage, for [`Pipeline::new`](crate::Pipeline::new).
+    /// Makes a stage of the layers of each range, for [`Pipeline::new`](crate::Pipeline::new).
     ///
     /// # Errors
-    /// The ranges are not all layers in their order.
+    /// The ranges do not divide all layers in their order.
     pub fn into_stages(self, ranges: &[Range<usize>]) -> crate::Result<Vec<Box<dyn Stage>>> {
         let layers = self.0.len();
-        let follows =
-            |at, range: &Range<usize>| (range.start == at && range.end >= at).then_some(range.end);
-        if ranges.iter().try_fold(0, follows) != Some(layers) {
+        if !divide(ranges, layers) {
             return Err(Error::Ranges { ranges: ranges.to_vec(), layers });
         }
         let mut rest = self.0.into_iter();
-        let stage = |range: &Range<usize>| -> Box<dyn Stage> {
-            Box::new(Self(rest.by_ref().take(range.len()).collect()))
-        };
-        Ok(ranges.iter().map(stage).collect())
+        let mut stages: Vec<Box<dyn Stage>> = Vec::new();
+        for range in ranges {
+            stages.push(Box::new(Self(rest.by_ref().take(range.len()).collect())));
+        }
+        Ok(stages)
     }
+}
+
+/// Whether the ranges follow each other from 0 to `layers`.
+fn divide(ranges: &[Range<usize>], layers: usize) -> bool {
+    let mut end = 0;
+    for range in ranges {
+        if range.start != end || range.end < end {
+            return false;
+        }
+        end = range.end;
+    }
+    end == layers
+}
+
+/// Counts the elements of all trainable variables.
+fn parameters(vs: &VarStore) -> usize {
+    vs.trainable_variables().iter().map(Tensor::numel).sum()
 }
 
 impl ModuleT for Layers {
@@ -145,8 +160,8 @@ impl ModuleT for Layers {
     }
 }
 
-/// A stage of a closure, with any number of inputs and outputs: the same in training and in
-/// evaluation, as `tch::nn::func`.
+/// Makes a stage of a closure, with any number of inputs and outputs. The stage is the same in training
+/// and in evaluation, like `tch::nn::func`.
 pub fn stage_fn<F>(forward: F) -> Box<dyn Stage>
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send + 'static,
@@ -154,7 +169,7 @@ where
     stage_fn_t(move |inputs, _| forward(inputs))
 }
 
-/// As [`stage_fn`], of a closure that is told whether it trains, as `tch::nn::func_t`.
+/// Makes a stage of a closure that is told whether it trains, like `tch::nn::func_t`.
 pub fn stage_fn_t<F>(forward: F) -> Box<dyn Stage>
 where
     F: Fn(&[Tensor], bool) -> Result<Vec<Tensor>, BoxError> + Send + 'static,

@@ -8,22 +8,22 @@ use tch::Tensor;
 
 use crate::message::local_of;
 
-/// One weight of which several ranks have a copy.
+/// A weight of which several ranks have a copy.
 pub struct Tied {
-    /// The ranks that have one.
+    /// The ranks that have a copy.
     group: ProcessGroup,
     weight: Tensor,
 }
 
 impl Tied {
-    /// All copies become the first rank's.
+    /// Makes all copies the first rank's.
     pub fn new(group: ProcessGroup, weight: &Tensor) -> Result<Self, BoxError> {
-        let mut local = own(weight)?;
+        let mut local = local_memory(weight)?;
         tch::no_grad(|| group.broadcast_tensor(&mut local, 0))?;
         Ok(Self { group, weight: weight.shallow_clone() })
     }
 
-    /// Sets the gradient of the steps before aside: it has been added up already.
+    /// Sets aside the gradient of earlier steps, which has been added up already.
     pub fn begin(&self) -> Result<Option<Tensor>, BoxError> {
         let gradient = self.weight.grad();
         if !gradient.defined() {
@@ -35,20 +35,18 @@ impl Tied {
         Ok(Some(before))
     }
 
-    /// Adds up the gradients of all copies, and adds what was set aside. A frozen copy gets none.
+    /// Adds up the gradients of all copies, and the gradient that was set aside. A frozen copy gets none.
     pub fn reduce(&self, before: Option<Tensor>) -> Result<(), BoxError> {
         let _no_grad = tch::no_grad_guard();
-        let gradient = self.weight.grad();
-        let gradient = match gradient.defined() {
-            true => gradient,
-            false => self.weight.f_zeros_like()?,
-        };
-        // A sum over ranks is right only of what is whole on each.
-        let gradient = match self.weight.is_global() {
-            true => gradient.to_sbp(self.weight.sbp()?)?,
-            false => gradient,
-        };
-        let mut local = own(&gradient)?;
+        let mut gradient = self.weight.grad();
+        if !gradient.defined() {
+            gradient = self.weight.f_zeros_like()?;
+        }
+        // Ranks add up their parts, which must be those of the weight.
+        if self.weight.is_global() {
+            gradient = gradient.to_sbp(self.weight.sbp()?)?;
+        }
+        let mut local = local_memory(&gradient)?;
         self.group.all_reduce_tensor(&mut local, ReduceOp::Sum)?;
         let sum = match before {
             Some(before) => before.f_add(&gradient)?,
@@ -60,13 +58,13 @@ impl Tied {
         Ok(())
     }
 
-    /// Has the other ranks' collectives fail.
+    /// Makes the other ranks' collectives fail.
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
     }
 }
 
-/// What this rank has of a tensor, with its memory.
-fn own(tensor: &Tensor) -> Result<Tensor, BoxError> {
+/// Returns this rank's part of a tensor, in the same memory.
+fn local_memory(tensor: &Tensor) -> Result<Tensor, BoxError> {
     Ok(local_of(tensor)?.detach())
 }

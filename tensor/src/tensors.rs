@@ -119,8 +119,11 @@ impl Buffer for HostTensor {
     }
 }
 
-/// A contiguous CUDA tensor as a buffer. Kinds that reductions do not know are bytes.
-pub(crate) fn cuda_tensor(tensor: &Tensor) -> Result<CudaTensor, flow_autograd::Error> {
+/// Makes a buffer of a contiguous CUDA tensor. Kinds that reductions do not know are bytes.
+///
+/// # Errors
+/// The tensor is not contiguous, or not on a GPU.
+pub fn cuda_tensor(tensor: &Tensor) -> Result<CudaTensor, flow_autograd::Error> {
     match flow_autograd::dtype(tensor.kind()) {
         Some(_) => CudaTensor::new(tensor),
         None => CudaTensor::as_bytes(tensor),

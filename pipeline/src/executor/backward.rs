@@ -1,4 +1,4 @@
-//! Backwards, as a whole and in halves.
+//! Backwards: whole, and in halves.
 
 use flow_autograd::Graph;
 use flow_plan::schedule::Action;
@@ -8,13 +8,13 @@ use super::{taken, Activation, Kept, Outcome, Place, Step};
 use crate::message::Described;
 use crate::micro_batch::MicroBatch;
 
-/// What a backward begins with.
+/// The graph and the gradients that a backward begins with.
 struct Beginning {
     micro_batch: MicroBatch,
     /// Leaves.
     inputs: Vec<Tensor>,
     graph: Graph,
-    /// Where the graph begins: of the outputs, or of the loss.
+    /// The gradients of the outputs, or of the loss.
     gradients: Vec<Option<Tensor>>,
 }
 
@@ -23,9 +23,8 @@ impl Step<'_, '_> {
         let Beginning { micro_batch, inputs, graph, gradients } = self.begin_backward(place)?;
         self.sync_if(is_last, place);
         graph.backward(&gradients)?;
-        let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
-        let gradients = inputs.iter().map(gradient).collect();
-        self.give_gradients(place, micro_batch, gradients)
+        let of_inputs = inputs.iter().map(|input| Some(input.grad()).filter(Tensor::defined));
+        self.give_gradients(place, micro_batch, of_inputs.collect())
     }
 
     pub(super) fn backward_input(&mut self, place: Place) -> Outcome<()> {
@@ -34,10 +33,12 @@ impl Step<'_, '_> {
         let (of_leaves, weights) = graph.backward_inputs(&gradients, &leaves)?;
         self.weights.insert(place, weights);
         let mut of_leaves = of_leaves.into_iter();
-        let gradient =
-            |input: &Tensor| input.requires_grad().then(|| of_leaves.next()).flatten()?;
-        let gradients = inputs.iter().map(gradient).collect();
-        self.give_gradients(place, micro_batch, gradients)
+        let mut of_inputs = Vec::new();
+        for input in &inputs {
+            let gradient = if input.requires_grad() { of_leaves.next().flatten() } else { None };
+            of_inputs.push(gradient);
+        }
+        self.give_gradients(place, micro_batch, of_inputs)
     }
 
     pub(super) fn backward_weight(&mut self, place: Place, is_last: bool) -> Outcome<()> {
@@ -46,7 +47,7 @@ impl Step<'_, '_> {
         Ok(weights.backward()?)
     }
 
-    /// Takes the activation; where only the inputs were kept, runs the stage again.
+    /// Takes the activation. If only the inputs were kept, runs the stage again.
     fn begin_backward(&mut self, place: Place) -> Outcome<Beginning> {
         let Activation { micro_batch, inputs, graph } = taken(self.activations.remove(&place))?;
         let (graph, seed) = match graph {
@@ -69,7 +70,7 @@ impl Step<'_, '_> {
         Ok(Beginning { micro_batch, inputs, graph, gradients })
     }
 
-    /// The backward that follows reduces gradients if it is the last one of its stage.
+    /// Makes the next backward reduce gradients, if it is the last one of its stage.
     fn sync_if(&mut self, is_last: bool, (stage, _): Place) {
         if is_last {
             self.no_sync.remove(&stage);
@@ -91,10 +92,12 @@ impl Step<'_, '_> {
         if schedule.rank_of(before) == schedule.rank_of(stage) {
             self.gradients.insert((before, index), gradients);
         } else {
-            let described = |gradient: Option<Tensor>| gradient.map(Described::of).transpose();
-            let gradients = gradients.into_iter().map(described).collect::<Outcome<_>>()?;
+            let described = gradients
+                .into_iter()
+                .map(|gradient| gradient.map(Described::of).transpose())
+                .collect::<Outcome<_>>()?;
             let send = Action::SendGradient { stage, micro_batch: index };
-            self.to_send.insert(send, (micro_batch, gradients));
+            self.to_send.insert(send, (micro_batch, described));
         }
         Ok(())
     }

@@ -10,15 +10,15 @@ use crate::message::Described;
 use crate::micro_batch::{local_rows, MicroBatch};
 use crate::random::Random;
 
-/// What a stage computes of a micro-batch.
+/// The result of a stage for a micro-batch.
 pub(super) enum Computed {
     Outputs(Vec<Tensor>),
-    /// Of the last stage: the loss, and the gradient that its backward begins with.
+    /// The last stage's loss, and the gradient that its backward begins with.
     Loss(Tensor, Tensor),
 }
 
 impl Computed {
-    /// What computed it; of a loss also the gradient that its backward begins with.
+    /// Returns the graph that computed it, and for a loss the gradient that its backward begins with.
     pub fn graph(&self) -> Outcome<(Graph, Option<Tensor>)> {
         match self {
             Self::Outputs(outputs) => Ok((Graph::of(outputs)?, None)),
@@ -33,16 +33,14 @@ impl Computed {
         }
     }
 
-    /// Without a graph, where gradients may come back to all outputs that can have one. (Outputs of a
-    /// model of which nothing requires a gradient need none either, which only the graph would show.)
+    /// Makes outputs without a graph require gradients, if their kind can have one. Some may need none,
+    /// but only the graph would show which.
     fn floating(self) -> Self {
-        let leaf = |tensor: &Tensor| {
-            tensor.detach().set_requires_grad(tensor.is_floating_point() || tensor.is_complex())
-        };
-        match self {
-            Self::Outputs(outputs) => Self::Outputs(outputs.iter().map(leaf).collect()),
-            loss => loss,
-        }
+        let Self::Outputs(outputs) = self else { return self };
+        let leaves = outputs.iter().map(|output| {
+            output.detach().set_requires_grad(output.is_floating_point() || output.is_complex())
+        });
+        Self::Outputs(leaves.collect())
     }
 }
 
@@ -58,16 +56,14 @@ impl Step<'_, '_> {
             return self.give_outputs(place, micro_batch, outputs);
         }
         let mut bytes = self.bytes_of_inputs(stage, &inputs)?;
-        let (computed, graph) = match self.recomputed.contains(&stage) {
-            true => self.without_graph(stage, &inputs, micro_batch)?,
-            false => {
-                let ran = self
-                    .measured(stage, &inputs, |step| step.run_stage(stage, &inputs, micro_batch));
-                let (computed, allocated) = ran?;
-                bytes += allocated;
-                let (graph, seed) = computed.graph()?;
-                (computed, Kept::Graph(graph, seed))
-            }
+        let (computed, graph) = if self.recomputed.contains(&stage) {
+            self.without_graph(stage, &inputs, micro_batch)?
+        } else {
+            let (computed, allocated) =
+                self.measured(stage, &inputs, |step| step.run_stage(stage, &inputs, micro_batch))?;
+            bytes += allocated;
+            let (graph, seed) = computed.graph()?;
+            (computed, Kept::Graph(graph, seed))
         };
         match computed {
             Computed::Outputs(outputs) => self.give_outputs(place, micro_batch, outputs)?,
@@ -96,25 +92,18 @@ impl Step<'_, '_> {
         Ok((computed.floating(), Kept::Random(random)))
     }
 
+    /// Returns the first stage's inputs. The batch has enough rows: the pipeline has checked them.
     fn part_of_batch(&self, index: usize) -> Outcome<(MicroBatch, Vec<Tensor>)> {
-        let count = self.executor.schedule.micro_batches();
         let first =
             self.batch.first().ok_or("the first stage needs the batch: step(&[inputs], ..)")?;
         let rows = local_rows(first)?.unwrap_or(0);
-        if rows < count as i64 {
-            return Err(format!(
-                "a batch of shape {:?} has too few rows for {count} micro-batches",
-                first.size()
-            )
-            .into());
+        let micro_batch = MicroBatch::new(index, self.executor.schedule.micro_batches(), rows);
+        let mut parts = Vec::new();
+        for tensor in &self.batch {
+            let part = micro_batch.try_of(tensor)?.detach();
+            parts.push(part.set_requires_grad(tensor.requires_grad()));
         }
-        let micro_batch = MicroBatch::new(index, count, rows);
-        let part = |tensor: &Tensor| {
-            Outcome::Ok(
-                micro_batch.try_of(tensor)?.detach().set_requires_grad(tensor.requires_grad()),
-            )
-        };
-        Ok((micro_batch, self.batch.iter().map(part).collect::<Outcome<_>>()?))
+        Ok((micro_batch, parts))
     }
 
     fn outputs_of(&self, stage: usize, inputs: &[Tensor]) -> Outcome<Vec<Tensor>> {
@@ -159,8 +148,8 @@ impl Step<'_, '_> {
             let outputs = outputs.into_iter().map(|output| output.tensor).collect();
             self.results.outputs.insert(index, (micro_batch, outputs));
         } else if schedule.rank_of(next) == schedule.rank_of(stage) {
-            let leaf = |output: Described| output.without_graph().tensor;
-            let inputs = outputs.into_iter().map(leaf).collect();
+            let leaves = outputs.into_iter().map(Described::without_graph);
+            let inputs = leaves.map(|leaf| leaf.tensor).collect();
             self.inputs.insert((next, index), (micro_batch, inputs));
         } else {
             let outputs = outputs.into_iter().map(|output| Some(output.without_graph()));

@@ -1,4 +1,4 @@
-//! How many bytes a step holds for its backwards.
+//! The bytes that a step holds for its backwards.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,8 @@ use crate::message::local_of;
 pub type Allocated = HashMap<(usize, Vec<Vec<i64>>), usize>;
 
 impl Step<'_, '_> {
-    /// What `run` gives, and the bytes that it keeps: measured once for each shape of the inputs.
+    /// Runs `run`, and returns its result and the bytes that it keeps. The bytes are measured once for
+    /// each shape of the inputs.
     pub(super) fn measured<T>(
         &mut self,
         stage: usize,
@@ -30,26 +31,25 @@ impl Step<'_, '_> {
         Ok((ran?, bytes))
     }
 
-    /// The bytes of a stage's inputs, but for parts of the batch and for outputs that another stage of
-    /// this rank holds, whose backward is later.
+    /// Returns the bytes of a stage's inputs. Parts of the batch do not count, nor do outputs that another
+    /// stage of this rank holds, whose backward is later.
     pub(super) fn bytes_of_inputs(&self, stage: usize, inputs: &[Tensor]) -> Outcome<usize> {
-        let is_held = |before: usize| {
-            self.executor.stages.contains_key(&before) && !self.recomputed.contains(&before)
-        };
-        match stage.checked_sub(1).is_none_or(is_held) {
-            true => Ok(0),
-            false => inputs.iter().map(bytes_of).sum(),
+        let Some(before) = stage.checked_sub(1) else { return Ok(0) };
+        let is_here = self.executor.stages.contains_key(&before);
+        if is_here && !self.recomputed.contains(&before) {
+            return Ok(0);
         }
+        inputs.iter().map(bytes_of).sum()
     }
 
-    /// So many bytes more are held for the backward.
+    /// Counts bytes that are held for a backward.
     pub(super) fn hold(&mut self, place: Place, bytes: usize) {
         *self.held.entry(place).or_default() += bytes;
         self.measured.hold(&self.held);
     }
 }
 
-/// What this rank has of a tensor.
+/// Returns the bytes of this rank's part of a tensor.
 fn bytes_of(tensor: &Tensor) -> Outcome<usize> {
     let local = local_of(tensor)?;
     Ok(local.numel() * local.f_kind()?.elt_size_in_bytes())

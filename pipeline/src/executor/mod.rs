@@ -1,4 +1,4 @@
-//! Carries out a schedule: one step of this rank.
+//! The executor of a schedule: one step of this rank.
 
 mod backward;
 mod forward;
@@ -16,7 +16,8 @@ use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
 use crate::caught::caught;
-use crate::message::{Described, Description, Firsts};
+use crate::error::Outcome;
+use crate::message::{Described, FirstOutputs};
 use crate::messages::Messages;
 use crate::micro_batch::MicroBatch;
 use crate::random::Random;
@@ -26,25 +27,23 @@ use crate::stage::Stage;
 pub use memory::Allocated;
 pub use results::Results;
 
-type Outcome<T> = Result<T, BoxError>;
-
 /// A stage, and a micro-batch in it.
 type Place = (usize, usize);
 
-/// What a rank has of a pipeline.
+/// The parts of a pipeline that a step needs.
 pub struct Executor<'a> {
     pub schedule: &'a Schedule,
     pub stages: &'a BTreeMap<usize, Box<dyn Stage>>,
     pub placement: Option<&'a Placement>,
     pub device: Device,
     pub recomputes: bool,
-    /// What has been measured so far.
+    /// The bytes that have been measured so far.
     pub allocated: &'a RefCell<Allocated>,
     /// The number of the step.
     pub number: u64,
 }
 
-/// What is done with the outputs of the last stage.
+/// The use of the last stage's outputs.
 pub enum Last<'a> {
     /// Trains on this loss.
     Loss(&'a mut dyn FnMut(&[Tensor], MicroBatch) -> Tensor),
@@ -52,7 +51,7 @@ pub enum Last<'a> {
     Outputs,
 }
 
-/// The step that runs.
+/// A step under way.
 pub struct Step<'a, 'l> {
     executor: &'a Executor<'a>,
     messages: Messages<'a>,
@@ -60,26 +59,26 @@ pub struct Step<'a, 'l> {
     last: Last<'l>,
     /// Inputs that wait for the forward.
     inputs: HashMap<Place, (MicroBatch, Vec<Tensor>)>,
-    /// From forward to backward.
+    /// Activations, from the forward to the backward.
     activations: HashMap<Place, Activation>,
     /// Gradients of outputs that wait for the backward.
     gradients: HashMap<Place, Vec<Option<Tensor>>>,
-    /// From the first half of a backward to the second.
+    /// Graphs of weights, from the first half of a backward to the second.
     weights: HashMap<Place, WeightGraph>,
     /// Outputs and gradients of inputs that wait for this send, without their graphs.
     to_send: HashMap<Action, (MicroBatch, Vec<Option<Described>>)>,
-    first_outputs: Firsts,
+    first_outputs: FirstOutputs,
     /// Stages that are computed anew in backward.
     recomputed: BTreeSet<usize>,
-    /// Bytes from forward to the end of backward.
+    /// Bytes that are held from the forward to the end of the backward.
     held: HashMap<Place, usize>,
-    /// Of stages whose last backward has yet to come.
+    /// Guards of stages whose last backward has yet to come.
     no_sync: HashMap<usize, NoSync>,
     results: Results,
     measured: Measured,
 }
 
-/// What is kept of a forward for its backward.
+/// What a forward keeps for its backward.
 struct Activation {
     micro_batch: MicroBatch,
     /// Leaves.
@@ -88,9 +87,9 @@ struct Activation {
 }
 
 enum Kept {
-    /// What computed the outputs; of a loss also its gradient.
+    /// The graph that computed the outputs, and for a loss also its gradient.
     Graph(Graph, Option<Tensor>),
-    /// Nothing: where the forward's random numbers began.
+    /// No graph, but the state of the random generators at the begin of the forward.
     Random(Random),
 }
 
@@ -117,7 +116,7 @@ impl<'a, 'l> Step<'a, 'l> {
             gradients: HashMap::new(),
             weights: HashMap::new(),
             to_send: HashMap::new(),
-            first_outputs: Firsts::default(),
+            first_outputs: FirstOutputs::default(),
             recomputed: BTreeSet::new(),
             held: HashMap::new(),
             no_sync,
@@ -126,7 +125,7 @@ impl<'a, 'l> Step<'a, 'l> {
         })
     }
 
-    /// Carries out the actions; the error with the action that failed.
+    /// Carries out the actions. An error comes with the action that failed.
     pub fn run(&mut self, actions: &[Action]) -> Result<(), (Action, BoxError)> {
         if self.executor.recomputes {
             self.recomputed = stages_that_wait(actions);
@@ -169,23 +168,27 @@ impl<'a, 'l> Step<'a, 'l> {
     }
 
     fn receive(&mut self, action: Action) -> Outcome<(MicroBatch, Vec<Option<Tensor>>)> {
+        let Executor { placement, device, .. } = *self.executor;
         let received = self.messages.receive(action)?;
         let mut locals = received.locals.iter();
-        let tensor = |description: &Option<Description>| {
-            let Some(description) = description else { return Ok(None) };
+        let mut tensors = Vec::new();
+        for description in &received.header.tensors {
+            let Some(description) = description else {
+                tensors.push(None);
+                continue;
+            };
             let local = locals.next().ok_or("a tensor is missing in a message")?;
-            description.tensor(local, self.executor.placement, self.executor.device).map(Some)
-        };
-        let tensors = received.header.tensors.iter().map(tensor).collect::<Outcome<_>>()?;
+            tensors.push(Some(description.tensor(local, placement, device)?));
+        }
         Ok((received.header.micro_batch, tensors))
     }
 
     /// Does a forward or a backward. The last backward of a stage reduces its gradients.
     fn compute(&mut self, action: Action, left: &[Action]) -> Outcome<()> {
         let place = (action.stage(), action.micro_batch());
-        let is_another =
-            |next: &Action| is_backward_of_weights(*next) && next.stage() == action.stage();
-        let is_last = is_backward_of_weights(action) && !left.iter().any(is_another);
+        let mut others = left.iter().filter(|next| next.stage() == action.stage());
+        let is_last =
+            is_backward_of_weights(action) && !others.any(|next| is_backward_of_weights(*next));
         let phase = match action {
             Action::Forward { .. } => trace::Phase::Forward,
             _ => trace::Phase::Backward,
@@ -207,24 +210,27 @@ impl<'a, 'l> Step<'a, 'l> {
     }
 }
 
-/// Stages with a forward whose backward does not come right after it. It is all of a stage's
-/// micro-batches that are computed anew, so that their outputs are alike.
+/// Returns the stages with a forward whose backward does not come right after it. Such a stage is
+/// computed anew for all its micro-batches, so that their outputs are alike.
 fn stages_that_wait(actions: &[Action]) -> BTreeSet<usize> {
-    let place = |action: Action| (action.stage(), action.micro_batch());
-    let computations: Vec<Action> =
-        actions.iter().copied().filter(|action| action.is_computation()).collect();
-    let waits = |pair: &&[Action]| {
-        matches!(pair[0], Action::Forward { .. })
-            && (place(pair[0]) != place(pair[1]) || matches!(pair[1], Action::Forward { .. }))
-    };
-    computations.windows(2).filter(waits).map(|pair| pair[0].stage()).collect()
+    let mut stages = BTreeSet::new();
+    let mut computations = actions.iter().filter(|action| action.is_computation()).peekable();
+    while let Some(action) = computations.next() {
+        let Action::Forward { stage, micro_batch } = *action else { continue };
+        let Some(&&next) = computations.peek() else { continue };
+        let is_forward = matches!(next, Action::Forward { .. });
+        if is_forward || next.stage() != stage || next.micro_batch() != micro_batch {
+            stages.insert(stage);
+        }
+    }
+    stages
 }
 
 fn is_backward_of_weights(action: Action) -> bool {
     matches!(action, Action::Backward { .. } | Action::BackwardWeight { .. })
 }
 
-/// What an action needs that an earlier one has made.
+/// Unwraps what an earlier action has made for this one.
 fn taken<T>(made: Option<T>) -> Outcome<T> {
     made.ok_or_else(|| "the schedule has not computed before what this needs".into())
 }
