@@ -12,7 +12,7 @@ use flow_tensor::TensorCollectives;
 use fnv::FnvHasher;
 
 use crate::caught::caught;
-use crate::error::{job_rank, Error, Outcome, Result};
+use crate::error::{Error, Outcome, Result, job_rank};
 use crate::links::Links;
 use crate::pipeline::Pipeline;
 use crate::stage::Stage;
@@ -45,7 +45,7 @@ impl Pipeline {
         let group = mesh.group(axis)?;
         let ranks = group.world_size();
         let count = stages.len();
-        if count == 0 || count % ranks != 0 {
+        if count == 0 || !count.is_multiple_of(ranks) {
             let reason = format!("there are {count} stages; give a multiple of the {ranks} ranks");
             let error = Error::Argument { rank: job_rank(group), reason };
             mesh.abort(&error.to_string());

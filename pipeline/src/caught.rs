@@ -1,7 +1,7 @@
 //! Turns panics of a program's functions into errors.
 
 use std::any::Any;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use flow_autograd::BoxError;
 

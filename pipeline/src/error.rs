@@ -57,7 +57,7 @@ pub enum Error {
     Argument {
         /// This rank.
         rank: usize,
-        /// What was wrong and what would be right.
+        /// The fault, and a valid argument.
         reason: String,
     },
     /// The process group failed.

@@ -3,11 +3,11 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use flow_autograd::{current_stream, BoxError};
-use flow_comm::nccl::{CudaGroup, Event, Stream};
+use flow_autograd::{BoxError, current_stream};
 use flow_comm::ProcessGroup;
+use flow_comm::nccl::{CudaGroup, Event, Stream};
 use flow_plan::schedule::Schedule;
-use flow_tensor::{cuda_tensor, TensorCollectives, Work};
+use flow_tensor::{TensorCollectives, Work, cuda_tensor};
 use tch::Tensor;
 
 /// The links of this rank. Each pair of neighbours has a group of two ranks for each direction. For

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use flow_global::{from_local, GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S, Sbp, from_local};
 use flow_plan::schedule::Action;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -29,7 +29,7 @@ pub struct Description {
     /// The sizes of the sent tensor, which is the local of a global one.
     sizes: Vec<i64>,
     requires_grad: bool,
-    /// Of a global tensor only.
+    /// The logical tensor, if the tensor is global.
     global: Option<GlobalSizes>,
 }
 

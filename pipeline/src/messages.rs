@@ -14,7 +14,7 @@ use tch::{Device, Tensor};
 
 use crate::error::Outcome;
 use crate::links::{Link, Links};
-use crate::message::{sent, Described, Header};
+use crate::message::{Described, Header, sent};
 use crate::micro_batch::MicroBatch;
 
 /// The number of receives that are under way from each rank: one for the next computation, and one

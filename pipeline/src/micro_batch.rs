@@ -1,7 +1,7 @@
 //! Parts of a batch.
 
 use flow_autograd::BoxError;
-use flow_global::{from_local, GlobalTensor, Placement, Sbp};
+use flow_global::{GlobalTensor, Placement, Sbp, from_local};
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 

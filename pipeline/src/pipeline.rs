@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
-use flow_global::{no_sync, Placement};
+use flow_global::{Placement, no_sync};
 use flow_plan::schedule::{Action, Schedule};
 use tch::{Device, Tensor};
 
-use crate::error::{job_rank, Error, Outcome, Result};
+use crate::error::{Error, Outcome, Result, job_rank};
 use crate::executor::{Allocated, Executor, Last, Results, Step};
 use crate::links::Links;
 use crate::messages::Messages;
-use crate::micro_batch::{join, local_rows, MicroBatch};
+use crate::micro_batch::{MicroBatch, join, local_rows};
 use crate::report::{Measured, Report};
 use crate::stage::Stage;
 use crate::tied::Tied;

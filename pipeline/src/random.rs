@@ -1,7 +1,7 @@
 //! Random numbers that a recomputed forward draws again.
 
-use flow_autograd::{with_rng_state, BoxError, RngState};
-use flow_global::{rng_state, set_rng_state, Placement};
+use flow_autograd::{BoxError, RngState, with_rng_state};
+use flow_global::{Placement, rng_state, set_rng_state};
 use tch::Device;
 
 /// The state of the random generators: libtorch's, and that of global tensors.

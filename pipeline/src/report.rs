@@ -5,10 +5,10 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use flow_comm::ProcessGroup;
-use flow_plan::schedule::{simulate, Action, Costs, Schedule};
+use flow_plan::schedule::{Action, Costs, Schedule, simulate};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{job_rank, Result};
+use crate::error::{Result, job_rank};
 
 /// Time and memory of the last step on this rank: [`Pipeline::report`](crate::Pipeline::report). Times
 /// are those of the host. On GPUs these are the times of enqueueing the computations.

@@ -3,14 +3,14 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use flow_autograd::{set_grad, with_rng_state, BoxError, RngState};
+use flow_autograd::{BoxError, RngState, set_grad, with_rng_state};
 use flow_comm::ProcessGroup;
 use flow_plan::split;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Tensor};
 
 use crate::caught::caught;
-use crate::error::{job_rank, Error, Outcome, Result};
+use crate::error::{Error, Outcome, Result, job_rank};
 use crate::stage::Layers;
 
 /// Divides layers by their parameters: [`split`].

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use flow_autograd::BoxError;
 use flow_ddp::{Ddp, NoSync};
-use tch::nn::{ModuleT, Path, VarStore};
 use tch::Tensor;
+use tch::nn::{ModuleT, Path, VarStore};
 
 use crate::error::Error;
 

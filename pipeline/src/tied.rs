@@ -1,6 +1,6 @@
 //! Weights that several stages share.
 
-use flow_autograd::{set_grad, BoxError};
+use flow_autograd::{BoxError, set_grad};
 use flow_comm::ProcessGroup;
 use flow_global::GlobalTensor;
 use flow_tensor::{ReduceOp, TensorCollectives};

@@ -1,6 +1,6 @@
 //! A pipeline schedule of one's own, and when its ranks do what.
 
-use flow_plan::schedule::{picture, simulate, Action::*, Costs, Schedule};
+use flow_plan::schedule::{Action::*, Costs, Schedule, picture, simulate};
 
 fn main() -> Result<(), flow_plan::schedule::Error> {
     // Two ranks, two micro-batches; the last forward's backward comes first.

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use flow_plan::schedule::{Schedule, ScheduleKind};
-use flow_plan::{search, Constraints, Task};
+use flow_plan::{Constraints, Task, search};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let model = include_str!("../models/gpt3-175b.json");

@@ -104,7 +104,7 @@ pub fn waits(
     Waits { imbalance, bubble: bubble.max(0.0), sends }
 }
 
-/// What the formulas of all schedules need.
+/// The quantities in the formulas of all schedules.
 struct Pipeline<'a> {
     /// The work of each stage.
     stages: &'a [Work],
@@ -199,8 +199,8 @@ impl<'a> Pipeline<'a> {
         (self.slowest.total(), bubble, stalls + 4.0 * self.hops * (self.send - late))
     }
 
-    /// Of the two ends in `Schedule::zb_v` the later counts; a rank has two stages, so that a hop
-    /// is half a rank's. What sends add was found with the simulator.
+    /// The later of the two ends in `Schedule::zb_v` counts. A rank has two stages, so that a hop is
+    /// half a rank's. The time that sends add was found with the simulator.
     fn zb_v(&self) -> (f64, f64, f64) {
         // Ranks wait for some stages of others, not for all: the middle is closest.
         let pace = (self.slowest.total() + self.pace_by_chunk()) / 2.0;
@@ -226,7 +226,7 @@ impl<'a> Pipeline<'a> {
         self.stages.chunks(self.ranks).map(longest).sum()
     }
 
-    /// How much too late a send is that runs beside gradients of weights.
+    /// Returns the delay of a send that runs beside gradients of weights.
     fn late_beside_weights(&self) -> f64 {
         let weights = self.stages.iter().map(|work| work.backward_weight);
         (self.send - weights.fold(f64::INFINITY, f64::min) / 2.0).max(0.0)
@@ -337,7 +337,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::schedule::{simulate_stages, Action, Costs, Schedule, Timeline};
+    use crate::schedule::{Action, Costs, Schedule, Timeline, simulate_stages};
 
     #[test]
     fn published_activations() {

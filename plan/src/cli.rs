@@ -39,7 +39,7 @@ pub struct SearchArgs {
     /// The machines, if not those in MODEL.json
     #[arg(long, value_name = "FILE")]
     pub cluster: Option<PathBuf>,
-    /// How many layouts are listed
+    /// Number of layouts that are listed
     #[arg(long, value_name = "N", default_value = "10", value_parser = count())]
     pub top: usize,
     /// Says what each number is made of

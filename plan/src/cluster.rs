@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::error::{not_negative, positive, share, Error, Result};
+use crate::error::{Error, Result, not_negative, positive, share};
 
 /// The machines that a job runs on. The first `ranks_per_node` ranks are on the first node, and so
 /// on.

@@ -8,7 +8,7 @@ pub enum Error {
     Json {
         /// The path to the field, as `transformer.hidden`.
         field: String,
-        /// What is wrong, with line and column.
+        /// The reason, with line and column.
         reason: serde_json::Error,
     },
     /// A field has a value that cannot be.
@@ -18,7 +18,7 @@ pub enum Error {
         field: String,
         /// The value.
         value: String,
-        /// What would be right.
+        /// The valid values.
         need: &'static str,
     },
     /// The layout does not fit the model or the batch.
@@ -26,7 +26,7 @@ pub enum Error {
     Layout {
         /// The layout.
         layout: String,
-        /// Why not, and what would be right.
+        /// The reason, and a valid value.
         reason: String,
     },
     /// One of several measured runs has an error.
@@ -34,7 +34,7 @@ pub enum Error {
     Run {
         /// The run's name.
         name: String,
-        /// What is wrong with it.
+        /// The error of the run.
         error: Box<Error>,
     },
     /// No layout of so many ranks has all the wanted parts and divides the model and the batch.
@@ -42,7 +42,7 @@ pub enum Error {
     Impossible {
         /// The number of ranks.
         ranks: usize,
-        /// What would have to change.
+        /// The reason.
         reason: String,
     },
 }

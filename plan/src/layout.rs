@@ -38,8 +38,8 @@ impl Recompute {
 /// The numbers of samples that a step may have.
 pub(crate) const BATCHES: std::ops::RangeInclusive<usize> = 1..=1 << 32;
 
-/// How a job is laid out: a mesh of `pipeline` x `data` x `tensor` ranks, and what they do. Ranks of
-/// tensor parallelism are neighbours.
+/// The layout of a job: a mesh of `pipeline` x `data` x `tensor` ranks, and their work. Ranks of tensor
+/// parallelism are neighbours.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize)]
 pub struct Layout {
     /// Ranks that share a batch.

@@ -9,10 +9,10 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::{bail, Context};
+use anyhow::{Context, bail};
 use clap::Parser;
 use flow_plan::schedule::{self, Schedule};
-use flow_plan::{compare, search, Task};
+use flow_plan::{Task, compare, search};
 
 use cli::{Cli, Command, CompareArgs, ScheduleArgs, SearchArgs};
 

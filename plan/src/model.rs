@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::Deserialize;
 
-use crate::error::{not_negative, Error, Result};
+use crate::error::{Error, Result, not_negative};
 use crate::split::split;
 
 /// A layer, or several equal ones. Bytes and operations are those of one sample, before tensor

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::Serialize;
 
-use crate::bubble::{waits, Waits, Work};
+use crate::bubble::{Waits, Work, waits};
 use crate::cluster::{Cluster, Group};
 use crate::cost::{Cost, LayerCosts};
 use crate::data_parallel::DataParallel;
@@ -63,7 +63,7 @@ impl Traffic {
     }
 }
 
-/// What limits a step, for a part of its time.
+/// The limit of a step in a part of its time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Limit {
@@ -88,7 +88,7 @@ pub enum Limit {
 /// A part of a step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Part {
-    /// What limits the step in this part.
+    /// The limit in this part.
     pub limit: Limit,
     /// The part of the step, from 0 to 1.
     pub part: f64,

@@ -3,11 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use crate::cluster::Cluster;
-use crate::error::{positive, Error, Result};
+use crate::error::{Error, Result, positive};
 use crate::layout::Constraints;
 use crate::model::{Layer, Transformer};
-use crate::prediction::{predict, Prediction};
-use crate::task::{cluster_of, from_json, model_of, Task};
+use crate::prediction::{Prediction, predict};
+use crate::task::{Task, cluster_of, from_json, model_of};
 use crate::training::Training;
 
 /// Measured runs on one cluster, in JSON.

@@ -7,7 +7,7 @@ use std::ops::{Range, RangeInclusive};
 use crate::cost::LayerCosts;
 use crate::error::{Error, Result};
 use crate::layout::{Constraints, Layout, Recompute};
-use crate::prediction::{predict, Prediction, Stages};
+use crate::prediction::{Prediction, Stages, predict};
 use crate::schedule::ScheduleKind;
 use crate::task::Task;
 
@@ -56,7 +56,7 @@ impl Candidate {
 
 /// Predicts all layouts of `ranks` ranks that have the wanted parts, and returns the `top` fastest.
 ///
-/// Where `wanted` gives no part, that of the task counts. Flow has no selective recomputation and no
+/// A part that `wanted` leaves out is that of the task. Flow has no selective recomputation and no
 /// stages 2 and 3 of ZeRO: these are tried only if wanted. The same input gives the same result.
 ///
 /// # Errors
@@ -104,7 +104,7 @@ struct Search<'a> {
     smallest: Option<Candidate>,
     tried: usize,
     fit: usize,
-    /// Why the last impossible layout was impossible.
+    /// The reason against the last impossible layout.
     reason: Option<String>,
 }
 

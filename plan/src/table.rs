@@ -4,25 +4,27 @@ use flow_plan::{Comparison, Limit, Measured, Part, Prediction, ScheduleKind, Sea
 
 /// Formats a line for each layout.
 pub fn layouts(found: &SearchResult) -> String {
-    let mut rows = vec![[
-        "step",
-        "dp",
-        "tp",
-        "pp",
-        "micro-batch",
-        "schedule",
-        "ZeRO",
-        "recompute",
-        "SP",
-        "flop/s",
-        "memory",
-        "tp sends",
-        "pp sends",
-        "dp sends",
-        "idle",
-        "limited by",
-    ]
-    .map(String::from)];
+    let mut rows = vec![
+        [
+            "step",
+            "dp",
+            "tp",
+            "pp",
+            "micro-batch",
+            "schedule",
+            "ZeRO",
+            "recompute",
+            "SP",
+            "flop/s",
+            "memory",
+            "tp sends",
+            "pp sends",
+            "dp sends",
+            "idle",
+            "limited by",
+        ]
+        .map(String::from),
+    ];
     rows.extend(found.best.iter().map(row));
     let mut text = aligned(&rows);
     text += &format!("{} layouts, {} of them fit in memory\n", found.tried, found.fit);
@@ -68,17 +70,10 @@ pub fn comparisons(source: &str, comparisons: &[Comparison]) -> String {
     let memory_errors: Vec<f64> = comparisons.iter().filter_map(|run| run.memory_error).collect();
     let has_memory = !memory_errors.is_empty();
     let [of_memory, of_error] = if has_memory { ["measured", "error"] } else { [""; 2] };
-    let mut rows = vec![[
-        "run",
-        "dp x tp x pp",
-        "measured",
-        "predicted",
-        "time",
-        "memory",
-        of_memory,
-        of_error,
-    ]
-    .map(String::from)];
+    let mut rows = vec![
+        ["run", "dp x tp x pp", "measured", "predicted", "time", "memory", of_memory, of_error]
+            .map(String::from),
+    ];
     rows.extend(comparisons.iter().map(comparison));
     let checks = comparisons.iter().filter(|run| !run.fitted);
     let errors: Vec<f64> = checks.map(|run| run.error).collect();

@@ -1,11 +1,11 @@
 //! The planner's input: a model, a cluster, a batch, read from JSON.
 
-use serde::de::DeserializeOwned;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use crate::cluster::Cluster;
 use crate::error::{Error, Result};
-use crate::layout::{Constraints, BATCHES};
+use crate::layout::{BATCHES, Constraints};
 use crate::model::{Layer, Model, Transformer};
 use crate::training::Training;
 
@@ -41,7 +41,7 @@ pub struct Task {
     pub batch: usize,
     /// The machines.
     pub cluster: Cluster,
-    /// How the training is done.
+    /// The bytes of a parameter, and the overlap of communication.
     pub training: Training,
     /// Parts of the layout that are given.
     pub layout: Constraints,

@@ -1,10 +1,10 @@
-//! How the training is done: bytes of a parameter, and which communication runs beside computing.
+//! The training of a model: bytes of a parameter, and which communication runs beside computing.
 
 use serde::Deserialize;
 
-use crate::error::{share, Error, Result};
+use crate::error::{Error, Result, share};
 
-/// How the training is done. The defaults are those of mixed precision with Adam.
+/// The bytes of a parameter, and the overlap of communication and computing. The defaults are those of mixed precision with Adam.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Training {

@@ -4,7 +4,7 @@ use flow_autograd::Graph;
 use flow_plan::schedule::Action;
 use tch::Tensor;
 
-use super::{taken, Activation, Kept, Outcome, Place, Step};
+use super::{Activation, Kept, Outcome, Place, Step, taken};
 use crate::message::Described;
 use crate::micro_batch::MicroBatch;
 

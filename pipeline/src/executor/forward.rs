@@ -1,13 +1,13 @@
 //! Forwards.
 
-use flow_autograd::{versions, Graph};
+use flow_autograd::{Graph, versions};
 use flow_plan::schedule::Action;
 use tch::Tensor;
 
-use super::{taken, Activation, Kept, Last, Outcome, Place, Step};
+use super::{Activation, Kept, Last, Outcome, Place, Step, taken};
 use crate::caught::caught;
 use crate::message::Described;
-use crate::micro_batch::{local_rows, MicroBatch};
+use crate::micro_batch::{MicroBatch, local_rows};
 use crate::random::Random;
 
 /// The result of a stage for a micro-batch.

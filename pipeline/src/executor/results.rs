@@ -6,7 +6,7 @@ use flow_autograd::{BoxError, Graph};
 use flow_global::GlobalTensor;
 use tch::Tensor;
 
-use crate::micro_batch::{join, MicroBatch};
+use crate::micro_batch::{MicroBatch, join};
 
 /// The results of a step on this rank.
 #[derive(Default)]

@@ -3,7 +3,7 @@
 
 use crate::common::{mesh, numbers, ranks};
 use flow_harness::runs_apart;
-use flow_pipeline::{stage_fn, Pipeline, Schedule};
+use flow_pipeline::{Pipeline, Schedule, stage_fn};
 use tch::Kind;
 
 /// Dropout draws the same numbers again.

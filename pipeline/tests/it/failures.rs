@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::{close, mesh, numbers, ranks};
-use flow_autograd::{custom_function, BoxError, Forward};
+use flow_autograd::{BoxError, Forward, custom_function};
 use flow_harness::runs_apart;
-use flow_pipeline::{split_by_time, stage_fn, Layers, Pipeline, Schedule};
+use flow_pipeline::{Layers, Pipeline, Schedule, split_by_time, stage_fn};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -176,8 +176,7 @@ fn a_batch_that_is_too_small_is_an_error_of_all_ranks() {
             };
             error.to_string()
         });
-        let cause =
-            "rank 0: pipeline: a batch of 3 rows has too few for 4 micro-batches: drop such a \
+        let cause = "rank 0: pipeline: a batch of 3 rows has too few for 4 micro-batches: drop such a \
                      last batch, or pad it";
         assert_eq!(errors[0], cause);
         assert!(errors[1].contains(cause), "{errors:?}");

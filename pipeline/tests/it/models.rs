@@ -1,7 +1,7 @@
 //! Models of different kinds, on different schedules: gradients are those of one process.
 
 use crate::common::{close, mesh, numbers, ranks};
-use flow_pipeline::{stage_fn, Pipeline, Schedule};
+use flow_pipeline::{Pipeline, Schedule, stage_fn};
 use tch::{Kind, Tensor};
 
 const ROWS: i64 = 7;

@@ -2,12 +2,12 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::replicas::{self, loss, Half, Replica, ROWS};
+use crate::common::replicas::{self, Half, ROWS, Replica, loss};
 use crate::common::{close, numbers, ranks};
 use flow_comm::Mesh;
 use flow_ddp::Ddp;
-use flow_global::{distribute, GlobalTensor, Placement, B, S};
-use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule, Stage};
+use flow_global::{B, GlobalTensor, Placement, S, distribute};
+use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage, stage_fn};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -228,11 +228,7 @@ fn a_replica_that_fails_fails_all() {
                 .unwrap();
             let [x, y] = batch(0).map(|all| {
                 let own = all.narrow(0, 6 * own[1] as i64, 6);
-                if is_global {
-                    own.to_global(&placement, [S(0)]).unwrap()
-                } else {
-                    own
-                }
+                if is_global { own.to_global(&placement, [S(0)]).unwrap() } else { own }
             });
             let step = pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y)));
             step.unwrap_err().to_string()

@@ -1,12 +1,12 @@
 //! What a pipeline says of a step.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{mesh, numbers, ranks, Model};
-use flow_autograd::{custom_function, Forward};
-use flow_pipeline::{stage_fn, Pipeline, Report, Schedule};
-use flow_plan::schedule::{simulate, Costs};
+use crate::common::{Model, mesh, numbers, ranks};
+use flow_autograd::{Forward, custom_function};
+use flow_pipeline::{Pipeline, Report, Schedule, stage_fn};
+use flow_plan::schedule::{Costs, simulate};
 use tch::{Kind, Tensor};
 
 /// The reports of all ranks on a step whose micro-batches have two rows.

@@ -1,14 +1,14 @@
 //! What stages are made of: tied weights, dropout, `Ddp`, global tensors; and what they fail with.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{close, mesh, numbers, ranks, Model};
+use crate::common::{Model, close, mesh, numbers, ranks};
 use flow_comm::Mesh;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::{distribute, GlobalTensor, Placement, B, S};
+use flow_global::{B, GlobalTensor, Placement, S, distribute};
 use flow_pipeline::{
-    split_by_parameters, split_by_time, stage_fn, DdpStage, Layers, Pipeline, Schedule, Stage,
+    DdpStage, Layers, Pipeline, Schedule, Stage, split_by_parameters, split_by_time, stage_fn,
 };
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
@@ -113,11 +113,7 @@ struct Tanh(nn::Linear, bool);
 impl Module for Tanh {
     fn forward(&self, x: &Tensor) -> Tensor {
         let y = self.0.forward(x);
-        if self.1 {
-            y.tanh()
-        } else {
-            y
-        }
+        if self.1 { y.tanh() } else { y }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Steps of pipelines, whose ranks are threads, are those of one process.
 
-use crate::common::{close, mesh, ranks, Model};
+use crate::common::{Model, close, mesh, ranks};
 use flow_pipeline::{Action, Pipeline, Schedule};
 use tch::{Kind, Tensor};
 

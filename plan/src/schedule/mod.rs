@@ -23,7 +23,7 @@ pub use definition::Schedule;
 pub use error::{Error, Result};
 pub use kind::ScheduleKind;
 pub use picture::{picture, table};
-pub use simulator::{simulate, simulate_stages, Costs, Interval, Timeline};
+pub use simulator::{Costs, Interval, Timeline, simulate, simulate_stages};
 
 #[cfg(test)]
 mod tests;

@@ -6,7 +6,7 @@ use super::action::Action;
 use super::definition::Schedule;
 use super::error::Result;
 use super::kind::ScheduleKind;
-use super::simulator::{simulate, Costs, Timeline};
+use super::simulator::{Costs, Timeline, simulate};
 
 /// The longest line, without the rank.
 const COLUMNS: f64 = 10_000.0;

@@ -234,7 +234,7 @@ impl Simulation<'_> {
             match channel(&mut self.channels[rank], from).pop_front() {
                 None => return Ok(false),
                 Some((sent, _)) if sent != action => {
-                    return Err(Error::Order { rank, from, action, sent })
+                    return Err(Error::Order { rank, from, action, sent });
                 }
                 Some((_, arrival)) => state.now = state.now.max(arrival),
             }

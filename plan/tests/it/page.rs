@@ -1,6 +1,6 @@
 //! What docs/pipelines.md shows of schedules is so.
 
-use flow_plan::schedule::{picture, simulate, table, Costs, Schedule, ScheduleKind};
+use flow_plan::schedule::{Costs, Schedule, ScheduleKind, picture, simulate, table};
 
 const PAGE: &str = include_str!("../../../docs/pipelines.md");
 

@@ -1,6 +1,6 @@
 //! What must hold of predictions, whatever the numbers are.
 
-use flow_plan::{predict, search, Cluster, Layout, Model, Recompute, ScheduleKind, Task};
+use flow_plan::{Cluster, Layout, Model, Recompute, ScheduleKind, Task, predict, search};
 use flow_plan::{Constraints, Training, Transformer};
 use proptest::prelude::*;
 

@@ -1,6 +1,6 @@
 //! Memory, traffic and time by value: what papers print, and what is computed by hand.
 
-use flow_plan::{compare, predict, Layout, Limit, Prediction, Recompute, ScheduleKind, Task};
+use flow_plan::{Layout, Limit, Prediction, Recompute, ScheduleKind, Task, compare, predict};
 use serde_json::json;
 
 const NARROW: Layout = Layout {

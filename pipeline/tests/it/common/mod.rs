@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use flow_comm::Mesh;
-use flow_pipeline::{stage_fn, Stage};
+use flow_pipeline::{Stage, stage_fn};
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use flow_comm::Mesh;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::{distribute, from_local, GlobalTensor, Placement, B, S};
+use flow_global::{B, GlobalTensor, Placement, S, distribute, from_local};
 use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
