@@ -53,7 +53,7 @@ impl Step<'_, '_> {
         let (graph, seed) = match graph {
             Kept::Graph(graph, seed) => (graph, seed),
             Kept::Random(random) => {
-                let ran = self.measured(place.0, &inputs, |step| {
+                let ran = self.run_counting_bytes(place.0, &inputs, |step| {
                     random.replay(|| {
                         tch::with_grad(|| step.run_stage(place.0, &inputs, micro_batch))
                     })?

@@ -59,8 +59,9 @@ impl Step<'_, '_> {
         let (computed, graph) = if self.recomputed.contains(&stage) {
             self.without_graph(stage, &inputs, micro_batch)?
         } else {
-            let (computed, allocated) =
-                self.measured(stage, &inputs, |step| step.run_stage(stage, &inputs, micro_batch))?;
+            let (computed, allocated) = self.run_counting_bytes(stage, &inputs, |step| {
+                step.run_stage(stage, &inputs, micro_batch)
+            })?;
             bytes += allocated;
             let (graph, seed) = computed.graph()?;
             (computed, Kept::Graph(graph, seed))

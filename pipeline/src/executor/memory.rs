@@ -14,7 +14,7 @@ pub type Allocated = HashMap<(usize, Vec<Vec<i64>>), usize>;
 impl Step<'_, '_> {
     /// Runs `run`, and returns its result and the bytes that it keeps. The bytes are measured once for
     /// each shape of the inputs.
-    pub(super) fn measured<T>(
+    pub(super) fn run_counting_bytes<T>(
         &mut self,
         stage: usize,
         inputs: &[Tensor],

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use flow_comm::Mesh;
-use flow_pipeline::{Stage, stage_fn};
+use flow_pipeline::Stage;
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 
@@ -76,7 +76,7 @@ impl Model {
 
     pub fn stage(&self, stage: usize) -> Box<dyn Stage> {
         let weights = self.weights[stage].each_ref().map(Tensor::shallow_clone);
-        stage_fn(move |inputs| Ok(layer(inputs, &weights)))
+        flow_pipeline::stage_fn(move |inputs| Ok(layer(inputs, &weights)))
     }
 
     pub fn forward(&self, x: &Tensor) -> Vec<Tensor> {

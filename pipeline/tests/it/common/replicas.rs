@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use flow_comm::Mesh;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::{B, GlobalTensor, Placement, S, distribute, from_local};
+use flow_global::{GlobalTensor, Placement, Sbp};
 use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage};
 use tch::nn::{self, Module, VarStore};
 use tch::{Kind, Tensor};
@@ -107,7 +107,7 @@ impl Replica {
                 None => Half::new(&mut vs, stage),
             };
             if let Some(placement) = &placement {
-                distribute(&vs, placement, |_, _| [B])?;
+                flow_global::distribute(&vs, placement, |_, _| [Sbp::Broadcast])?;
             }
             weights.insert(stage, half.0.shallow_clone());
             Ok(match is_plain {
@@ -128,7 +128,8 @@ impl Replica {
             return Ok(all.index_select(0, &Tensor::from_slice(&own).to_device(device())));
         };
         let local = all.narrow(0, [0, rows[0]][self.number], rows[self.number]);
-        Ok(from_local(&local, [rows.iter().sum(), 4], placement, [S(0)])?)
+        let sizes = [rows.iter().sum(), 4];
+        Ok(flow_global::from_local(&local, sizes, placement, [Sbp::Split(0)])?)
     }
 
     /// Some steps, whose gradients add up: those of this rank's stages.
