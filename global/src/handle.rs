@@ -6,6 +6,7 @@ use flow_autograd::global::Globals;
 use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
+use crate::boxing::memory::resolved;
 use crate::boxing::plan::Layout;
 use crate::error::{Error, Result};
 use crate::region::shape;
@@ -36,7 +37,8 @@ pub fn local_of(tensor: &Tensor) -> Option<Tensor> {
     globals().ok()?.local(tensor)
 }
 
-/// A global tensor of a local; `like` has its kind and device.
+/// A global tensor of a local; `like` has its kind and device. It has no conj or neg bit, as ranks
+/// might give locals whose bits differ.
 pub fn wrap(
     local: Option<&Tensor>,
     like: &Tensor,
@@ -44,7 +46,8 @@ pub fn wrap(
     sizes: &[i64],
 ) -> Result<Tensor> {
     let shares = spec.sbp().iter().all(|&sbp| sbp == B);
-    Ok(globals()?.wrap(local, like, spec, sizes, shares)?)
+    let local = local.map(resolved);
+    Ok(globals()?.wrap(local.as_ref(), &resolved(like), spec, sizes, shares)?)
 }
 
 /// A plain tensor of the kind of a global one, without elements.

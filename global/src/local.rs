@@ -24,10 +24,16 @@ const MAX_DIMS: usize = 64;
 /// The global tensor whose part, copy or partial sum `local` is on this rank. What should be copies
 /// becomes what the first rank has.
 pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
-    let shape = logical_shape(local, spec.placement(), spec.sbp())?;
+    let given = Given::of_all_ranks(local, spec.placement())?;
+    let shape = logical_shape(&given, spec.placement(), spec.sbp())?;
     let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
     let to = spec.clone();
-    differentiable(local, spec, move |local| first_copies(local, to, &sizes))
+    let mut local = local.shallow_clone();
+    if given.iter().any(|given| given.requires_grad) && !local.requires_grad() {
+        // All ranks take part in backward.
+        local = local.detach().set_requires_grad(true);
+    }
+    differentiable(&local, spec, move |local| first_copies(local, to, &sizes))
 }
 
 /// The global tensor of these sizes whose part, copy or partial sum `local` is on this rank. As
@@ -140,13 +146,12 @@ pub fn to_local(tensor: &Tensor) -> Result<Tensor> {
         move |_, gradients| {
             let Some(gradient) = &gradients[0] else { return Ok(vec![None]) };
             let placement = spec.placement();
-            let runtime = placement.runtime()?;
-            let is_inside = placement.position(runtime.rank()).is_some();
-            if is_inside && gradient.requires_grad() {
-                // Of a backward that is itself differentiated.
+            if gradient.requires_grad() {
+                // Of a backward that is itself differentiated, on ranks outside the placement too.
                 let global = from_local(gradient, &sizes, placement, &dual)?;
                 return Ok(vec![Some(global)]);
             }
+            let is_inside = placement.position(placement.runtime()?.rank()).is_some();
             let local = is_inside.then_some(gradient);
             let spec = Spec::of(placement, &dual)?;
             Ok(vec![Some(wrap(local, gradient, spec, &sizes)?)])
@@ -178,46 +183,67 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
     wrap(Some(&own), local, spec, sizes)
 }
 
-/// The shape of the logical tensor, from those of all locals, which are checked.
-fn logical_shape(local: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
-    let runtime = placement.runtime()?;
-    let own = shape(&local.size());
-    let mut meta = vec![local.kind() as i64, own.len() as i64];
-    meta.extend(own.iter().map(|&size| size as i64));
-    meta.resize(2 + MAX_DIMS, 0);
-    let all = runtime.world().all_gather_tensor(&Tensor::from_slice(&meta)).map_err(|error| {
-        sequence::explained(error.into(), &runtime.groups, None, digest_of(placement))
-    })?;
-    let all = Vec::<Vec<i64>>::try_from(all)?;
-    let of = |position: usize| &all[placement.ranks()[position]];
-    let local_shape = |position: usize| {
-        let meta = of(position);
-        shape(&meta[2..2 + (meta[1] as usize).min(MAX_DIMS)])
-    };
-    let first = local_shape(0);
-    check(placement, sbp, &first)?;
-    let fail = |reason: String| Error::Unsupported { operation: "to_global".to_owned(), reason };
-    let mut logical = first.clone();
+/// What a rank gives to `to_global`.
+struct Given {
+    kind: i64,
+    requires_grad: bool,
+    shape: Vec<usize>,
+}
+
+impl Given {
+    /// By rank of the job.
+    fn of_all_ranks(local: &Tensor, placement: &Placement) -> Result<Vec<Self>> {
+        let runtime = placement.runtime()?;
+        let own = local.size();
+        let mut words =
+            vec![local.kind() as i64, i64::from(local.requires_grad()), own.len() as i64];
+        words.extend(own);
+        words.resize(3 + MAX_DIMS, 0);
+        let all =
+            runtime.world().all_gather_tensor(&Tensor::from_slice(&words)).map_err(|error| {
+                sequence::explained(error.into(), &runtime.groups, None, digest_of(placement))
+            })?;
+        let all = Vec::<Vec<i64>>::try_from(all)?;
+        Ok(all.iter().map(|words| Self::from_words(words)).collect())
+    }
+
+    fn from_words(words: &[i64]) -> Self {
+        let dims = (words[2] as usize).min(MAX_DIMS);
+        Self { kind: words[0], requires_grad: words[1] != 0, shape: shape(&words[3..3 + dims]) }
+    }
+}
+
+/// The shape of the logical tensor, from those of all locals, which are checked. All ranks find the
+/// same errors.
+fn logical_shape(given: &[Given], placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
+    let locals: Vec<&Given> = placement.ranks().iter().map(|&rank| &given[rank]).collect();
+    let first = placement.ranks()[0];
+    if let Some(rank) = given.iter().position(|other| other.kind != locals[0].kind) {
+        return Err(Error::Unsupported {
+            operation: "to_global".to_owned(),
+            reason: format!(
+                "the tensors of rank {first} and rank {rank} differ in kind; convert one by \
+                 to_kind (a rank outside the placement passes any tensor of that kind)"
+            ),
+        });
+    }
+    check(placement, sbp, &locals[0].shape)?;
+    let mut logical = locals[0].shape.clone();
     for (dim, size) in logical.iter_mut().enumerate() {
-        let axes = (0..sbp.len()).filter(|&axis| sbp[axis] == Sbp::Split(dim));
-        let axes: Vec<usize> = axes.collect();
+        let axes: Vec<usize> =
+            (0..sbp.len()).filter(|&axis| sbp[axis] == Sbp::Split(dim)).collect();
         if !axes.is_empty() {
             let parts = &groups(placement, &axes)[0];
-            let of_dim = |&position: &usize| local_shape(position).get(dim).copied().unwrap_or(0);
+            let of_dim = |&position: &usize| locals[position].shape.get(dim).copied().unwrap_or(0);
             *size = parts.iter().map(of_dim).sum();
         }
     }
     for (position, region) in regions(placement, sbp, &logical).iter().enumerate() {
-        let (rank, own) = (placement.ranks()[position], local_shape(position));
-        if of(position)[0] != of(0)[0] {
-            let first = placement.ranks()[0];
-            return Err(fail(format!(
-                "the tensors of rank {first} and rank {rank} differ in kind; convert one by to_kind"
-            )));
-        }
-        if region.shape() != own {
-            let part = region.shape();
-            return Err(no_part("to_global", rank, &own, &logical, (placement, sbp), &part));
+        let part = region.shape();
+        let own = &locals[position].shape;
+        if part != *own {
+            let rank = placement.ranks()[position];
+            return Err(no_part("to_global", rank, own, &logical, (placement, sbp), &part));
         }
     }
     Ok(logical)

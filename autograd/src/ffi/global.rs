@@ -136,6 +136,13 @@ extern "C" {
         shares: bool,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
+    pub fn flow_global_outside(
+        like: *const C_tensor,
+        sizes: *const i64,
+        dims: usize,
+        output: OutputView,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
     pub fn flow_global_assign(tensor: *const C_tensor, other: *const C_tensor) -> *mut c_char;
     pub fn flow_fast_set_integers(
         call: *mut RawFastCall,

@@ -140,9 +140,9 @@ impl<S: Send + Sync + 'static> Globals<S> {
         (registered.spec == TypeId::of::<S>()).then_some(Self(PhantomData))
     }
 
-    /// A global tensor of these logical sizes. `local` is what this rank has; `like` has its kind and
-    /// device, on a rank that has nothing too. If all ranks have all of the tensor (`shares`), its
-    /// memory is the local's.
+    /// A global tensor of these logical sizes. `local` is what this rank has; `like` has its kind,
+    /// device, and conj and neg bits, on a rank that has nothing too. If all ranks have all of the
+    /// tensor (`shares`), its memory is the local's.
     ///
     /// # Errors
     /// libtorch's.
@@ -163,6 +163,28 @@ impl<S: Send + Sync + 'static> Globals<S> {
             let text =
                 ffi::flow_global_wrap(local, like.as_ptr(), spec, sizes, dims, shares, &mut result);
             check("Globals::wrap", text)?;
+            Ok(Tensor::from_ptr(result))
+        }
+    }
+
+    /// A result of these logical sizes on a rank that has nothing of it; `like` has its kind, device,
+    /// and conj and neg bits.
+    ///
+    /// # Errors
+    /// libtorch's.
+    pub fn outside(
+        self,
+        like: &Tensor,
+        sizes: &[i64],
+        output: &Output<'_, S>,
+    ) -> Result<Tensor, Error> {
+        let mut result = null_mut();
+        // SAFETY: the tensor, the sizes and the output are alive; the result is owned.
+        unsafe {
+            let (sizes, dims) = (sizes.as_ptr(), sizes.len());
+            let text =
+                ffi::flow_global_outside(like.as_ptr(), sizes, dims, output.view(), &mut result);
+            check("Globals::outside", text)?;
             Ok(Tensor::from_ptr(result))
         }
     }

@@ -133,10 +133,16 @@ fn write_whole(timeline: &Timeline) -> std::io::Result<()> {
     std::fs::create_dir_all(&job.folder)?;
     let path = |name: String| -> PathBuf { Path::join(&job.folder, name) };
     let unfinished = path(format!(".rank{}.json.{}", job.rank, job.pid));
-    let mut file = BufWriter::new(File::create(&unfinished)?);
+    let written = write_to(&unfinished, timeline)
+        .and_then(|()| std::fs::rename(&unfinished, path(format!("rank{}.json", job.rank))));
+    // A full disk gets its space back.
+    written.inspect_err(|_| drop(std::fs::remove_file(&unfinished)))
+}
+
+fn write_to(path: &Path, timeline: &Timeline) -> std::io::Result<()> {
+    let mut file = BufWriter::new(File::create(path)?);
     timeline.write_json(&mut file)?;
-    file.flush()?;
-    std::fs::rename(&unfinished, path(format!("rank{}.json", job.rank)))
+    file.flush()
 }
 
 /// None in a process that has joined no job, and in one that was forked from a rank.

@@ -30,6 +30,26 @@ pub fn lock(folder: &Path, name: &str) -> Result<File> {
     Ok(lock)
 }
 
+/// Makes the file `path` of what `write` writes to the file whose name it gets. The file is whole or
+/// not there: it has another name first, and goes away if something fails.
+///
+/// # Errors
+/// Those of `write`; the disk refuses.
+pub fn write_whole(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let partial = Path::new(&partial);
+    let written = write(partial).and_then(|()| {
+        let flushed = File::open(partial).and_then(|file| file.sync_all());
+        flushed.and_then(|()| fs::rename(partial, path)).map_err(CheckpointError::write(path))
+    });
+    if written.is_err() {
+        let _ = fs::remove_file(partial); // the error says more
+    }
+    written?;
+    sync(parent(path)).map_err(CheckpointError::write(path))
+}
+
 /// As `create_dir_all`; the folders survive a loss of power.
 pub fn create(folder: &Path) -> io::Result<()> {
     if folder.is_dir() {

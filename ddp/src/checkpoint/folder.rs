@@ -144,6 +144,18 @@ impl Folder {
         old.into_iter().try_for_each(|old| self.remove(old))
     }
 
+    /// Removes what was written since [`begin`](Self::begin), after a save has failed: on a full disk
+    /// it would take the space that the next one needs. Rank 0 does; on the others nothing happens.
+    pub fn abandon(&self) {
+        let partial = self.path.join(PARTIAL);
+        if self.lock.is_some() {
+            if let Err(error) = remove(&partial) {
+                // The next `begin` tries again.
+                log::warn!("cannot remove {}: {error}", partial.display());
+            }
+        }
+    }
+
     /// The newest checkpoint that is whole: its step, and what `read` has made of its folder. Rank
     /// 0 calls `read`, all ranks get it. None where there is no checkpoint at all. All ranks call
     /// this.

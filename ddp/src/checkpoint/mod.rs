@@ -169,14 +169,17 @@ impl Checkpoints {
             .map_err(|reason| unfit("the program's state".into(), reason))?;
         let model: Vec<_> = vs.variables().into_iter().collect();
         let partial = self.folder.begin(step)?;
-        for (tensors, file) in [(&model, MODEL), (&optimizer.tensors, OPTIMIZER)] {
-            tensors::write(tensors, &partial.join(file))
-                .map_err(|(what, reason)| unfit(what, reason))?;
-        }
-        let file = partial.join(STATE);
-        std::fs::write(&file, &state).map_err(CheckpointError::write(file))?;
-        sums::write(&partial).map_err(CheckpointError::write(&path))?;
-        self.folder.commit(step)
+        let write = || {
+            for (tensors, file) in [(&model, MODEL), (&optimizer.tensors, OPTIMIZER)] {
+                tensors::write(tensors, &partial.join(file))
+                    .map_err(|(what, reason)| unfit(what, reason))?;
+            }
+            let file = partial.join(STATE);
+            std::fs::write(&file, &state).map_err(CheckpointError::write(file))?;
+            sums::write(&partial).map_err(CheckpointError::write(&path))
+        };
+        let saved = write().and_then(|()| self.folder.commit(step));
+        saved.inspect_err(|_| self.folder.abandon())
     }
 
     /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -268,12 +271,14 @@ impl<S> Checkpoint<S> {
     fn load_model(&self, vs: &VarStore) -> Result<(), String> {
         let mut variables = vs.variables();
         for (name, variable) in &variables {
-            let fits = |saved: &&Tensor| {
-                saved.size() == variable.size() && saved.kind() == variable.kind()
-            };
-            if self.model.get(name).filter(fits).is_none() {
-                let (shape, kind) = (variable.size(), variable.kind());
-                return Err(format!("it has no {name} of shape {shape:?} and kind {kind:?}"));
+            let wanted = (variable.kind(), variable.size());
+            match self.model.get(name).map(|saved| (saved.kind(), saved.size())) {
+                Some(found) if found == wanted => {}
+                Some((kind, shape)) => {
+                    let wanted = format!("{:?} {:?}", wanted.0, wanted.1);
+                    return Err(format!("its {name} is {kind:?} {shape:?}, not {wanted}"));
+                }
+                None => return Err(format!("it has no {name}")),
             }
         }
         if let Some(name) = self.model.keys().find(|name| !variables.contains_key(*name)) {

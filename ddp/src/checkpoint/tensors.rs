@@ -24,7 +24,7 @@ pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, S
         let copy = tensor
             .f_detach()
             .and_then(|tensor| tensor.f_to_device(Device::Cpu))
-            .and_then(|tensor| tensor.f_contiguous());
+            .and_then(|tensor| tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous());
         Ok((name.clone(), copy.map_err(|error| unfit(error.to_string()))?))
     };
     let tensors = tensors.iter().map(on_cpu).collect::<Result<Vec<_>, _>>()?;

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use flow_comm::{Buffer, Peers, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
-use super::memory::{self, runs, view, Part};
+use super::memory::{self, resolved, runs, view, Part};
 use super::packed;
 use super::phases::{Exchange, Members, Reduce};
 use super::plan::{Copy, Layout, Plan, Reduction};
@@ -198,6 +198,27 @@ impl Boxing {
         ops.clone().next().is_some() && ops.all(is_linear)
     }
 
+    /// Checks that there are reductions of this kind, as [`Boxing::run`] needs them.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn check_kind(&self, kind: Kind) -> Result<()> {
+        let reduced = if self.adds() { real(kind) } else { kind };
+        let mut steps = self.first.iter().chain([self]);
+        let reduces = steps.any(|step| step.plan.reduction.is_some());
+        let is_known = flow_autograd::dtype(reduced).is_some()
+            || matches!(reduced, Kind::Bool | Kind::Int8 | Kind::Int16);
+        if reduces && !is_known {
+            return Err(Error::Unsupported {
+                operation: "boxing".to_owned(),
+                reason: format!(
+                    "partial values of kind {kind:?} cannot be reduced; convert by to_kind"
+                ),
+            });
+        }
+        Ok(())
+    }
+
     /// What is done.
     pub fn plan(&self) -> &Plan {
         &self.plan
@@ -224,8 +245,11 @@ impl Boxing {
         (kind, device): (Kind, Device),
         local: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
+        self.check_kind(kind)?;
+        let local = local.map(resolved);
+        let local = local.as_ref();
         if self.adds() && real(kind) != kind {
-            let parts = local.map(|local| local.resolve_conj().view_as_real());
+            let parts = local.map(Tensor::view_as_real);
             let parts = self.of_parts().run(groups, (real(kind), device), parts.as_ref())?;
             return Ok(parts.map(|parts| parts.view_as_complex()));
         }
@@ -249,14 +273,6 @@ impl Boxing {
             return Ok(Some(view(local, held, slice)));
         }
         if self.plan.reduction.is_some() && flow_autograd::dtype(kind).is_none() {
-            if !matches!(kind, Kind::Bool | Kind::Int8 | Kind::Int16) {
-                return Err(Error::Unsupported {
-                    operation: "boxing".to_owned(),
-                    reason: format!(
-                        "partial values of kind {kind:?} cannot be reduced; convert by to_kind"
-                    ),
-                });
-            }
             let wide = local.map(|local| local.to_kind(Kind::Int));
             let result = self.run_plan(groups, (Kind::Int, device), wide.as_ref())?;
             return Ok(result.map(|result| result.to_kind(kind)));

@@ -14,11 +14,7 @@ pub struct Part {
 impl Part {
     /// What a rank has, in memory without gaps.
     pub fn new(local: &Tensor, region: &Region) -> Self {
-        let plain = match local.is_conj() || local.is_neg() {
-            true => local.resolve_conj().resolve_neg(),
-            false => local.shallow_clone(),
-        };
-        Self { tensor: plain.contiguous(), region: region.clone() }
+        Self { tensor: local.contiguous(), region: region.clone() }
     }
 
     /// A part whose elements are still to come.
@@ -72,6 +68,15 @@ pub fn view(tensor: &Tensor, whole: &Region, region: &Region) -> Tensor {
             view.narrow(dim as i64, (range.start - whole.start) as i64, range.len() as i64)
         },
     )
+}
+
+/// The tensor if its memory is its values; else a copy without conj and neg bits.
+pub fn resolved(tensor: &Tensor) -> Tensor {
+    if tensor.is_conj() || tensor.is_neg() {
+        tensor.resolve_conj().resolve_neg()
+    } else {
+        tensor.shallow_clone()
+    }
 }
 
 /// A contiguous CPU tensor as a buffer. Kinds that reductions do not know are bytes.

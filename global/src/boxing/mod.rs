@@ -9,7 +9,7 @@
 //! | `memory` | regions of tensors as memory |
 
 pub mod execute;
-mod memory;
+pub(crate) mod memory;
 mod packed;
 mod phases;
 pub mod plan;

@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::contents::{MODEL, OPTIMIZER};
 use super::index::Index;
+use super::safetensors::dtype;
 use super::shards::Entry;
 use crate::handle::{find_spec, local_of, wrap};
 use crate::placement::Placement;
@@ -68,16 +69,17 @@ pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>
         };
         let saved = &index.tensors[&format!("{OPTIMIZER}{name}")];
         // Numbers of steps are plain.
-        let tensor = match saved.shape.is_empty() && saved.dtype == "I64" {
-            true => Tensor::zeros([0i64; 0], (Kind::Int64, Device::Cpu)),
-            false => zeros_like(&parameter.tensor).map_err(|error| error.to_string())?,
+        let tensor = if saved.shape.is_empty() && saved.dtype == "I64" {
+            Tensor::zeros([0i64; 0], (Kind::Int64, Device::Cpu))
+        } else {
+            zeros_like(&parameter.tensor).map_err(|error| error.to_string())?
         };
-        match shape(&tensor) == saved.shape {
-            true => Ok((name.to_owned(), tensor)),
-            false => {
-                Err(format!("its {name} has the shape {:?}, not {:?}", saved.shape, shape(&tensor)))
-            }
+        let wanted = dtype(tensor.kind()).unwrap_or("no type that files have");
+        if (wanted, shape(&tensor)) != (&saved.dtype, saved.shape.clone()) {
+            let found = format!("{} {:?}", saved.dtype, saved.shape);
+            return Err(format!("its {name} is {found}, not {wanted} {:?}", shape(&tensor)));
         }
+        Ok((name.to_owned(), tensor))
     };
     let names = index.tensors.keys().filter_map(|name| name.strip_prefix(OPTIMIZER));
     names.map(blank).collect()

@@ -1,6 +1,6 @@
 //! One plain safetensors file of a sharded checkpoint.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
@@ -24,26 +24,12 @@ pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> 
     let (checkpoint, out) = (checkpoint.as_ref(), out.as_ref());
     let contents = Contents::read(checkpoint)?;
     contents.check_files(checkpoint)?;
-    let mut partial = out.as_os_str().to_owned();
-    partial.push(".partial");
-    let failed = |error| CheckpointError::write(out)(error);
-    let file = File::create(&partial).map_err(failed)?;
-    let merged = write(&contents, checkpoint, &file, &failed);
-    let finished = merged
-        .and_then(|()| file.sync_all().and_then(|()| fs::rename(&partial, out)).map_err(failed));
-    if finished.is_err() {
-        let _ = fs::remove_file(&partial); // the error says more
-    }
-    finished?;
-    files::sync(files::parent(out)).map_err(failed)
+    files::write_whole(out, |partial| write(&contents, checkpoint, partial, out))
 }
 
-fn write(
-    contents: &Contents,
-    checkpoint: &Path,
-    mut file: &File,
-    failed: &impl Fn(std::io::Error) -> CheckpointError,
-) -> Result<()> {
+fn write(contents: &Contents, checkpoint: &Path, partial: &Path, out: &Path) -> Result<()> {
+    let failed = |error| CheckpointError::write(out)(error);
+    let mut file = File::create(partial).map_err(failed)?;
     let tensors = contents.index.tensors.iter();
     let named = tensors.filter_map(|(name, saved)| {
         Some((name.strip_prefix(MODEL)?.to_owned(), &saved.dtype[..], &saved.shape[..]))

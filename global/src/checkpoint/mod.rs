@@ -150,19 +150,28 @@ impl Checkpoints {
     /// Writes what the ranks have of the entries. `contents` is without index and files.
     fn save_entries(&mut self, mut contents: Contents, entries: &[Entry]) -> Result<()> {
         let partial = self.begin(&mut contents, entries)?;
-        let written = shards::write(&partial, self.group.rank(), &contents.index, entries);
+        let saved = self.write(contents, entries, &partial);
+        saved.inspect_err(|_| self.folder.abandon())
+    }
+
+    /// Writes the files into the folder `partial`, and makes that the checkpoint.
+    fn write(&mut self, mut contents: Contents, entries: &[Entry], partial: &Path) -> Result<()> {
+        let written = shards::write(partial, self.group.rank(), &contents.index, entries);
         let own = [agree(&self.group, written)? as i64];
         let mut files = vec![0i64; self.group.world_size()];
         self.group.all_gather(&own, &mut files)?;
         contents.files = files.into_iter().map(|bytes| bytes as u64).collect();
-        let mut finish = || {
-            if self.group.rank() == 0 {
-                check_shared(&partial, &contents.files)?;
-                contents.write(&partial)?;
-            }
-            self.folder.commit(contents.step)
-        };
-        agree(&self.group, finish())
+        let finished = self.finish(&contents, partial);
+        agree(&self.group, finished)
+    }
+
+    /// Rank 0 completes the checkpoint.
+    fn finish(&mut self, contents: &Contents, partial: &Path) -> Result<()> {
+        if self.group.rank() == 0 {
+            check_shared(partial, &contents.files)?;
+            contents.write(partial)?;
+        }
+        self.folder.commit(contents.step)
     }
 
     /// Gives `contents` the index of the entries, and returns the folder to write into.

@@ -10,7 +10,6 @@ use tch::nn::{Optimizer, VarStore};
 
 use super::contents::{Contents, MODEL};
 use super::entries::{blank_state, entries, named, variables};
-use super::index::Saved;
 use super::shards::{Entry, Reader};
 use crate::create::set_rng_state;
 use crate::placement::Placement;
@@ -76,12 +75,15 @@ impl<S> Checkpoint<S> {
         };
         let tensors = &self.contents.index.tensors;
         for entry in entries {
+            let name = &entry.name[MODEL.len()..];
+            let Some(found) = tensors.get(&entry.name) else {
+                return Err(other(format!("it has no {name}")));
+            };
             let wanted = entry.saved()?;
-            let fits = |saved: &&Saved| saved.dtype == wanted.dtype && saved.shape == wanted.shape;
-            if tensors.get(&entry.name).filter(fits).is_none() {
-                let name = &entry.name[MODEL.len()..];
-                let (dtype, shape) = (wanted.dtype, wanted.shape);
-                return Err(other(format!("it has no {name} of {dtype} {shape:?}")));
+            if (&found.dtype, &found.shape) != (&wanted.dtype, &wanted.shape) {
+                let found = format!("{} {:?}", found.dtype, found.shape);
+                let wanted = format!("{} {:?}", wanted.dtype, wanted.shape);
+                return Err(other(format!("its {name} is {found}, not {wanted}")));
             }
         }
         let is_new = |name: &&String| {

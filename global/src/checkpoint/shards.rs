@@ -86,7 +86,8 @@ pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Re
     let mut file = File::create_new(&path).map_err(failed)?;
     file.write_all(&header.to_bytes().map_err(failed)?).map_err(failed)?;
     for (name, info) in header.in_order() {
-        let plain = own[name].detach().f_to_device(Device::Cpu).and_then(|t| t.f_contiguous());
+        let plain = own[name].detach().f_to_device(Device::Cpu);
+        let plain = plain.and_then(|plain| plain.f_resolve_conj()?.f_resolve_neg()?.f_contiguous());
         let plain = plain.map_err(|error| unfit(name, error.to_string()))?;
         let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error.to_string()))?;
         if Some(bytes.len()) != size(&info.dtype, &info.shape) {

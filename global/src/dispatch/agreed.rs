@@ -5,11 +5,11 @@ use std::sync::Arc;
 use flow_autograd::global::{Argument, Call};
 
 use crate::compare;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::rules::op::{Arg, Op};
 use crate::runtime::Runtime;
-use crate::sbp::{text, NdSbp};
+use crate::sbp::{text, NdSbp, Sbp};
 use crate::sequence::Operation;
 use crate::spec::Spec;
 
@@ -93,6 +93,22 @@ fn given(call: &Call<'_, Spec>) -> Result<Vec<(String, u64)>> {
         }
     }
     Ok(given)
+}
+
+/// The error of an input that cannot be boxed.
+pub fn unboxed(
+    call: &Call<'_, Spec>,
+    input: usize,
+    from: &[Sbp],
+    to: &[Sbp],
+    source: Error,
+) -> Error {
+    Error::Boxing {
+        operation: call.name().to_owned(),
+        what: format!("input {input}, {:?}, from {from:?} to {to:?}", call.sizes(input)),
+        source: Box::new(source),
+        advice: advice(call.name()),
+    }
 }
 
 /// What all ranks have to do, where one may have left the others alone.

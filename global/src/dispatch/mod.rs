@@ -257,12 +257,7 @@ fn prepare(
             let Some(tensor) = &local else { return Ok(()) };
             let options = (tensor.kind(), tensor.device());
             let boxed = boxing.run(&runtime.groups, options, local.as_ref());
-            let boxed = boxed.map_err(|source| Error::Boxing {
-                operation: call.name().to_owned(),
-                what: format!("input {index}, {:?}, from {from:?} to {to:?}", call.sizes(index)),
-                source: Box::new(source),
-                advice: agreed::advice(call.name()),
-            })?;
+            let boxed = boxed.map_err(|source| agreed::unboxed(call, index, from, to, source))?;
             let boxed = match *is_written && boxing.is_view() {
                 true => boxed.map(|boxed| boxed.alias_copy()),
                 false => boxed,

@@ -10,7 +10,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
 use super::agreed;
-use super::plan::{Input, Output, Outside, Plan};
+use super::plan::{Input, Meta, Output, Outside, Plan};
 use super::written;
 use crate::code::{draws, takes_sizes};
 use crate::error::{Error, Result};
@@ -46,20 +46,22 @@ pub fn run(
             outside.get_or_init(|| known)
         }
     };
-    let wrap = |output: &Output, sizes: &[i64], kind: Kind| {
-        let like = Tensor::empty([0], (kind, runtime.world().device()));
-        Ok::<_, Error>(globals()?.wrap(None, &like, output.spec(placement), sizes, false)?)
+    let device = runtime.world().device();
+    let wrap = |output: &Output, meta: &Meta| -> Result<Tensor> {
+        let spec = output.spec(placement);
+        let like = with_bits(Tensor::empty([0], (meta.kind, device)), meta.is_conj, meta.is_neg);
+        Ok(globals()?.outside(&like, &meta.sizes, &output.of(&spec))?)
     };
     for (index, (known, output)) in known.iter().zip(&plan.outputs).enumerate() {
         if output.is_written {
-            if let Outside::Tensor(sizes, kind) = known {
-                let like = Tensor::empty([0], (*kind, runtime.world().device()));
-                written::resize_out(call, plan, placement, index, (sizes, &like))?;
+            if let Outside::Tensor(meta) = known {
+                let like = Tensor::empty([0], (meta.kind, device));
+                written::resize_out(call, plan, placement, index, (&meta.sizes, &like))?;
             }
-            if let (true, Some(argument), Outside::Tensor(sizes, kind)) =
+            if let (true, Some(argument), Outside::Tensor(meta)) =
                 (call.reshapes(), call.written(index), known)
             {
-                let now = wrap(output, sizes, *kind)?;
+                let now = wrap(output, meta)?;
                 if let Some(tensor) = call.tensor(argument) {
                     globals()?.assign(&tensor, &now)?;
                 }
@@ -68,13 +70,10 @@ pub fn run(
             continue;
         }
         match known {
-            Outside::Tensor(sizes, kind) => {
-                let tensor = wrap(output, sizes, *kind)?;
-                call.output_tensor(Some(&tensor))?;
-            }
+            Outside::Tensor(meta) => call.output_tensor(Some(&wrap(output, meta)?))?,
             Outside::Tensors(all) => {
-                let wrap = |(sizes, kind): &(Vec<i64>, Kind)| wrap(output, sizes, *kind);
-                call.output_tensors(&all.iter().map(wrap).collect::<Result<Vec<_>>>()?)?;
+                let tensors = all.iter().map(|meta| wrap(output, meta));
+                call.output_tensors(&tensors.collect::<Result<Vec<_>>>()?)?;
             }
             Outside::Undefined => call.output_tensor(None)?,
             Outside::Scalar => {
@@ -119,7 +118,11 @@ fn try_out(
                 all[0].shape().iter().map(|&size| size as i64).collect()
             }
         };
-        call.set_local(index, Some(&values(&sizes, (tensor.kind(), tensor.device()))?))?;
+        let mut local = values(&sizes, (tensor.kind(), tensor.device()))?;
+        if matches!(plan.inputs[index], Input::Own | Input::Handle) {
+            local = with_bits(local, tensor.is_conj(), tensor.is_neg());
+        }
+        call.set_local(index, Some(&local))?;
     }
     for (argument, values) in &plan.ints {
         call.set_ints(*argument, values)?;
@@ -128,19 +131,32 @@ fn try_out(
     results(call, plan)
 }
 
+/// The tensor with these bits set.
+fn with_bits(mut tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor {
+    if is_conj {
+        tensor = tensor.internal_conj();
+    }
+    if is_neg {
+        tensor = tensor.internal_neg_view();
+    }
+    tensor
+}
+
 /// What is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
     let known = |(index, output): (usize, &Output)| {
         let is_whole = takes_sizes(&plan.name);
         let sizes = |tensor: &Tensor| if is_whole { tensor.size() } else { output.logical(tensor) };
-        let logical = |tensor: &Tensor| (sizes(tensor), tensor.kind());
+        let meta = |tensor: &Tensor| Meta {
+            sizes: sizes(tensor),
+            kind: tensor.kind(),
+            is_conj: tensor.is_conj(),
+            is_neg: tensor.is_neg(),
+        };
         Ok(match call.result(index)? {
-            LocalResult::Tensor(Some(tensor)) => {
-                let (sizes, kind) = logical(&tensor);
-                Outside::Tensor(sizes, kind)
-            }
+            LocalResult::Tensor(Some(tensor)) => Outside::Tensor(meta(&tensor)),
             LocalResult::Tensor(None) => Outside::Undefined,
-            LocalResult::Tensors(all) => Outside::Tensors(all.iter().map(logical).collect()),
+            LocalResult::Tensors(all) => Outside::Tensors(all.iter().map(meta).collect()),
             LocalResult::Scalar(_) => Outside::Scalar,
         })
     };
@@ -191,33 +207,40 @@ fn receive(plan: &Plan, placement: &Placement, runtime: &Runtime) -> Result<Vec<
     })
 }
 
-/// As numbers: a tag, for tensors their number, and for each the kind, the number of dimensions, and
-/// the sizes.
+/// As numbers: a tag, for lists how many tensors they have, and for each tensor the kind, the bits,
+/// the number of dimensions, and the sizes.
 fn words_of(known: &Outside) -> Vec<i64> {
-    let words = |(sizes, kind): &(Vec<i64>, Kind)| {
-        [&[number_of(*kind), sizes.len() as i64][..], &sizes[..]].concat()
-    };
     match known {
-        Outside::Tensor(sizes, kind) => [vec![0], words(&(sizes.clone(), *kind))].concat(),
+        Outside::Tensor(meta) => [vec![0], words_of_tensor(meta)].concat(),
         Outside::Tensors(all) => {
-            [vec![1, all.len() as i64], all.iter().flat_map(words).collect()].concat()
+            let tensors = all.iter().flat_map(words_of_tensor);
+            [1, all.len() as i64].into_iter().chain(tensors).collect()
         }
         Outside::Undefined => vec![2],
         Outside::Scalar => vec![3],
     }
 }
 
+fn words_of_tensor(meta: &Meta) -> Vec<i64> {
+    let bits = [meta.is_conj, meta.is_neg].map(i64::from);
+    [&[number_of(meta.kind)], &bits[..], &[meta.sizes.len() as i64], &meta.sizes].concat()
+}
+
+fn meta_of(words: &mut impl Iterator<Item = i64>) -> Option<Meta> {
+    let kind = kind_of(words.next()?)?;
+    let is_conj = words.next()? != 0;
+    let is_neg = words.next()? != 0;
+    let dims = words.next()?;
+    let sizes = (0..dims).map(|_| words.next()).collect::<Option<_>>()?;
+    Some(Meta { sizes, kind, is_conj, is_neg })
+}
+
 fn outside_of(words: &mut impl Iterator<Item = i64>) -> Option<Outside> {
-    fn tensor(words: &mut impl Iterator<Item = i64>) -> Option<(Vec<i64>, Kind)> {
-        let kind = kind_of(words.next()?)?;
-        let dims = words.next()?;
-        Some(((0..dims).map(|_| words.next()).collect::<Option<_>>()?, kind))
-    }
     Some(match words.next()? {
-        0 => tensor(words).map(|(sizes, kind)| Outside::Tensor(sizes, kind))?,
+        0 => Outside::Tensor(meta_of(words)?),
         1 => {
             let count = words.next()?;
-            Outside::Tensors((0..count).map(|_| tensor(words)).collect::<Option<_>>()?)
+            Outside::Tensors((0..count).map(|_| meta_of(words)).collect::<Option<_>>()?)
         }
         2 => Outside::Undefined,
         _ => Outside::Scalar,

@@ -88,14 +88,27 @@ pub enum Input {
 /// What is known of a result.
 #[derive(Clone, Debug)]
 pub enum Outside {
-    /// Its logical sizes, and its kind.
-    Tensor(Vec<i64>, Kind),
-    /// Of each tensor of a list.
-    Tensors(Vec<(Vec<i64>, Kind)>),
+    /// A tensor.
+    Tensor(Meta),
+    /// A list of tensors.
+    Tensors(Vec<Meta>),
     /// An undefined tensor.
     Undefined,
     /// A number, which the first rank of the placement sends.
     Scalar,
+}
+
+/// What is known of a tensor that is not here.
+#[derive(Clone, Debug)]
+pub struct Meta {
+    /// Logical sizes.
+    pub sizes: Vec<i64>,
+    /// The kind of its elements.
+    pub kind: Kind,
+    /// Its conj bit.
+    pub is_conj: bool,
+    /// Its neg bit.
+    pub is_neg: bool,
 }
 
 /// What a result is part of.
@@ -211,20 +224,30 @@ impl Plan {
         for tensor in 0..op.inputs.len() {
             let (from, to) = (&have[tensor], &choice.inputs[tensor]);
             let is_written = written.tensors.contains(&tensor);
-            let input = match () {
-                () if !call.is_defined(tensor) => Input::Own,
-                () if call.reshapes() && is_written && from == to => Input::Handle,
-                () if from == to => Input::Own,
-                () => {
+            let input = match call.kind(tensor) {
+                None => Input::Own,
+                Some(_) if lies_alike(placement, from, to) => {
+                    if call.reshapes() && is_written {
+                        Input::Handle
+                    } else {
+                        Input::Own
+                    }
+                }
+                Some(kind) => {
                     let boxing = |from: &[Sbp], to: &[Sbp]| {
-                        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
-                        Boxing::between(runtime, &sizes[tensor], from, to)
+                        let layouts = [from, to].map(|sbp| Layout { placement, sbp });
+                        let boxing =
+                            Boxing::between(runtime, &sizes[tensor], layouts[0], layouts[1]);
+                        // An error of all ranks, of those outside the placement too.
+                        let checked = boxing.check_kind(kind);
+                        checked.map_err(|error| agreed::unboxed(call, tensor, from, to, error))?;
+                        Ok::<_, Error>(boxing)
                     };
                     if is_written && !call.reshapes() {
                         plan.write_backs.push((tensor, None));
-                        plan.backs.insert(tensor, boxing(to, from));
+                        plan.backs.insert(tensor, boxing(to, from)?);
                     }
-                    let boxing = boxing(from, to);
+                    let boxing = boxing(from, to)?;
                     Input::Boxed { boxing, from: from.clone(), to: to.clone(), is_written }
                 }
             };
@@ -257,7 +280,7 @@ impl Plan {
             let Argument::Tensor(tensor) = arguments[argument] else { continue };
             plan.outs.push((tensor, index));
             let (own, gets) = (&have[tensor], &choice.outputs[index]);
-            let is_same = own == gets && call.spec(tensor).is_some();
+            let is_same = lies_alike(placement, own, gets) && call.spec(tensor).is_some();
             plan.inputs.push(if is_same { Input::Own } else { Input::Empty });
             plan.choice.inputs.push(gets.clone());
             if !is_same {
@@ -355,6 +378,12 @@ fn gathered(op: &Op<'_>, axes: usize) -> Choice {
         shapes: Vec::new(),
         has_code: false,
     }
+}
+
+/// Whether each rank has the same of a tensor with these two SBPs: an axis of one rank has all.
+fn lies_alike(placement: &Placement, one: &[Sbp], other: &[Sbp]) -> bool {
+    let mut axes = one.iter().zip(other).zip(placement.shape());
+    axes.all(|((one, other), &extent)| one == other || extent == 1)
 }
 
 /// Lists that are the shape of a tensor: the sizes of this rank's part.

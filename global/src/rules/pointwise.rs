@@ -17,7 +17,19 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// Of one tensor: partial sums give partial sums.
-const LINEAR: &[&str] = &["neg", "clone", "detach", "alias", "zero", "lift_fresh", "zeros_like"];
+const LINEAR: &[&str] = &[
+    "_conj",
+    "_conj_physical",
+    "_neg_view",
+    "alias",
+    "clone",
+    "conj_physical",
+    "detach",
+    "lift_fresh",
+    "neg",
+    "zero",
+    "zeros_like",
+];
 
 /// Linear in the first tensor, the gradient of the result.
 const BACKWARD: &[&str] = &[
@@ -44,6 +56,7 @@ const NONLINEAR: &[&str] = &[
     "acosh",
     "addcdiv",
     "addcmul",
+    "angle",
     "asin",
     "asinh",
     "atan",
@@ -58,6 +71,7 @@ const NONLINEAR: &[&str] = &[
     "clamp",
     "clamp_max",
     "clamp_min",
+    "complex",
     "copysign",
     "cos",
     "cosh",
@@ -106,6 +120,7 @@ const NONLINEAR: &[&str] = &[
     "mish",
     "nan_to_num",
     "ne",
+    "polar",
     "polygamma",
     "pow",
     "reciprocal",

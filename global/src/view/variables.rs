@@ -1,8 +1,11 @@
 //! The variables of jobs: how they begin, and how they are saved.
 
 use std::collections::HashMap;
+use std::io;
 use std::path::Path;
 
+use flow_ddp::checkpoint::agree::agree;
+use flow_ddp::checkpoint::{files, CheckpointError};
 use flow_tensor::{ProcessGroup, TensorCollectives};
 use tch::{nn, Tensor};
 
@@ -53,7 +56,7 @@ pub fn prepare(
 }
 
 /// Writes all variables, whole, into a safetensors file, as `VarStore::save` does: rank 0 writes,
-/// all ranks call this.
+/// all ranks call this, and can read the file when it returns. An error is that of all ranks.
 pub fn save(vs: &nn::VarStore, group: &ProcessGroup, path: &Path) -> Result<()> {
     let mut whole = Vec::new();
     for (name, variable) in sorted(vs) {
@@ -62,11 +65,17 @@ pub fn save(vs: &nn::VarStore, group: &ProcessGroup, path: &Path) -> Result<()> 
             whole.push((name, tensor.detach().to_device(tch::Device::Cpu)));
         }
     }
+    let mut written = Ok(());
     if group.rank() == 0 {
-        Tensor::write_safetensors(&whole, path)?;
+        written = files::write_whole(path, |partial| {
+            Tensor::write_safetensors(&whole, partial)
+                .map_err(|error| CheckpointError::write(path)(io::Error::other(error)))
+        });
     }
-    // After this, every rank can read the file.
-    Ok(group.barrier().map_err(flow_tensor::Error::from)?)
+    agree(group, written).map_err(|error| Error::Unsupported {
+        operation: "save".to_owned(),
+        reason: error.to_string(),
+    })
 }
 
 /// Gives all variables the values in a safetensors file, which each rank reads.

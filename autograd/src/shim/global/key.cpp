@@ -39,7 +39,7 @@ void Key::add(const at::Tensor& tensor) {
         return;
     }
     const auto sizes = tensor.sizes();
-    uint64_t flags = 1, spec_id = 0;
+    uint64_t flags = 1 | tensor.is_conj() << 2 | tensor.is_neg() << 3, spec_id = 0;
     if (is_global(tensor)) {
         const auto& meta = meta_of(tensor);
         if (!spec) spec = meta.spec;

@@ -46,6 +46,11 @@ void set_geometry(c10::TensorImpl* impl, const Geometry& geometry, const at::Ten
     }
 }
 
+void set_bits(c10::TensorImpl* impl, bool is_conj, bool is_neg) {
+    impl->_set_conj(is_conj);
+    impl->_set_neg(is_neg);
+}
+
 // Whether nothing else uses the memory of a gradient's local.
 bool local_is_exclusive(const at::Tensor& gradient) {
     flow::forget_base(gradient);
@@ -66,10 +71,11 @@ bool accumulates() {
 
 Callbacks flow::global::callbacks{};
 
-at::Tensor flow::global::wrap(at::Tensor local, const void* spec, const Geometry& geometry, caffe2::TypeMeta kind, c10::Device device, bool shares) {
+at::Tensor flow::global::wrap(at::Tensor local, const void* spec, const Geometry& geometry, const Elements& elements, bool shares) {
     auto meta = c10::make_intrusive<GlobalMeta>(std::move(local), spec);
-    auto impl = c10::make_intrusive<c10::TensorImpl>(keys_of(device), kind, device);
+    auto impl = c10::make_intrusive<c10::TensorImpl>(keys_of(elements.device), elements.kind, elements.device);
     set_geometry(impl.get(), geometry, meta->local, shares);
+    set_bits(impl.get(), elements.is_conj, elements.is_neg);
     impl->set_backend_meta(std::move(meta));
     return at::Tensor(std::move(impl));
 }
@@ -81,10 +87,9 @@ at::Tensor flow::global::wrap_result(at::Tensor local, const OutputView& output)
         TORCH_CHECK(dim < sizes.size(), "a result of ", sizes.size(), " dimensions cannot be split along dimension ", dim);
         sizes[dim] = output.split_sizes[i];
     }
-    const auto kind = local.dtype();
-    const auto device = local.device();
+    const Elements elements(local);
     const Geometry geometry{sizes, {output.strides, output.stride_count}};
-    auto tensor = wrap(std::move(local), callbacks.clone_spec(output.spec), geometry, kind, device, output.shares);
+    auto tensor = wrap(std::move(local), callbacks.clone_spec(output.spec), geometry, elements, output.shares);
     meta_of(tensor).detached_view = output.detached_view;
     return tensor;
 }
@@ -112,13 +117,23 @@ at::Tensor* flow_global_local(const at::Tensor* tensor) {
     return new at::Tensor(meta_of(*tensor).local);
 }
 
-// A global tensor of this local; null outside the placement: then of the kind and on the device of
-// `like`. Takes the spec.
+// A global tensor of this local; null outside the placement. Its kind, its device and its bits are
+// those of `like`. Takes the spec.
 char* flow_global_wrap(const at::Tensor* local, const at::Tensor* like, const void* spec, const int64_t* sizes, size_t dims, bool shares,
                        at::Tensor** result) {
     return guarded([&] {
-        *result = new at::Tensor(
-            wrap(local ? local->detach() : at::Tensor(), spec, {{sizes, dims}, {}}, like->dtype(), like->device(), shares && local));
+        *result = new at::Tensor(wrap(local ? local->detach() : at::Tensor(), spec, {{sizes, dims}, {}}, Elements(*like), shares && local));
+    });
+}
+
+// On a rank that has nothing of it: a result of these logical sizes, whose kind, device and bits are
+// those of `like`.
+char* flow_global_outside(const at::Tensor* like, const int64_t* sizes, size_t dims, OutputView output, at::Tensor** result) {
+    return guarded([&] {
+        const Geometry geometry{{sizes, dims}, {output.strides, output.stride_count}};
+        auto tensor = wrap(at::Tensor(), callbacks.clone_spec(output.spec), geometry, Elements(*like), false);
+        meta_of(tensor).detached_view = output.detached_view;
+        *result = new at::Tensor(std::move(tensor));
     });
 }
 
@@ -133,6 +148,7 @@ char* flow_global_assign(const at::Tensor* tensor, const at::Tensor* other) {
             impl->set_storage_keep_dtype(from->storage());
             impl->set_storage_offset(from->storage_offset());
         }
+        set_bits(impl, from->is_conj(), from->is_neg());
         impl->set_backend_meta(from->get_backend_meta_intrusive_ptr());
     });
 }

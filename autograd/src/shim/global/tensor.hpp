@@ -81,7 +81,17 @@ inline const at::Tensor UNDEFINED;
 // A local result as a global tensor.
 at::Tensor wrap_result(at::Tensor local, const OutputView& output);
 
+// What a tensor's elements are, and whether they are read as conjugated or negated: bits that a
+// global tensor and its local have alike, so that libtorch resolves both.
+struct Elements {
+    caffe2::TypeMeta kind;
+    c10::Device device;
+    bool is_conj, is_neg;
+
+    explicit Elements(const at::Tensor& like) : kind(like.dtype()), device(like.device()), is_conj(like.is_conj()), is_neg(like.is_neg()) {}
+};
+
 // A global tensor of this local, outside autograd. Takes the spec.
-at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, caffe2::TypeMeta kind, c10::Device device, bool shares);
+at::Tensor wrap(at::Tensor local, const void* spec, const Geometry& geometry, const Elements& elements, bool shares);
 
 }  // namespace flow::global

@@ -278,6 +278,10 @@ pub fn difference(found: &Tensor, expected: &Tensor, is_single: bool) -> Option<
     if expected.numel() == 0 {
         return None;
     }
+    if expected.is_complex() {
+        let [found, expected] = [found, expected].map(|one| one.resolve_conj().view_as_real());
+        return difference(&found, &expected, is_single);
+    }
     let tolerance = match expected.kind() {
         Kind::Double if !is_single => 1e-9,
         Kind::Double | Kind::Float => 1e-4,

@@ -206,6 +206,21 @@ fn of_views() -> Vec<Case> {
             let _ = y.diagonal(0, 0, 1).fill_(1.0);
             y * 2.0
         }),
+        case("conj().mul_", [normal([5, 6, 2]), normal([6, 2])], &["_conj", "mul"], |x| {
+            let y = x[0].view_as_complex().copy();
+            let _ = y.conj().g_mul_(&x[1].view_as_complex());
+            y.view_as_real() * 2.0
+        }),
+        case(
+            "conj().imag().copy_",
+            [normal([5, 6, 2]), normal([6])],
+            &["_neg_view", "copy"],
+            |x| {
+                let y = x[0].view_as_complex().copy();
+                y.conj().imag().copy_(&x[1].expand([5, 6], false));
+                y.view_as_real() * 2.0
+            },
+        ),
         case("index by ranges, assigned", [matrix(), normal([5, 2])], &["slice", "copy"], |x| {
             let y = x[0].copy();
             y.slice(1, 2, 4, 1).copy_(&x[1]);

@@ -9,6 +9,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 const NONE: &[i64] = &[];
+const COMPLEX: &[&str] = &["angle", "complex", "polar"];
 
 fn wide() -> [Input; 1] {
     [normal([5, 4, 6])]
@@ -58,6 +59,38 @@ fn moved() -> Vec<Case> {
         case("complex numbers", [normal([5, 6, 2])], &["view_as_complex", "view_as_real"], |x| {
             let complex = x[0].view_as_complex();
             (&complex * &complex).view_as_real()
+        }),
+        case("conj bits", [normal([5, 6, 2])], &["_conj", "_neg_view"], |x| {
+            let conj = x[0].view_as_complex().conj();
+            vec![
+                conj.real(),
+                conj.imag(),
+                conj.imag().resolve_neg() * 2.0,
+                conj.resolve_conj().view_as_real(),
+                conj.conj().view_as_real(),
+                conj.transpose(0, 1).select(0, 2).imag().exp(),
+                conj.view([-1]).imag(),
+                (&conj * 2.0).imag(),
+                conj.copy().view_as_real(),
+                conj.matmul(&conj.mh()).view_as_real(),
+            ]
+        }),
+        case("conj bits that stay", [normal([5, 6, 2])], &["_conj", "_neg_view"], |x| {
+            let conj = x[0].view_as_complex().conj();
+            vec![conj.shallow_clone(), conj.transpose(0, 1), conj.imag(), conj.imag().tr()]
+        }),
+        case("conj_physical", [normal([5, 6, 2])], &["_conj_physical", "conj_physical"], |x| {
+            let complex = x[0].view_as_complex();
+            vec![complex.conj_physical().imag(), complex.copy().conj_physical_().view_as_real()]
+        }),
+        case("parts of complex numbers", [normal([5, 6]), normal([6])], COMPLEX, |x| {
+            let complex = Tensor::complex(&x[0], &x[1].expand_as(&x[0]));
+            vec![
+                complex.real(),
+                complex.imag() * &x[1],
+                complex.angle(),
+                Tensor::polar(&x[0].abs(), &x[1].expand_as(&x[0])).imag(),
+            ]
         }),
         case("tril, triu", wide(), &["tril", "triu"], |x| {
             vec![x[0].tril(0), x[0].triu(1), x[0].tril(-1)]
