@@ -23,11 +23,12 @@ fn host_as_gpu() -> bool {
     })
 }
 
-/// What libtorch calls the device.
+/// libtorch's name of the device.
 pub fn torch_device(device: &Device) -> tch::Device {
-    match host_as_gpu() {
-        true => tch::Device::Cpu,
-        false => tch::Device::Cuda(device.ordinal()),
+    if host_as_gpu() {
+        tch::Device::Cpu
+    } else {
+        tch::Device::Cuda(device.ordinal())
     }
 }
 
@@ -103,7 +104,7 @@ impl CudaTensor {
         })
     }
 
-    /// As [`CudaTensor::new`], for any kind of tensor: a buffer of bytes.
+    /// The tensor as a buffer of bytes, of whatever kind it is: see [`CudaTensor::new`].
     ///
     /// # Errors
     ///

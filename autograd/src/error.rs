@@ -3,7 +3,7 @@
 /// An error of a hook, a callback or a function of the user's.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What can go wrong outside `backward`.
+/// Errors outside `backward`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A parameter has room for one [`GradHook`](crate::GradHook).

@@ -203,7 +203,7 @@ pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_
     unsafe { libc::strdup(text.as_ptr()) }
 }
 
-/// What a panic said.
+/// The text of a panic.
 pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")

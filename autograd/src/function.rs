@@ -10,12 +10,12 @@ use torch_sys::C_tensor;
 use crate::error::{BoxError, Error};
 use crate::ffi::{self, BoolSlice, FunctionClosure, TensorList, TensorSlice};
 
-/// What the forward of a [`custom_function`] returns.
+/// The result of the forward of a [`custom_function`].
 #[derive(Debug)]
 pub struct Forward {
     /// The results of the operation.
     pub outputs: Vec<Tensor>,
-    /// What backward needs: inputs, outputs or others. Unlike tensors that the backward closure
+    /// The tensors that backward needs: inputs, outputs or others. Unlike tensors that the backward closure
     /// captures, outputs may be among them without a leak, and backward fails if a saved tensor was
     /// changed in place meanwhile.
     pub saved: Vec<Tensor>,

@@ -10,7 +10,7 @@ use torch_sys::C_tensor;
 use crate::error::Error;
 use crate::ffi::{self, GraphHandle, TensorSlice};
 
-/// What a backward of some tensors runs: the operations that computed them, without the tensors,
+/// The graph of a backward of some tensors: the operations that computed them, without the tensors,
 /// whose memory may be freed meanwhile.
 ///
 /// ```
@@ -30,7 +30,7 @@ use crate::ffi::{self, GraphHandle, TensorSlice};
 /// ```
 pub struct Graph(Handle);
 
-/// What is left of a [`Graph`] for the second half of its backward.
+/// The rest of a [`Graph`] for the second half of its backward.
 #[must_use = "backward() computes the gradients of the weights"]
 pub struct WeightGraph(Handle);
 

@@ -36,7 +36,7 @@ pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
     memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
 }
 
-/// What keeps a tensor's elements from being sent to other ranks, and what would be right, as in
+/// The reason why a tensor's elements cannot be sent to other ranks, and what would be right, as in
 /// "is sparse: ...". None for one whose elements, of a kind that tch knows, lie in plain memory of
 /// the CPU or a GPU.
 pub fn unsendable(tensor: &Tensor) -> Option<String> {

@@ -13,7 +13,7 @@ use torch_sys::{C_optimizer, C_tensor};
 
 use crate::{ffi, Error};
 
-/// What an optimizer remembers from step to step: PyTorch's `optimizer.state_dict()["state"]`.
+/// The state that an optimizer keeps from step to step: PyTorch's `optimizer.state_dict()["state"]`.
 #[derive(Debug, Default)]
 pub struct StateDict {
     /// For each parameter of the optimizer, in the order in which the model was made: the kind of

@@ -51,13 +51,12 @@ where
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
         let before = versions(&inputs);
         let outputs = compute(&inputs)?;
-        match versions(&inputs) == before {
-            true => Ok(outputs),
-            false => {
-                Err("recompute: an input was changed in place, so that it cannot be computed \
+        if versions(&inputs) == before {
+            Ok(outputs)
+        } else {
+            Err("recompute: an input was changed in place, so that it cannot be computed \
                           from anew: change a copy"
-                    .into())
-            }
+                .into())
         }
     });
     let requires_grad: Vec<bool> = inputs.iter().map(|input| input.requires_grad()).collect();

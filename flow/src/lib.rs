@@ -37,7 +37,7 @@ pub use flow_tensor as tensor;
 pub use tch;
 
 /// What a training program uses. [`Checkpoints`](prelude::Checkpoints) is `Ddp`'s: for a model of
-/// global tensors there is [`global::checkpoint::Checkpoints`].
+/// global tensors there is [`global::checkpoint::ShardedCheckpoints`].
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{

@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 /// More entries than this are forgotten: arguments that differ at each step make new ones.
 const MAX_ENTRIES: usize = 1 << 16;
 
-/// Values by keys of numbers.
+/// Maps a key, a list of numbers, to a shared value. It forgets all when it is full.
 pub struct Cache<T>(Mutex<FxHashMap<Box<[u64]>, Arc<T>>>);
 
 impl<T> Default for Cache<T> {

@@ -31,16 +31,17 @@ pub fn convert(tensor: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Te
     ))
 }
 
-/// As [`asked`], and differentiable if the tensor is part of a graph: a gradient, in a backward that
-/// is itself differentiated.
+/// Boxes as [`asked`] does; differentiable if the tensor is part of a graph, as a gradient in a backward
+/// that is itself differentiated.
 pub fn converted(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
-    match tensor.requires_grad() {
-        true => convert(tensor, to.placement(), to.sbp()),
-        false => asked(tensor, to),
+    if tensor.requires_grad() {
+        convert(tensor, to.placement(), to.sbp())
+    } else {
+        asked(tensor, to)
     }
 }
 
-/// As [`boxed`], because the program asks for it.
+/// Boxes as [`boxed`] does, and records that the program asks for it.
 pub fn asked(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     let result = boxed(tensor, to)?;
     record::conversion(tensor, &result)?;
@@ -60,7 +61,7 @@ pub fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>
     Ok(Some(converted(gradient, &Spec::of(to.placement(), &sbp)?)?))
 }
 
-/// What a forward gives that saves nothing.
+/// The outputs of a forward that saves nothing.
 pub fn outputs(output: Result<Tensor>) -> std::result::Result<Forward, BoxError> {
     Ok(Forward { outputs: vec![output?], saved: Vec::new() })
 }

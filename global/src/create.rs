@@ -281,7 +281,7 @@ pub fn manual_seed(placement: &Placement, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// What [`set_rng_state`] goes on from.
+/// The state of global random numbers, for [`set_rng_state`].
 ///
 /// # Errors
 /// The placement has no process group.

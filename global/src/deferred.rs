@@ -66,22 +66,22 @@ impl Drop for Deferred {
 
 /// From [`no_sync()`] on, until this is finished or dropped.
 #[must_use = "finish() reduces the gradients"]
-pub struct NoSync(Placement);
+pub struct PartialGradients(Placement);
 
 /// Backwards leave the gradients of leaves that are B partial sums where they are so, until
-/// [`NoSync::finish`] reduces them: once for several backwards, in the order in which they first
+/// [`PartialGradients::finish`] reduces them: once for several backwards, in the order in which they first
 /// came. Of all leaves that [`distribute`](crate::distribute()) has made, on placements of the same
 /// process group; those of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) stay partial
 /// until its step. All ranks of the placement call this.
 ///
 /// # Errors
 /// The placement has no process group.
-pub fn no_sync(placement: &Placement) -> Result<NoSync> {
+pub fn no_sync(placement: &Placement) -> Result<PartialGradients> {
     Leaves::of(placement.runtime()?).unsynced.get_or_insert_default();
-    Ok(NoSync(placement.clone()))
+    Ok(PartialGradients(placement.clone()))
 }
 
-impl NoSync {
+impl PartialGradients {
     /// Reduces the gradients that are partial.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl NoSync {
     }
 }
 
-impl Drop for NoSync {
+impl Drop for PartialGradients {
     fn drop(&mut self) {
         if let Ok(runtime) = self.0.runtime() {
             Leaves::of(runtime).unsynced = None;
@@ -123,9 +123,9 @@ fn is_deferred(leaf: &Tensor, runtime: &Runtime) -> Result<bool> {
     Ok(true)
 }
 
-/// What the gradient of a deferred leaf becomes, None of other leaves: what that is which it is added
-/// to, else the leaf's spec, but partial where the gradient is and that is B. What it is added to becomes
-/// partial as well, without communication: after `Tensor::zero_grad` these are zeros that are B.
+/// Returns the spec that a deferred leaf's gradient gets; None for other leaves. It is the spec of the
+/// gradient already in `.grad`, or else the leaf's. On each axis where that is B and the new gradient is
+/// partial, it becomes partial, and so does the gradient in `.grad`, without communication.
 pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Option<Arc<Spec>>> {
     let placement = own.placement();
     if placement != gradient.placement() || !is_deferred(leaf, placement.runtime()?)? {
@@ -133,18 +133,14 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
     }
     let sum = find_spec(&leaf.grad());
     let before = sum.as_deref().unwrap_or(own).sbp();
-    // On an axis of one rank a sum is there already.
-    let axes = before.iter().zip(gradient.sbp()).zip(placement.shape());
-    let kept = axes.map(
-        |((&before, &now), &extent)| {
-            if before == B && now.is_partial() && extent > 1 {
-                now
-            } else {
-                before
-            }
-        },
-    );
-    let kept = Spec::of(placement, &kept.collect::<NdSbp>())?;
+    let mut kept: NdSbp = before.to_vec();
+    for (axis, &now) in gradient.sbp().iter().enumerate() {
+        // On an axis of one rank a sum is there already.
+        if kept[axis] == B && now.is_partial() && placement.shape()[axis] > 1 {
+            kept[axis] = now;
+        }
+    }
+    let kept = Spec::of(placement, &kept)?;
     if sum.is_some_and(|sum| sum.id() != kept.id()) {
         let partial = tch::no_grad(|| self::own(&leaf.grad(), &kept, false))?;
         flow_autograd::set_grad(leaf, Some(&partial))?;
@@ -157,9 +153,12 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
 pub fn own(gradient: &Tensor, spec: &Arc<Spec>, exclusive: bool) -> Result<Tensor> {
     let is_boxed = spec_of(gradient)?.id() != spec.id();
     let tensor = boxed(gradient, spec)?;
-    let local = local_of(&tensor).map(|local| match exclusive || is_boxed {
-        true => local.contiguous(),
-        false => local.contiguous().copy(),
+    let local = local_of(&tensor).map(|local| {
+        if exclusive || is_boxed {
+            local.contiguous()
+        } else {
+            local.contiguous().copy()
+        }
     });
     wrap(local.as_ref(), &tensor, spec.clone(), &tensor.size())
 }

@@ -2,7 +2,7 @@
 
 use crate::sbp::Sbp;
 
-/// What can fail returns this.
+/// Result with this crate's error.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Each error says what was wrong, and what would be right.

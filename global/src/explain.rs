@@ -23,7 +23,7 @@ pub struct Table {
     pub pins: Vec<Pin>,
 }
 
-/// Calls that are alike.
+/// One row of the table: equal calls, with their count.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
     /// How many.
@@ -34,7 +34,7 @@ pub struct Row {
     pub phase: Phase,
     /// Each tensor that they get.
     pub inputs: Vec<Given>,
-    /// What results have.
+    /// The SBPs of the results.
     pub outputs: Vec<NdSbp>,
     /// Received by a rank for all of them.
     pub bytes: f64,
@@ -47,9 +47,9 @@ pub struct Row {
 pub struct Given {
     /// Its logical shape.
     pub shape: Vec<usize>,
-    /// What it had.
+    /// The SBP that it had.
     pub sbp: String,
-    /// What it was boxed to.
+    /// The SBP that it was boxed to.
     pub boxed: String,
 }
 
@@ -184,9 +184,10 @@ impl fmt::Display for Row {
         write!(f, "{:>6}x {bytes:>10}  {phase}{}(", self.count, self.name)?;
         for (index, Given { shape, sbp, boxed }) in self.inputs.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
-            match sbp == boxed {
-                true => write!(f, "{comma}{shape:?} {sbp}")?,
-                false => write!(f, "{comma}{shape:?} {sbp}>{boxed}")?,
+            if sbp == boxed {
+                write!(f, "{comma}{shape:?} {sbp}")?
+            } else {
+                write!(f, "{comma}{shape:?} {sbp}>{boxed}")?
             }
         }
         let outputs: Vec<_> = self.outputs.iter().map(|sbp| text(sbp)).collect();

@@ -127,7 +127,7 @@ impl GradScaler {
         loss * self.scale
     }
 
-    /// What the loss is multiplied by.
+    /// The factor of the loss.
     pub fn get_scale(&self) -> f64 {
         self.scale
     }
@@ -163,9 +163,10 @@ impl GradScaler {
                  step(), and use one GradScaler for each optimizer",
             ));
         };
-        match found_inf {
-            true => optimizer.skip_step()?,
-            false => optimizer.take_step()?,
+        if found_inf {
+            optimizer.skip_step()?
+        } else {
+            optimizer.take_step()?
         }
         self.stage = Stage::Stepped { found_inf };
         Ok(!found_inf)
@@ -219,9 +220,10 @@ impl GradScaler {
             }
             let _ = gradient.f_mul_scalar_(1.0 / self.scale)?;
         }
-        let own = match flags.is_empty() {
-            true => 0.0,
-            false => Tensor::f_stack(&flags, 0)?.f_any()?.f_double_value(&[])?,
+        let own = if flags.is_empty() {
+            0.0
+        } else {
+            Tensor::f_stack(&flags, 0)?.f_any()?.f_double_value(&[])?
         };
         let Some(world) = world else { return Ok(own > 0.0) };
         let mut found = Tensor::from(own).to_device(world.device());

@@ -12,7 +12,7 @@ pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
     tensors.iter().map(Tensor::grad).filter(Tensor::defined)
 }
 
-/// What this rank has of a gradient; None outside its placement.
+/// This rank's part of a gradient; None outside its placement.
 pub fn own(gradient: &Tensor) -> Option<Tensor> {
     match find_spec(gradient) {
         Some(_) => local_of(gradient),

@@ -35,7 +35,7 @@ impl Groups {
         }
     }
 
-    /// As [`Groups::new`], but boxing goes by collectives even where ranks could read each other's
+    /// Groups as [`Groups::new`] makes them, but boxing goes by collectives even where ranks could read each other's
     /// memory, as it does between machines.
     pub fn by_collectives(world: &ProcessGroup) -> Self {
         Self { reads_peers: false, ..Self::new(world) }

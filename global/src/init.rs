@@ -19,7 +19,7 @@ use crate::region::{regions, Region};
 use crate::sbp::filler;
 use crate::tensor::GlobalTensor;
 
-/// What the first values of a tensor are.
+/// The distributions of first values.
 #[derive(Clone, Copy, Debug)]
 pub enum Init {
     /// The same for all elements.

@@ -27,7 +27,7 @@ pub fn number_of(kind: Kind) -> i64 {
     (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
 }
 
-/// What sums of a kind are computed in: half precision is not enough for them.
+/// The kind in which sums of a kind are computed: half precision is not enough.
 pub fn wide(kind: Kind) -> Kind {
     match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,

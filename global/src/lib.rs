@@ -97,7 +97,7 @@ pub use create::{
     arange, arange_start, arange_start_step, empty, eye, full, linspace, manual_seed, normal, ones,
     rand, randint, randn, randperm, rng_state, set_rng_state, zeros,
 };
-pub use deferred::{no_sync, NoSync};
+pub use deferred::{no_sync, PartialGradients};
 pub use distribute::{distribute, to_global_in_place, undistribute};
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, ScaledOptimizer};

@@ -26,7 +26,7 @@ pub struct Generator {
     drawn: u64,
 }
 
-/// What the elements of one tensor are made from.
+/// The random bits of one tensor: each element has its own.
 #[derive(Clone, Debug)]
 pub struct Draw {
     bits: ChaCha8Rng,
@@ -41,7 +41,7 @@ pub(crate) fn generator(runtime: &Runtime) -> MutexGuard<'_, Generator> {
 }
 
 impl Generator {
-    /// Begins anew.
+    /// A generator that starts at the beginning of `seed`'s sequence.
     pub fn new(seed: u64) -> Self {
         Self { seed, drawn: 0 }
     }
@@ -90,12 +90,11 @@ fn runs(shape: &[usize], region: &Region) -> Vec<(usize, usize)> {
     for (range, &size) in region.0.iter().zip(shape) {
         let is_whole = *range == (0..size);
         let inner = |(start, count): (usize, usize)| -> Vec<(usize, usize)> {
-            match is_whole {
-                true => vec![(start * size, count * size)],
-                false => {
-                    let begins = start..start + count;
-                    begins.map(|begin| (begin * size + range.start, range.len())).collect()
-                }
+            if is_whole {
+                vec![(start * size, count * size)]
+            } else {
+                let begins = start..start + count;
+                begins.map(|begin| (begin * size + range.start, range.len())).collect()
             }
         };
         runs = runs.into_iter().flat_map(inner).collect();

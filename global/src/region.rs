@@ -26,7 +26,7 @@ impl Region {
         self.0.iter().map(ExactSizeIterator::len).product()
     }
 
-    /// What both have; None for nothing.
+    /// The part that both regions have; None if there is none.
     pub fn intersection(&self, other: &Self) -> Option<Self> {
         let both = self.0.iter().zip(&other.0).map(|(one, other)| {
             let both = one.start.max(other.start)..one.end.min(other.end);
@@ -53,7 +53,7 @@ pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
     start..start + each + usize::from(index < rest)
 }
 
-/// A tensor's sizes as a shape.
+/// Converts libtorch's sizes to `usize`.
 pub fn shape(sizes: &[i64]) -> Vec<usize> {
     sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).collect()
 }
@@ -77,7 +77,7 @@ pub fn check(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Result<()> 
     }
 }
 
-/// What each position of a placement has of a tensor of this shape. Axes split one after the other,
+/// The region that each position of a placement has of a tensor of this shape. Axes split one after the other,
 /// each what the one before has left.
 pub fn regions(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Vec<Region> {
     let region = |position| {

@@ -264,10 +264,8 @@ impl EndOfBackward {
             let sum = if self.reducer.buckets.grads_are_views() { sum.copy() } else { sum };
             let gradient = wrap(Some(&sum), &sum, spec_of(&leaf)?, &leaf.size())?;
             let before = leaf.grad();
-            let gradient = match before.defined() {
-                true => tch::no_grad(|| before.f_add(&gradient))?,
-                false => gradient,
-            };
+            let gradient =
+                if before.defined() { tch::no_grad(|| before.f_add(&gradient))? } else { gradient };
             flow_autograd::set_grad(&leaf, Some(&gradient))?;
         }
         Ok(())

@@ -55,7 +55,7 @@ impl Runtime {
         self.world.rank()
     }
 
-    /// What this type keeps for the group, made when first asked for: caches, the generator of
+    /// The value of this type that the group keeps, made when first asked for: caches, the generator of
     /// random numbers, buckets.
     pub fn part<T: Default + Send + Sync + 'static>(&self) -> &T {
         self.parts.find()

@@ -29,7 +29,7 @@ pub struct Value {
     pub placement: Placement,
     /// Its layout on them.
     pub sbp: NdSbp,
-    /// Of a weight or an input; empty if it has none.
+    /// The name of a weight or an input; empty if it has none.
     pub name: String,
     /// Where it comes from.
     pub role: Role,
@@ -55,7 +55,7 @@ pub enum Phase {
     Backward,
 }
 
-/// What a call does.
+/// The kinds of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// An operation of libtorch.
@@ -69,7 +69,7 @@ pub enum Action {
 /// Something that ran on global tensors.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What it does.
+    /// Whether it is an operation, a conversion or a gradient.
     pub action: Action,
     /// As [`Op::name`]; `to_global` and `gradient` of boxing.
     pub name: String,
@@ -79,7 +79,7 @@ pub struct Call {
     pub args: Vec<Argument>,
     /// Ids of values; None for an optional tensor that is not there.
     pub inputs: Vec<Option<usize>>,
-    /// What each input was boxed to.
+    /// The SBP that each input was boxed to.
     pub boxed: Vec<NdSbp>,
     /// Ids of values; None for a result that is not there.
     pub outputs: Vec<Option<usize>>,
@@ -108,9 +108,9 @@ pub enum Argument {
 pub struct Boxing<'a> {
     /// The tensor.
     pub value: usize,
-    /// What it had.
+    /// The SBP that it had.
     pub from: &'a [Sbp],
-    /// What the call needed.
+    /// The SBP that the call needed.
     pub to: &'a [Sbp],
     /// Bytes that a rank receives from others, on average.
     pub bytes: f64,
@@ -253,7 +253,7 @@ impl Trace {
         result
     }
 
-    /// What was boxed for a call; what it writes is boxed back.
+    /// The tensors that were boxed for a call; those that it writes are boxed back.
     pub fn boxings<'a>(&'a self, call: &'a Call) -> impl Iterator<Item = Boxing<'a>> {
         let to_placement = self.placement(call);
         call.inputs.iter().zip(&call.boxed).enumerate().filter_map(move |(index, (input, to))| {

@@ -12,7 +12,7 @@ use serde::Serialize;
 use tch::nn::{Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::{Checkpoint, Checkpoints};
+use crate::checkpoint::{ShardedCheckpoint, ShardedCheckpoints};
 use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
@@ -146,13 +146,13 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Saves the shards and the optimizer's state as a checkpoint of the model, in the shards'
-    /// precision: see [`Checkpoints::save`].
+    /// precision: see [`ShardedCheckpoints::save`].
     ///
     /// # Errors
-    /// As of [`Checkpoints::save`].
+    /// As of [`ShardedCheckpoints::save`].
     pub fn save<T: Serialize + DeserializeOwned>(
         &self,
-        checkpoints: &mut Checkpoints,
+        checkpoints: &mut ShardedCheckpoints,
         step: usize,
         state: &T,
     ) -> CheckpointResult<()> {
@@ -161,11 +161,11 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Goes on from a checkpoint, which any layout may have saved, with this optimizer or without
-    /// shards: see [`Checkpoint::resume`].
+    /// shards: see [`ShardedCheckpoint::resume`].
     ///
     /// # Errors
-    /// As of [`Checkpoint::resume`].
-    pub fn resume<T>(&mut self, checkpoint: &Checkpoint<T>) -> CheckpointResult<()> {
+    /// As of [`ShardedCheckpoint::resume`].
+    pub fn resume<T>(&mut self, checkpoint: &ShardedCheckpoint<T>) -> CheckpointResult<()> {
         checkpoint.resume(&self.shards, Some(&mut self.optimizer))?;
         Ok(self.gather_parameters()?)
     }
@@ -179,10 +179,7 @@ impl ZeroRedundancyOptimizer {
                 if gradient.defined() {
                     let gradient = gradient.f_to_kind(shard.kind())?.to_sbp(shard.sbp()?)?;
                     flow_autograd::set_grad(parameter, None)?;
-                    let sum = match reduced.defined() {
-                        true => reduced.f_add(&gradient)?,
-                        false => gradient,
-                    };
+                    let sum = if reduced.defined() { reduced.f_add(&gradient)? } else { gradient };
                     flow_autograd::set_grad(shard, Some(&sum))?;
                 } else if !reduced.defined() && is_trained {
                     // All ranks have the same state, for checkpoints: here without elements.

@@ -56,4 +56,4 @@ pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 pub use nonblocking::Work;
-pub use tensors::{cuda_group, cuda_tensor, current_stream, overlaps, OVERLAPS};
+pub use tensors::{cuda_group, cuda_tensor, current_stream, overlaps, HostTensor, OVERLAPS};

@@ -92,7 +92,7 @@ pub(crate) fn units(kind: Kind) -> usize {
 }
 
 /// A contiguous CPU tensor as a buffer. Kinds that reductions do not know are bytes.
-pub(crate) struct HostTensor {
+pub struct HostTensor {
     tensor: Tensor,
     dtype: DType,
 }

@@ -59,7 +59,7 @@ pub struct RawFastCall {
     _opaque: [u8; 0],
 }
 
-/// What an operation is known by, once it was dispatched.
+/// The key of an operation, which is known once it was dispatched.
 #[repr(C)]
 pub struct FastView {
     pub call: *mut RawFastCall,
@@ -103,7 +103,7 @@ pub struct OutputView {
     pub detached_view: bool,
 }
 
-/// What C++ calls.
+/// The functions that C++ calls.
 #[repr(C)]
 pub struct Callbacks {
     pub fast: unsafe extern "C" fn(call: *const FastView, done: *mut bool) -> *mut c_char,

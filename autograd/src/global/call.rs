@@ -8,13 +8,31 @@ use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
 use super::node::Node;
-use super::value::{Argument, LocalResult, Output, Scalar};
+use super::value::{Argument, LocalResult, Scalar, Wrapping};
 use crate::error::Error;
 use crate::ffi::global::{self as ffi, Argument as RawArgument, CallView, ScalarView, TensorView};
 use crate::ffi::{borrow, check, slice};
 
 /// An operation of libtorch on global tensors, on its way.
 pub struct Call<'a, S> {
+    /// The operation's name, as in `aten::add`.
+    pub name: &'a str,
+    /// The overload, as in `add.Tensor`; empty for the default one.
+    pub overload: &'a str,
+    /// How many values the operation returns.
+    pub returns: usize,
+    /// Whether results are views of an input.
+    pub is_view: bool,
+    /// Whether the operation changes the sizes of the tensor that it writes, as `transpose_`.
+    pub reshapes: bool,
+    /// Whether the operation draws random numbers.
+    pub is_random: bool,
+    /// Whether the shapes of results depend on values.
+    pub is_dynamic: bool,
+    /// Whether all results are tensors, or lists of them.
+    pub gives_tensors: bool,
+    /// Whether gradients are asked for, where the operation is called.
+    pub grad_mode: bool,
     view: &'a CallView,
     specs: PhantomData<S>,
 }
@@ -24,54 +42,22 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     ///
     /// What `view` points to must be alive as long as this, and its specs be `Arc<S>`.
     pub(super) unsafe fn new(view: &'a CallView) -> Self {
-        Self { view, specs: PhantomData }
-    }
-
-    /// As in `aten::add`.
-    pub fn name(&self) -> &str {
-        // SAFETY: the name is a C string that outlives the call.
-        unsafe { CStr::from_ptr(self.view.name) }.to_str().unwrap_or("?")
-    }
-
-    /// As in `add.Tensor`; empty for the default overload.
-    pub fn overload(&self) -> &str {
-        // SAFETY: the name is a C string that outlives the call.
-        unsafe { CStr::from_ptr(self.view.overload) }.to_str().unwrap_or("?")
-    }
-
-    /// How many values the operation returns.
-    pub fn returns(&self) -> usize {
-        self.view.return_count
-    }
-
-    /// Whether results are views of an input.
-    pub fn is_view(&self) -> bool {
-        self.view.is_view
-    }
-
-    /// Whether the operation changes the sizes of the tensor that it writes, as `transpose_`.
-    pub fn reshapes(&self) -> bool {
-        self.view.reshapes
-    }
-
-    /// Whether the operation draws random numbers.
-    pub fn is_random(&self) -> bool {
-        self.view.is_random
-    }
-
-    /// Whether all results are tensors, or lists of them.
-    pub fn gives_tensors(&self) -> bool {
-        self.view.gives_tensors
-    }
-
-    /// Whether gradients are asked for, where the operation is called.
-    pub fn grad_mode(&self) -> bool {
-        self.view.grad_mode
-    }
-
-    /// Whether the shapes of results depend on values.
-    pub fn is_dynamic(&self) -> bool {
-        self.view.is_dynamic
+        // SAFETY: the names are C strings that live as long as the view.
+        let [name, overload] =
+            unsafe { [view.name, view.overload].map(|text| CStr::from_ptr(text)) };
+        Self {
+            name: name.to_str().unwrap_or("?"),
+            overload: overload.to_str().unwrap_or("?"),
+            returns: view.return_count,
+            is_view: view.is_view,
+            reshapes: view.reshapes,
+            is_random: view.is_random,
+            is_dynamic: view.is_dynamic,
+            gives_tensors: view.gives_tensors,
+            grad_mode: view.grad_mode,
+            view,
+            specs: PhantomData,
+        }
     }
 
     fn raw_arguments(&self) -> &[RawArgument] {
@@ -142,7 +128,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         view.defined.then(|| unsafe { borrow(view.tensor) }.shallow_clone())
     }
 
-    /// What decides how the operation is carried out: the operator, kinds, sizes and specs of
+    /// The words that decide how the operation is carried out: the operator, kinds, sizes and specs of
     /// tensors (and strides, for views), and arguments. Of numbers with a fraction only whether they
     /// are zero.
     pub fn key(&self) -> &[u64] {
@@ -161,7 +147,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { check("a call", ffi::flow_call_set_local(self.view.call, tensor, local)) }
     }
 
-    /// What the operation runs on as this tensor.
+    /// The tensor that the operation runs on in place of this one.
     pub fn local(&self, tensor: usize) -> Option<Tensor> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         // SAFETY: the call is alive; the result is a handle of our own, or null.
@@ -288,7 +274,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     ///
     /// # Errors
     /// libtorch's.
-    pub fn output(&mut self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
+    pub fn output(&mut self, index: usize, output: &Wrapping<'_, S>) -> Result<(), Error> {
         // SAFETY: the call, the spec and the lists are alive.
         unsafe { check("a call", ffi::flow_call_output(self.view.call, index, output.view())) }
     }

@@ -3,7 +3,7 @@
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
-use super::value::Output;
+use super::value::Wrapping;
 use crate::error::Error;
 use crate::ffi::global::{self as ffi, FastView};
 use crate::ffi::{check, slice};
@@ -32,7 +32,7 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
         unsafe { slice(self.view.key, self.view.key_count) }
     }
 
-    /// Of the first global tensor.
+    /// The spec of the first global tensor.
     pub fn spec(&self) -> &Arc<S> {
         &self.spec
     }
@@ -61,7 +61,7 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     ///
     /// # Errors
     /// libtorch's.
-    pub fn output(&self, index: usize, output: &Output<'_, S>) -> Result<(), Error> {
+    pub fn output(&self, index: usize, output: &Wrapping<'_, S>) -> Result<(), Error> {
         // SAFETY: the call, the spec and the lists are alive.
         unsafe { check("a call", ffi::flow_fast_output(self.view.call, index, output.view())) }
     }

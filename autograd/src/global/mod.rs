@@ -26,9 +26,9 @@ use crate::ffi::{borrow, check, report};
 pub use call::Call;
 pub use fast::FastCall;
 pub use node::Node;
-pub use value::{Argument, LocalResult, Output, Scalar};
+pub use value::{Argument, LocalResult, Scalar, Wrapping};
 
-/// What happens to operations on global tensors.
+/// Carries out the operations on global tensors.
 pub trait Dispatcher: 'static {
     /// How a tensor lies on the ranks.
     type Spec: Send + Sync + 'static;
@@ -63,7 +63,7 @@ pub trait Dispatcher: 'static {
     ) -> Result<LeafGradient, BoxError>;
 }
 
-/// What is accumulated in `.grad` of a leaf.
+/// The gradient that is accumulated in `.grad` of a leaf.
 #[derive(Debug)]
 pub enum LeafGradient {
     /// The gradient that has come.
@@ -176,7 +176,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
         self,
         like: &Tensor,
         sizes: &[i64],
-        output: &Output<'_, S>,
+        output: &Wrapping<'_, S>,
     ) -> Result<Tensor, Error> {
         let mut result = null_mut();
         // SAFETY: the tensor, the sizes and the output are alive; the result is owned.
@@ -201,7 +201,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
         }
     }
 
-    /// What this rank has of a global tensor; None on a rank that has nothing.
+    /// This rank's local of a global tensor; None on a rank that has nothing.
     pub fn local(self, tensor: &Tensor) -> Option<Tensor> {
         // SAFETY: the tensor is alive; the result is a handle of our own, or null.
         unsafe {

@@ -1,4 +1,4 @@
-//! What operations get and give.
+//! Arguments and results of operations.
 
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ impl Argument<'_> {
     }
 }
 
-/// What the operation gave on the local tensors.
+/// A result of the operation on the local tensors.
 #[derive(Debug)]
 pub enum LocalResult {
     /// A tensor; None for an undefined one.
@@ -83,16 +83,16 @@ impl Scalar {
     }
 }
 
-/// What a result of the local operation is part of.
+/// How a result of the local operation becomes a global tensor.
 #[derive(Debug)]
-pub struct Output<'a, S> {
+pub struct Wrapping<'a, S> {
     /// How the logical tensor lies.
     pub spec: &'a Arc<S>,
     /// Dimensions that are split.
     pub split_dims: &'a [i32],
     /// Their logical sizes.
     pub split_sizes: &'a [i64],
-    /// Of the logical tensor; empty if it is contiguous.
+    /// Strides of the logical tensor; empty if it is contiguous.
     pub strides: &'a [i64],
     /// All ranks have all of it.
     pub shares: bool,
@@ -100,7 +100,7 @@ pub struct Output<'a, S> {
     pub is_detached_view: bool,
 }
 
-impl<S> Output<'_, S> {
+impl<S> Wrapping<'_, S> {
     /// For C++.
     pub(super) fn view(&self) -> OutputView {
         assert!(

@@ -35,7 +35,7 @@ pub enum CheckpointError {
     /// The folder has checkpoints, and [`latest`](super::Checkpoints::latest) was not called.
     #[error(
         "{} has checkpoints of an earlier training, which saving would replace; call \
-         Checkpoints::latest first, or use another folder",
+         latest first, or use another folder",
         .0.display()
     )]
     Unread(PathBuf),

@@ -87,7 +87,7 @@ pub struct Checkpoints {
 
 /// A checkpoint to resume from.
 pub struct Checkpoint<S> {
-    /// What the program kept.
+    /// The program's own state.
     pub state: S,
     path: PathBuf,
     world_size: usize,

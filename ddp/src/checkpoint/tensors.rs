@@ -48,7 +48,7 @@ pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
 
 /// Why a global tensor without memory of its own is not kept.
 const SHARDED: &str = "it is a global tensor, and no rank has all of it; use \
-                       flow::global::checkpoint::Checkpoints, where each rank saves its part";
+                       flow::global::checkpoint::ShardedCheckpoints, where each rank saves its part";
 
 /// libtorch's texts have many lines: the first says what is wrong.
 fn first_line(text: &str) -> String {

@@ -12,8 +12,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::memory::{self, resolved, runs, view, Part};
 use super::packed;
-use super::phases::{Exchange, Members, Reduce};
-use super::plan::{Copy, Layout, Plan, Reduction};
+use super::phases::{Exchange, Reduce, Shares};
+use super::plan::{Layout, Plan};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
@@ -80,7 +80,7 @@ impl Boxing {
 
     /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
     pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
-        let layouts = || [from, to].map(|of| (of.placement.without_group(), of.sbp.to_vec()));
+        let layouts = [from, to].map(|of| (of.placement.without_group(), of.sbp.to_vec()));
         if let Some((placement, between)) = between(from, to) {
             let between = Layout { placement, sbp: &between };
             let mut one = Self::new(rank, shape, from, between);
@@ -88,93 +88,37 @@ impl Boxing {
             let mut first = std::mem::take(&mut one.first);
             first.push(one);
             first.append(&mut last.first);
-            return Self { first, layouts: layouts(), ..last };
+            return Self { first, layouts, ..last };
         }
         let plan = Plan::new(shape, from, to);
         let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
-        let digest = digest_of(what);
         let text = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
         let operation = Operation::new(from.placement, ("boxing", what), text, false);
-        let placement = (from.placement == to.placement).then(|| operation.placement());
-        let held = regions(from.placement, from.sbp, shape);
+        let shares = Shares {
+            plan: &plan,
+            from,
+            to,
+            held: regions(from.placement, from.sbp, shape),
+            digest: digest_of(what),
+            placement: (from.placement == to.placement).then(|| operation.placement()),
+        };
         let position = from.placement.position(rank);
-        let result = to.placement.position(rank).map(|target| plan.results[target].clone());
-        let part = |rank: usize| {
-            let position = from.placement.position(rank)?;
-            match &plan.reduction {
-                Some(reduction) => reduction.parts[position].clone(),
-                None => Some(held[position].clone()),
-            }
-        };
-        // A part that the result has as it is is reduced there.
-        let is_in_result = |rank: usize| {
-            let is_own = |copy: &&Copy| copy.from == rank && copy.to == rank;
-            plan.reduction.is_some()
-                && plan
-                    .copies
-                    .iter()
-                    .filter(is_own)
-                    .any(|copy| Some(&copy.region) == part(rank).as_ref())
-        };
-        let shown = |rank: usize| match to.placement.position(rank) {
-            Some(target) if is_in_result(rank) => Some(plan.results[target].clone()),
-            _ => part(rank),
-        };
-        let reduce = plan.reduction.as_ref().zip(position).and_then(|(reduction, position)| {
-            let group = reduction.groups.iter().find(|group| group.contains(&position))?;
-            let ranks: Vec<usize> =
-                group.iter().map(|&member| from.placement.ranks()[member]).collect();
-            let parts: Vec<_> =
-                group.iter().map(|&member| reduction.parts[member].clone()).collect();
-            let elements: usize = parts.iter().flatten().map(Region::elements).sum();
-            (elements > 0).then(|| Reduce {
-                members: Members { ranks, group: OnceLock::new(), digest, placement },
-                op: reduction.op,
-                held: held[position].clone(),
-                parts,
-                own: reduction.parts[position].clone().filter(|part| part.elements() > 0),
-                is_in_result: is_in_result(rank),
-                is_all_reduce: plan.is_all_reduce,
-            })
-        });
-        let own = plan.copies.iter().filter(|copy| copy.from == rank && copy.to == rank);
-        let own: Vec<Region> = own.map(|copy| copy.region.clone()).collect();
-        // What a rank needs all of: the rest of new partial values is zero.
-        let needed = |rank: usize| {
-            let received = plan.copies.iter().filter(|copy| copy.to == rank);
-            let received: usize = received.map(|copy| copy.region.elements()).sum();
-            let result = &plan.results[to.placement.position(rank)?];
-            (received == result.elements()).then_some(result)
-        };
-        let is_covered = needed(rank).is_some();
-        let exchange = connected(rank, &plan.copies).map(|(ranks, copies)| {
-            let sends = |rank: usize| copies.iter().any(|copy| copy.from == rank);
-            let shown: Vec<_> =
-                ranks.iter().map(|&rank| shown(rank).filter(|_| sends(rank))).collect();
-            let is_all_gather = ranks
-                .iter()
-                .all(|&rank| needed(rank).is_some_and(|needed| packed::are_rows(&shown, needed)));
-            let members = Members { ranks, group: OnceLock::new(), digest, placement };
-            Exchange { members, shown, copies, is_all_gather }
-        });
-        let own = if is_in_result(rank) { Vec::new() } else { own };
-        let slice = plan.slice(rank).cloned();
-        let held = position.map(|position| held[position].clone());
+        let target = to.placement.position(rank);
         Self {
             rank,
             shape: shape.to_vec(),
-            layouts: layouts(),
+            layouts,
             of_parts: OnceLock::new(),
-            plan,
-            operation,
             first: Vec::new(),
-            held,
-            result,
-            slice,
-            reduce,
-            own,
-            exchange,
-            is_covered,
+            held: position.map(|position| shares.held[position].clone()),
+            result: target.map(|target| plan.results[target].clone()),
+            slice: plan.slice(rank).cloned(),
+            reduce: shares.reduce(rank),
+            own: shares.own(rank),
+            exchange: shares.exchange(rank),
+            is_covered: shares.covered(rank).is_some(),
+            operation,
+            plan,
         }
     }
 
@@ -191,11 +135,9 @@ impl Boxing {
 
     /// Whether it adds up partial sums, or takes their mean, and reduces in no other way.
     fn adds(&self) -> bool {
-        let mut ops =
-            self.first.iter().chain([self]).filter_map(|step| step.plan.reduction.as_ref());
-        let is_linear =
-            |reduction: &Reduction| matches!(reduction.op, ReduceOp::Sum | ReduceOp::Avg);
-        ops.clone().next().is_some() && ops.all(is_linear)
+        let steps = self.first.iter().chain([self]);
+        let ops: Vec<_> = steps.filter_map(|step| Some(step.plan.reduction.as_ref()?.op)).collect();
+        !ops.is_empty() && ops.iter().all(|op| matches!(op, ReduceOp::Sum | ReduceOp::Avg))
     }
 
     /// Checks that there are reductions of this kind, as [`Boxing::run`] needs them.
@@ -219,7 +161,7 @@ impl Boxing {
         Ok(())
     }
 
-    /// What is done.
+    /// The plan that it carries out.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -277,9 +219,10 @@ impl Boxing {
             let result = self.run_plan(groups, (Kind::Int, device), wide.as_ref())?;
             return Ok(result.map(|result| result.to_kind(kind)));
         }
-        let mut result = self.result.as_ref().map(|region| match self.is_covered {
-            true => Part::empty(region, (kind, device)),
-            false => {
+        let mut result = self.result.as_ref().map(|region| {
+            if self.is_covered {
+                Part::empty(region, (kind, device))
+            } else {
                 let tensor = Tensor::full(memory::sizes(region), self.plan.filler, (kind, device));
                 Part { tensor, region: region.clone() }
             }
@@ -337,30 +280,6 @@ fn between<'a>(from: Layout<'a>, to: Layout<'a>) -> Option<(&'a Placement, NdSbp
     // New maxima, minima and means are copies.
     let is_made = |sbp: Sbp| matches!(sbp, Sbp::Partial(op) if neutral(op).is_some());
     last(from, Sbp::is_partial).or_else(|| last(to, is_made))
-}
-
-/// The ranks that this one copies to or from, and those that they do, in order; and the copies
-/// between them. None if there are none.
-fn connected(rank: usize, copies: &[Copy]) -> Option<(Vec<usize>, Vec<Copy>)> {
-    let mut ranks = vec![rank];
-    let remote: Vec<&Copy> = copies.iter().filter(|copy| copy.from != copy.to).collect();
-    loop {
-        let before = ranks.len();
-        for copy in &remote {
-            match (ranks.contains(&copy.from), ranks.contains(&copy.to)) {
-                (true, false) => ranks.push(copy.to),
-                (false, true) => ranks.push(copy.from),
-                _ => {}
-            }
-        }
-        if ranks.len() == before {
-            break;
-        }
-    }
-    ranks.sort_unstable();
-    let between: Vec<Copy> =
-        remote.into_iter().filter(|copy| ranks.contains(&copy.from)).cloned().collect();
-    (!between.is_empty()).then_some((ranks, between))
 }
 
 /// What a reduction gives.

@@ -1,6 +1,7 @@
 //! Regions of tensors as memory.
 
-use flow_comm::{Buffer, DType};
+use flow_comm::Buffer;
+use flow_tensor::HostTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::region::Region;
@@ -12,7 +13,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// What a rank has, in memory without gaps.
+    /// A rank's local, in memory without gaps.
     pub fn new(local: &Tensor, region: &Region) -> Self {
         Self { tensor: local.contiguous(), region: region.clone() }
     }
@@ -39,18 +40,22 @@ impl Part {
             return;
         }
         let (from, mut memory) = (self.memory(), to.memory());
-        copy(region, (from.bytes(), &self.region), (memory.bytes_mut(), &to.region), self.size());
+        copy(
+            region,
+            (from.bytes(), &self.region),
+            (memory.bytes_mut(), &to.region),
+            self.element_size(),
+        );
     }
 
-    /// The bytes of an element.
-    pub fn size(&self) -> usize {
+    /// The size of an element in bytes.
+    pub fn element_size(&self) -> usize {
         self.tensor.kind().elt_size_in_bytes()
     }
 
-    /// As memory, if it is on the CPU.
-    pub fn memory(&self) -> Memory {
-        let dtype = flow_autograd::dtype(self.tensor.kind()).unwrap_or(DType::U8);
-        Memory { tensor: self.tensor.shallow_clone(), dtype }
+    /// Its memory, if it is on the CPU.
+    pub fn memory(&self) -> HostTensor {
+        HostTensor::new(&self.tensor)
     }
 }
 
@@ -76,26 +81,6 @@ pub fn resolved(tensor: &Tensor) -> Tensor {
         tensor.resolve_conj().resolve_neg()
     } else {
         tensor.shallow_clone()
-    }
-}
-
-/// A contiguous CPU tensor as a buffer. Kinds that reductions do not know are bytes.
-pub struct Memory {
-    tensor: Tensor,
-    dtype: DType,
-}
-
-impl Buffer for Memory {
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn bytes(&self) -> &[u8] {
-        flow_autograd::bytes(&self.tensor).unwrap_or_default()
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        flow_autograd::bytes_mut(&mut self.tensor).unwrap_or_default()
     }
 }
 

@@ -35,9 +35,10 @@ pub fn all_reduce(
 /// The first phase. None if this rank has no part.
 pub fn reduce_scatter(group: &ProcessGroup, reduce: &Reduce, terms: &Part) -> Result<Option<Part>> {
     let parts = &reduce.parts;
-    let flat = match are_rows(parts, &reduce.held) {
-        true => terms.tensor.view([-1]),
-        false => side_by_side(parts.iter().flatten().map(|part| terms.view(part)).collect()),
+    let flat = if are_rows(parts, &reduce.held) {
+        terms.tensor.view([-1])
+    } else {
+        side_by_side(parts.iter().flatten().map(|part| terms.view(part)).collect())
     };
     let counts: Vec<usize> =
         parts.iter().map(|part| part.as_ref().map_or(0, Region::elements)).collect();

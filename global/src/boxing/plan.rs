@@ -29,10 +29,10 @@ pub struct Layout<'a> {
 pub struct Plan {
     /// The first phase, if there are partial values to reduce.
     pub reduction: Option<Reduction>,
-    /// What ranks of the new placement copy, from others or from themselves.
+    /// The copies of ranks of the new placement, from others or from themselves.
     pub copies: Vec<Copy>,
-    /// What each rank of the new placement has in the end, by position. What it does not copy is
-    /// `filler`: the rest of its partial values.
+    /// The region of each rank of the new placement in the end, by position. Elements that it does not
+    /// copy are `filler`: the rest of its partial values.
     pub results: Vec<Region>,
     /// Leaves what it is reduced with as it is: 0 in sums, 1 in products.
     pub filler: f64,
@@ -48,7 +48,7 @@ pub struct Reduction {
     pub op: ReduceOp,
     /// The positions whose partial values are reduced together, by group.
     pub groups: Vec<Vec<usize>>,
-    /// What each rank of the old placement has a sum of, by position; None for nothing.
+    /// The region that each rank of the old placement reduces, by position; None for nothing.
     pub parts: Vec<Option<Region>>,
 }
 
@@ -95,7 +95,7 @@ impl Plan {
         Self { reduction, copies, results, filler: filler.unwrap_or(0.0), is_all_reduce }
     }
 
-    /// What a rank has in the end, if that is a part of what it had: nobody communicates with it.
+    /// The result of a rank that had all of it before: nobody communicates with it.
     pub fn slice(&self, rank: usize) -> Option<&Region> {
         let mut own = self.copies.iter().filter(|copy| copy.from == rank || copy.to == rank);
         let (first, others) = (own.next()?, own.next());

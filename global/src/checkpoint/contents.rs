@@ -19,7 +19,7 @@ pub const MODEL: &str = "model.";
 /// Before the names of the optimizer's state.
 pub const OPTIMIZER: &str = "optimizer.";
 
-/// What the file has.
+/// The contents of `index.json`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Contents {
     pub format: u32,
@@ -36,7 +36,7 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Of the checkpoint `path`.
+    /// Reads `index.json` of the checkpoint at `path`.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.join(INDEX);
         let remedy = "give the folder of one checkpoint, as checkpoints/step-100";

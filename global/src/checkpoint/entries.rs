@@ -43,7 +43,7 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
     let unfit = |reason| CheckpointError::unfit("save or load", name, reason);
     if placement.runtime()?.world() != group {
         let reason = format!(
-            "its placement {placement} is of another process group; open Checkpoints with that one"
+            "its placement {placement} is of another process group; open ShardedCheckpoints with that one"
         );
         return Err(unfit(reason));
     }

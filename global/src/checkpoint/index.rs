@@ -20,7 +20,7 @@ pub struct Index {
 /// A tensor of a checkpoint.
 #[derive(Clone, Debug, Hash, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
-    /// As safetensors calls it: `F32`, `BF16`, ...
+    /// The type's name in safetensors: `F32`, `BF16`, ...
     pub dtype: String,
     /// The logical sizes.
     pub shape: Vec<usize>,
@@ -68,14 +68,14 @@ impl Index {
     }
 }
 
-/// What to read of a shard.
+/// A read of a part of a shard.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Read {
     /// The rank whose file it is in.
     pub rank: usize,
     /// Where the shard is in the tensor.
     pub shard: Region,
-    /// What is needed of it, in the tensor.
+    /// The part of the tensor that is needed.
     pub region: Region,
 }
 
@@ -98,7 +98,7 @@ impl Saved {
         Self { dtype: dtype.into(), shape: shape.to_vec(), shards }
     }
 
-    /// What to read for a region of the tensor.
+    /// The reads that make a region of the tensor.
     ///
     /// # Errors
     /// The shards do not have all of it: files of ranks are missing, or the index is damaged.
@@ -111,9 +111,10 @@ impl Saved {
         };
         let reads: Vec<Read> = self.shards.iter().filter_map(read).collect();
         let found: usize = reads.iter().map(|read| read.region.elements()).sum();
-        match found == region.elements() {
-            true => Ok(reads),
-            false => Err(Error::Shards { name: name.into(), found, needed: region.elements() }),
+        if found == region.elements() {
+            Ok(reads)
+        } else {
+            Err(Error::Shards { name: name.into(), found, needed: region.elements() })
         }
     }
 }

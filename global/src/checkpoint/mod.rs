@@ -3,8 +3,8 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `mod.rs` | [`Checkpoints`]: save, find the latest |
-//! | `resume.rs` | [`Checkpoint`]: resume |
+//! | `mod.rs` | [`ShardedCheckpoints`]: save, find the latest |
+//! | `resume.rs` | [`ShardedCheckpoint`]: resume |
 //! | `contents.rs` | `index.json` |
 //! | `shards.rs` | each rank's file: write it, read regions of any |
 //! | `entries.rs` | the variables of a `VarStore` and an optimizer's state as entries |
@@ -41,7 +41,7 @@ use entries::{entries, named, variables};
 pub use flow_ddp::CheckpointError;
 use index::Index;
 pub use merge::merge;
-pub use resume::Checkpoint;
+pub use resume::ShardedCheckpoint;
 use shards::{file_name, Entry};
 
 use crate::create::rng_state;
@@ -63,7 +63,7 @@ use crate::sequence::digest_of;
 /// found, is never removed: `save` renames it to `step-100.damaged`.
 ///
 /// ```no_run
-/// use flow_global::checkpoint::Checkpoints;
+/// use flow_global::checkpoint::ShardedCheckpoints;
 /// use flow_tensor::ProcessGroup;
 /// # use tch::nn::{self, OptimizerConfig};
 ///
@@ -71,7 +71,7 @@ use crate::sequence::digest_of;
 /// # let group = ProcessGroup::from_env()?;
 /// # let vs = nn::VarStore::new(tch::Device::Cpu);
 /// # let mut optimizer = nn::Adam::default().build(&vs, 0.1)?;
-/// let mut checkpoints = Checkpoints::open("checkpoints", &group)?;
+/// let mut checkpoints = ShardedCheckpoints::open("checkpoints", &group)?;
 /// let mut step = 0; // the program's state: any type that serde can write and read
 /// if let Some(checkpoint) = checkpoints.latest()? {
 ///     checkpoint.resume(&vs, Some(&mut optimizer))?; // under any placement and SBP
@@ -81,12 +81,12 @@ use crate::sequence::digest_of;
 /// checkpoints.save(step, &vs, Some(&optimizer), &step)?;
 /// # Ok(()) }
 /// ```
-pub struct Checkpoints {
+pub struct ShardedCheckpoints {
     folder: Folder,
     group: ProcessGroup,
 }
 
-impl Checkpoints {
+impl ShardedCheckpoints {
     /// The checkpoints in `folder`, which is made if it is missing. All ranks call this.
     ///
     /// # Errors
@@ -189,7 +189,7 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks, when the disk cannot be read, there are only damaged ones, or those of another
     /// program, or rank 0 does not see what another rank sees.
-    pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
+    pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<ShardedCheckpoint<S>>> {
         let found = self.folder.latest(|path| {
             let contents = Contents::read(path)?;
             contents.check_files(path)?;
@@ -198,7 +198,7 @@ impl Checkpoints {
         let Some((step, contents)) = found else { return Ok(None) };
         let (path, group) = (self.folder.checkpoint(step), self.group.clone());
         match serde_json::from_value(contents.state.clone()) {
-            Ok(state) => Ok(Some(Checkpoint { state, path, group, contents })),
+            Ok(state) => Ok(Some(ShardedCheckpoint { state, path, group, contents })),
             Err(error) => {
                 let reason = error.to_string();
                 Err(CheckpointError::Other { path, what: "program", reason })

@@ -15,15 +15,15 @@ use crate::create::set_rng_state;
 use crate::placement::Placement;
 
 /// A checkpoint that is whole.
-pub struct Checkpoint<S> {
-    /// What the program kept.
+pub struct ShardedCheckpoint<S> {
+    /// The program's own state.
     pub state: S,
     pub(super) path: PathBuf,
     pub(super) group: ProcessGroup,
     pub(super) contents: Contents,
 }
 
-impl<S> Checkpoint<S> {
+impl<S> ShardedCheckpoint<S> {
     /// The step that it was saved with.
     pub fn step(&self) -> usize {
         self.contents.step

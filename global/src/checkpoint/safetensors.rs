@@ -34,7 +34,7 @@ pub const DTYPES: [(Kind, &str); 13] = [
 /// No header is longer, says the format.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// What safetensors calls this kind, if it has it.
+/// The name of this kind in safetensors, if it has one.
 pub fn dtype(kind: Kind) -> Option<&'static str> {
     DTYPES.iter().find(|(known, _)| *known == kind).map(|(_, dtype)| *dtype)
 }

@@ -47,7 +47,7 @@ impl Entry {
         Ok(Saved::new(dtype, &self.shape, &self.placement, &self.sbp))
     }
 
-    /// What this rank has of it; None outside the placement.
+    /// This rank's region; None outside the placement.
     pub fn region(&self, rank: usize) -> Option<Region> {
         let position = self.placement.position(rank)?;
         Some(regions(&self.placement, &self.sbp, &self.shape).swap_remove(position))
@@ -109,7 +109,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Of the checkpoint in `folder`, which has this index.
+    /// A reader of the checkpoint in `folder`, which has this index.
     pub fn new(folder: &'a Path, index: &'a Index) -> Self {
         Self { folder, index, headers: HashMap::new() }
     }
@@ -197,9 +197,10 @@ impl Pieces {
         for (part, (from, to)) in part.0.iter().zip(from.0.iter().zip(&to.0)).rev() {
             start.0 += (part.start - from.start) * steps.0;
             start.1 += (part.start - to.start) * steps.1;
-            match is_contiguous {
-                true => length *= part.len(),
-                false => dims.push((part.len(), steps.0, steps.1)),
+            if is_contiguous {
+                length *= part.len()
+            } else {
+                dims.push((part.len(), steps.0, steps.1))
             }
             is_contiguous &= part == from && part == to;
             steps.0 *= from.len();

@@ -15,7 +15,7 @@ use pytorch::pytorch;
 use super::contents::{Contents, FORMAT, INDEX, MODEL};
 use super::safetensors::DTYPES;
 use super::shards::{file_name, Entry};
-use super::{merge, Checkpoint, CheckpointError, Checkpoints};
+use super::{merge, CheckpointError, ShardedCheckpoint, ShardedCheckpoints};
 use crate::region::Region;
 use crate::{NdSbp, Placement, Sbp, B, S};
 
@@ -117,7 +117,7 @@ fn every_pair_of_layouts_and_every_kind() {
             .clone()
             .map(|((name, shape, layout), kind)| entry(name, (shape, kind), layout, rank))
             .collect();
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         checkpoints.save_entries(contents(3), &entries).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         assert_eq!(checkpoint.step(), 3);
@@ -130,9 +130,10 @@ fn every_pair_of_layouts_and_every_kind() {
                 target.local = expected.last().unwrap().as_ref().map(|local| {
                     let zeros = local.contiguous().zeros_like();
                     // Half of them are not contiguous.
-                    match targets.len() % 2 == 0 && shape.len() > 1 {
-                        true => zeros.transpose(0, 1).contiguous().transpose(0, 1),
-                        false => zeros,
+                    if targets.len() % 2 == 0 && shape.len() > 1 {
+                        zeros.transpose(0, 1).contiguous().transpose(0, 1)
+                    } else {
+                        zeros
                     }
                 });
                 targets.push(target);
@@ -167,7 +168,7 @@ fn every_pair_of_layouts_and_every_kind() {
 /// with these.
 fn on_two_ranks<T: Send>(
     folder: &TempDir,
-    body: impl Fn(Checkpoints, &mut Vec<Entry>, ProcessGroup) -> T + Sync,
+    body: impl Fn(ShardedCheckpoints, &mut Vec<Entry>, ProcessGroup) -> T + Sync,
 ) -> Vec<T> {
     let line = Placement::of([0, 1]).unwrap();
     ranks(2, |group| {
@@ -175,7 +176,7 @@ fn on_two_ranks<T: Send>(
             entry(name, (&[4, 3], Kind::Float), &(line.clone(), vec![sbp]), group.rank())
         };
         let mut entries = vec![new("split", S(0)), new("whole", B)];
-        body(Checkpoints::open(folder.path(), &group).unwrap(), &mut entries, group)
+        body(ShardedCheckpoints::open(folder.path(), &group).unwrap(), &mut entries, group)
     })
 }
 
@@ -191,7 +192,7 @@ fn save(folder: &TempDir, steps: &[usize]) {
 /// The latest step of each rank, and whether its tensors can be read.
 fn latest(folder: &TempDir) -> Vec<Result<usize, String>> {
     on_two_ranks(folder, |mut checkpoints, entries, _| {
-        let read = |checkpoint: Checkpoint<()>| {
+        let read = |checkpoint: ShardedCheckpoint<()>| {
             checkpoint.load_entries(entries).map(|()| checkpoint.step())
         };
         let latest = checkpoints.latest().map(|latest| latest.expect("a checkpoint"));
@@ -377,7 +378,7 @@ fn merged_tensors_are_the_plain_ones() {
         let mut other = entry("", (&[1], Kind::Float), &whole, group.rank());
         other.name = "optimizer.0.exp_avg".into();
         entries.push(other);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         checkpoints.save_entries(contents(1), &entries).unwrap();
     });
     let out = folder.path().join("model.safetensors");

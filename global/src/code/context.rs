@@ -169,6 +169,6 @@ impl Context<'_, '_> {
     }
 
     pub fn fail(&self, reason: &str) -> Error {
-        Error::Unsupported { operation: self.call.name().to_owned(), reason: reason.to_owned() }
+        Error::Unsupported { operation: self.call.name.to_owned(), reason: reason.to_owned() }
     }
 }

@@ -35,7 +35,7 @@ pub fn draws(name: &str) -> bool {
 /// Fills a tensor, or makes one like another.
 pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     let mut draw = random::generator(context.runtime()?).draw();
-    let name = context.call.name().trim_start_matches("aten::").to_owned();
+    let name = context.call.name.trim_start_matches("aten::").to_owned();
     let like = context.local(0)?;
     match name.as_str() {
         "native_dropout" => return dropout(context, &mut draw, &like),
@@ -53,7 +53,7 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
         _ => {}
     }
     let is_like = name.ends_with("_like");
-    let kind_at = match (name.as_str(), context.call.overload()) {
+    let kind_at = match (name.as_str(), context.call.overload) {
         ("randint_like", overload) if overload.starts_with("low") => 3,
         ("randint_like", _) => 2,
         _ => 1,
@@ -109,7 +109,7 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
                     return Err(context.fail("the limit must be a number: read the tensor first"))
                 }
                 (Argument::Int(low), Some(high)) if kind_at != 2 => (low, high),
-                (Argument::Int(low), None) if context.call.overload() == "from" => {
+                (Argument::Int(low), None) if context.call.overload == "from" => {
                     (low, greatest(kind))
                 }
                 (Argument::Int(high), _) => (0, high),

@@ -42,7 +42,7 @@ fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
 /// Each rank's sum, divided by the number of all elements.
 pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     // mean(self, dtype) and mean(self, dims, keepdim, dtype)
-    let is_of_all = context.call.overload().is_empty();
+    let is_of_all = context.call.overload.is_empty();
     let shape = context.shape(0);
     let (dims, keep, kind) = match is_of_all {
         true => ((0..shape.len() as i64).collect(), false, context.int(1)),
@@ -63,7 +63,7 @@ pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
 /// A norm of all elements, from those of the parts.
 pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     // (self, order, dims, keepdim, dtype), and norm(self, order, dtype)
-    let dtype = if context.call.overload() == "ScalarOpt_dtype" { 2 } else { 4 };
+    let dtype = if context.call.overload == "ScalarOpt_dtype" { 2 } else { 4 };
     let order = context.number(1).unwrap_or(2.0);
     let local = context.local(0)?;
     let kind = context.int(dtype).and_then(kind_of).unwrap_or(local.kind());

@@ -34,7 +34,7 @@ pub fn operation(
             arg => format!("{arg:?}"),
         })
         .collect();
-    let name = call.name();
+    let name = call.name;
     let given = |tensor: usize| match call.is_defined(tensor) {
         true if is_global(tensor) => {
             Some(format!("{:?} {}", call.sizes(tensor), text(&have[tensor])))
@@ -51,7 +51,7 @@ pub fn operation(
     let given: Vec<String> = (0..call.tensors()).filter_map(given).chain(numbers).collect();
     let text = format!("{name}({})", given.join(", "));
     // The same in place and not: autograd chooses by what else uses a gradient.
-    let what = (op.name, call.overload(), tensors, args);
+    let what = (op.name, call.overload, tensors, args);
     // What autograd may do to keep a gradient: to copy it, or not.
     let is_copy = match op.name {
         "clone" | "detach" | "new_empty_strided" => true,
@@ -64,11 +64,11 @@ pub fn operation(
 /// Compares the operation, and the bytes of plain tensors, with what the other ranks of the placement
 /// run, before it runs.
 pub fn compare(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) -> Result<()> {
-    compare::operations(call.name(), placement, runtime)?;
+    compare::operations(call.name, placement, runtime)?;
     let all: Vec<usize> = (0..placement.ranks().len()).collect();
     let remedy = "plain tensors and numbers count as B, the same on all ranks (give parts by \
                   to_global)";
-    compare::values(call.name(), (placement, &[all]), runtime, &given(call)?, remedy)
+    compare::values(call.name, (placement, &[all]), runtime, &given(call)?, remedy)
 }
 
 /// The plain tensors and the numbers with a fraction among the arguments, with digests of what is in
@@ -104,10 +104,10 @@ pub fn unboxed(
     source: Error,
 ) -> Error {
     Error::Boxing {
-        operation: call.name().to_owned(),
+        operation: call.name.to_owned(),
         what: format!("input {input}, {:?}, from {from:?} to {to:?}", call.sizes(input)),
         source: Box::new(source),
-        advice: advice(call.name()),
+        advice: advice(call.name),
     }
 }
 

@@ -175,7 +175,7 @@ fn run_plan(
     }
     ran?;
     if plan.is_drawn_apart {
-        for index in 0..call.returns() {
+        for index in 0..call.returns {
             if let LocalResult::Tensor(Some(mut drawn)) = call.result(index)? {
                 let ranks = placement.ranks();
                 let group = runtime.groups.group(ranks)?;
@@ -312,7 +312,7 @@ fn give(
     output: &Output,
 ) -> Result<()> {
     if output.is_written {
-        if let (true, Some(argument)) = (call.reshapes(), call.written(index)) {
+        if let (true, Some(argument)) = (call.reshapes, call.written(index)) {
             reshape(call, placement, index, argument, output)?;
         }
         return Ok(call.output_written(index)?);

@@ -21,12 +21,12 @@ pub fn may_move(call: &Call<'_, Spec>) -> bool {
 
 /// Two inputs are on these placements, and are not moved.
 pub fn placements_differ(call: &Call<'_, Spec>, one: &Placement, other: &Placement) -> Error {
-    let (operation, one, other) = (call.name().to_owned(), one.to_string(), other.to_string());
+    let (operation, one, other) = (call.name.to_owned(), one.to_string(), other.to_string());
     Error::Placements { operation, one, other }
 }
 
 fn is_copy(call: &Call<'_, Spec>) -> bool {
-    call.name() == "aten::copy_"
+    call.name == "aten::copy_"
 }
 
 /// Moves the inputs to one placement, and carries out the operation there. The gradients of moved

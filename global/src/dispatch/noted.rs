@@ -39,7 +39,7 @@ impl Noted {
     /// Records it, after it has run.
     pub fn record(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
         let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
-        let returned: Vec<_> = (0..call.returns()).flat_map(|index| call.returned(index)).collect();
+        let returned: Vec<_> = (0..call.returns).flat_map(|index| call.returned(index)).collect();
         let op = Op {
             name: &self.name,
             overload: &self.overload,

@@ -21,9 +21,9 @@ pub struct Written {
 impl Written {
     /// The name that rules know.
     pub fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
-        let name = call.name();
+        let name = call.name;
         let name = name.strip_prefix("aten::").unwrap_or(name);
-        match self.is_in_place || call.reshapes() {
+        match self.is_in_place || call.reshapes {
             true => name.strip_suffix('_').unwrap_or(name),
             false => name,
         }
@@ -31,7 +31,7 @@ impl Written {
 
     /// Of a call with these arguments.
     pub fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
-        let name = call.name();
+        let name = call.name;
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
         // Its schema does not say that it does.
         let writes_statistics =
@@ -86,12 +86,12 @@ pub fn op_of<'a>(
     };
     Op {
         name,
-        overload: call.overload(),
+        overload: call.overload,
         args: given.map(|(_, argument)| arg(argument)).collect(),
         // The tensors of `out` come last.
         inputs: (0..call.tensors() - written.outs.len()).map(input).collect(),
-        outputs: call.returns(),
-        in_place: written.is_in_place && !call.reshapes(),
+        outputs: call.returns,
+        in_place: written.is_in_place && !call.reshapes,
         ranks: 1,
     }
 }

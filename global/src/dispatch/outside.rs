@@ -34,7 +34,7 @@ pub fn run(
         random::generator(runtime).draw();
     }
     let received;
-    let outside = &plan.outside[usize::from(call.grad_mode())];
+    let outside = &plan.outside[usize::from(call.grad_mode)];
     let known = match outside.get() {
         _ if plan.is_sent => {
             received = receive(plan, placement, runtime)?;
@@ -59,7 +59,7 @@ pub fn run(
                 written::resize_out(call, plan, placement, index, (&meta.sizes, &like))?;
             }
             if let (true, Some(argument), Outside::Tensor(meta)) =
-                (call.reshapes(), call.written(index), known)
+                (call.reshapes, call.written(index), known)
             {
                 let now = wrap(output, meta)?;
                 if let Some(tensor) = call.tensor(argument) {
@@ -279,9 +279,9 @@ fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
 /// The error of ranks that wait for a value, or give it to ranks outside the placement.
 pub fn unshared(call: &Call<'_, Spec>, source: Error) -> Error {
     Error::Boxing {
-        operation: call.name().to_owned(),
+        operation: call.name.to_owned(),
         what: "a value, for ranks outside the placement".to_owned(),
         source: Box::new(source),
-        advice: agreed::advice(call.name()),
+        advice: agreed::advice(call.name),
     }
 }

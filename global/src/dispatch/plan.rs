@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};
 
-use flow_autograd::global::{Argument, Call, Output as CallOutput};
+use flow_autograd::global::{Argument, Call, Wrapping};
 use tch::{Kind, Tensor};
 
 use super::agreed;
@@ -140,7 +140,7 @@ impl Plan {
         for &tensor in &written.tensors {
             if call.is_detached_view(tensor) {
                 return Err(Error::Unsupported {
-                    operation: call.name().to_owned(),
+                    operation: call.name.to_owned(),
                     reason:
                         "it would write a view of a global tensor that had to be boxed, and so \
                              does not share the tensor's memory: write to the tensor itself, or \
@@ -149,7 +149,7 @@ impl Plan {
                 });
             }
         }
-        let full_name = call.name();
+        let full_name = call.name;
         if RESIZES.contains(&full_name) {
             return Err(Error::Unsupported {
                 operation: full_name.to_owned(),
@@ -175,7 +175,7 @@ impl Plan {
         // Code gives its results, and writes no `out`.
         let can_run = |choice: &Choice| !choice.has_code || written.outs.is_empty();
         let ruled = infer(&op, placement, given).or_else(elsewhere).filter(can_run);
-        let is_drawn_apart = ruled.is_none() && call.is_random() && placement.ranks().len() > 1;
+        let is_drawn_apart = ruled.is_none() && call.is_random && placement.ranks().len() > 1;
         let is_inside = placement.ranks().len() == runtime.world().world_size();
         // Numbers as indices say how many elements there will be, masks do not.
         let is_mask = |tensor| matches!(call.kind(tensor), Some(Kind::Bool | Kind::Uint8));
@@ -183,7 +183,7 @@ impl Plan {
             "index" | "index_put" | "index_put_" | "_index_put_impl_" => {
                 (1..call.tensors()).any(is_mask)
             }
-            _ => call.is_dynamic() && ruled.is_none(),
+            _ => call.is_dynamic && ruled.is_none(),
         };
         let is_sent = is_dynamic && !is_inside;
         let choice = match ruled {
@@ -227,7 +227,7 @@ impl Plan {
             let input = match call.kind(tensor) {
                 None => Input::Own,
                 Some(_) if lies_alike(placement, from, to) => {
-                    if call.reshapes() && is_written {
+                    if call.reshapes && is_written {
                         Input::Handle
                     } else {
                         Input::Own
@@ -243,7 +243,7 @@ impl Plan {
                         checked.map_err(|error| agreed::unboxed(call, tensor, from, to, error))?;
                         Ok::<_, Error>(boxing)
                     };
-                    if is_written && !call.reshapes() {
+                    if is_written && !call.reshapes {
                         plan.write_backs.push((tensor, None));
                         plan.backs.insert(tensor, boxing(to, from)?);
                     }
@@ -254,14 +254,14 @@ impl Plan {
             plan.inputs.push(input);
         }
         let is_boxed = |input: &Input| matches!(input, Input::Boxed { .. });
-        let is_detached = call.is_view()
+        let is_detached = call.is_view
             && (plan.inputs.iter().any(is_boxed)
                 || (0..call.tensors()).any(|tensor| call.is_detached_view(tensor)));
-        let strides = match call.is_view() {
+        let strides = match call.is_view {
             true => call.view_strides().unwrap_or_default(),
             false => Vec::new(),
         };
-        for index in 0..call.returns() {
+        for index in 0..call.returns {
             let sbp = choice.outputs[index].clone();
             let (split_dims, split_sizes) = splits(&op, &choice, &sbp);
             plan.outputs.push(Output {
@@ -321,8 +321,8 @@ impl Plan {
             && self.outs.is_empty()
             && !self.is_drawn_apart
             && !self.is_sent
-            && !call.reshapes()
-            && (is_inside || call.gives_tensors())
+            && !call.reshapes
+            && (is_inside || call.gives_tensors)
     }
 
     /// Whether a rank may run it alone: it needs nothing of others, writes nothing, and its results
@@ -330,10 +330,10 @@ impl Plan {
     /// autograd may copy a gradient on some ranks.
     fn is_harmless(&self, call: &Call<'_, Spec>, written: &Written, have: &[NdSbp]) -> bool {
         let is_b = |sbp: &NdSbp| sbp.iter().all(|&sbp| sbp == B);
-        let is_same = call.is_view() || matches!(self.name.as_str(), "clone" | "detach");
+        let is_same = call.is_view || matches!(self.name.as_str(), "clone" | "detach");
         let is_alone = self.code.is_none()
             && !self.is_sent
-            && !call.is_random()
+            && !call.is_random
             && self.inputs.iter().all(|input| matches!(input, Input::Own))
             && written.tensors.is_empty();
         is_alone && (is_same || (have.iter().all(is_b) && self.choice.outputs.iter().all(is_b)))
@@ -348,8 +348,8 @@ impl Output {
     }
 
     /// For the call that returns it.
-    pub fn of<'a>(&'a self, spec: &'a Arc<Spec>) -> CallOutput<'a, Spec> {
-        CallOutput {
+    pub fn of<'a>(&'a self, spec: &'a Arc<Spec>) -> Wrapping<'a, Spec> {
+        Wrapping {
             spec,
             split_dims: &self.split_dims,
             split_sizes: &self.split_sizes,

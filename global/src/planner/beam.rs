@@ -266,9 +266,10 @@ impl Search<'_> {
         let sbp = &self.decided.values[value];
         let shape = self.local(value, sbp);
         let bytes = self.bytes(value, &shape);
-        let sbps = match self.free[value] {
-            true => domain(&shape, self.ranks),
-            false => vec![self.replay.trace.values[value].sbp[sbp.len()]],
+        let sbps = if self.free[value] {
+            domain(&shape, self.ranks)
+        } else {
+            vec![self.replay.trace.values[value].sbp[sbp.len()]]
         };
         let is_kept = self.replay.kept.contains(&value);
         let candidate = |sbp: Sbp| {
@@ -336,9 +337,10 @@ impl Search<'_> {
                     continue;
                 };
                 let wanted = (id, sbp, self.bytes(id, &input.shape));
-                match is_written(at) {
-                    true => candidate.written.push(wanted),
-                    false => candidate.inputs.push(wanted),
+                if is_written(at) {
+                    candidate.written.push(wanted)
+                } else {
+                    candidate.inputs.push(wanted)
                 }
                 shapes.push(self.part(input.shape.clone(), sbp));
             }

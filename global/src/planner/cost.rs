@@ -6,7 +6,7 @@ use crate::placement::Placement;
 use crate::region::part;
 use crate::sbp::Sbp;
 
-/// What bytes, work and memory are worth to the planner. One byte received from another rank
+/// The prices of bytes, work and memory for the planner. One byte received from another rank
 /// counts as 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
@@ -16,7 +16,7 @@ pub struct Costs {
     /// 100 by default. About 10 for cores that share memory, 1000 for GPUs with NVLink, 10000 for
     /// GPUs with a network between them.
     pub flops_per_byte: f64,
-    /// What a byte of a weight or of an optimizer's state costs, for each rank that has it. 0 by
+    /// The price of a byte of a weight or of an optimizer's state, for each rank that has it. 0 by
     /// default: memory is free.
     pub memory: f64,
 }
@@ -27,7 +27,7 @@ impl Default for Costs {
     }
 }
 
-/// What a step costs each rank, on average.
+/// The cost of a step for each rank, on average.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cost {
     /// Bytes that it receives from others.
@@ -101,10 +101,13 @@ pub(super) fn flops(name: &str, inputs: &[Vec<usize>], outputs: &[Vec<usize>]) -
         "convolution" => filters(outputs.first(), 1),
         "convolution_backward" => 2.0 * filters(inputs.first(), 2),
         "embedding" => PER_ELEMENT * outputs.iter().map(elements).sum::<f64>(),
-        _ if name.starts_with("_scaled_dot_product") => match name.ends_with("_backward") {
-            false => 4.0 * attention(0),
-            true => 10.0 * attention(1),
-        },
+        _ if name.starts_with("_scaled_dot_product") => {
+            if name.ends_with("_backward") {
+                10.0 * attention(1)
+            } else {
+                4.0 * attention(0)
+            }
+        }
         _ if VIEWS.contains(&name) => 0.0,
         _ => PER_ELEMENT * inputs.iter().chain(outputs).map(elements).sum::<f64>(),
     }

@@ -30,14 +30,14 @@ use crate::trace::{Role, Trace};
 use replay::{Given, Replay};
 use search::{Group, Search};
 
-/// What [`auto_sbp`] chose.
+/// The SBPs that [`auto_sbp`] chose.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct ChosenSbps {
     /// The SBP of each weight, by name, in the order of the trace.
     pub weights: Vec<(String, NdSbp)>,
     /// Tensors to pin; those that save most come first.
     pub pins: Vec<Pin>,
-    /// What the step costs with the weights and pins.
+    /// The cost of the step with the weights and pins.
     pub cost: Cost,
     /// With the weights alone.
     pub without_pins: Cost,
@@ -48,7 +48,7 @@ pub struct Plan {
 pub struct Pin {
     /// The tensors, by id in the trace.
     pub values: Vec<usize>,
-    /// What they are, in words.
+    /// Their description in words.
     pub what: String,
     /// The SBP that they need.
     pub sbp: NdSbp,
@@ -64,7 +64,7 @@ pub struct Pin {
 ///
 /// # Errors
 /// The trace has tensors on several placements.
-pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<Plan> {
+pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
     if let Some((one, other)) = several(trace) {
         return Err(Error::SeveralPlacements(one.to_string(), other.to_string()));
     }
@@ -77,10 +77,10 @@ pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<Plan> {
     let without_pins = search.replay.run(&without);
     let cost = search.replay.run(&best);
     let pins = describe(&mut search, &best, without_pins.bytes);
-    Ok(Plan { weights, pins, cost, without_pins })
+    Ok(ChosenSbps { weights, pins, cost, without_pins })
 }
 
-/// What a traced step costs as it is.
+/// The cost of a traced step as it is.
 pub fn cost(trace: &Trace) -> Cost {
     let mut replay = Replay::new(trace, Costs::default());
     let recorded = replay.recorded();

@@ -96,9 +96,10 @@ pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
     }
     for (mut variable, value) in pairs {
         let value = value.to_kind(variable.kind()).to_device(variable.device());
-        let value = match variable.is_global() {
-            true => distribute_tensor(&value, &variable.placement()?, &variable.sbp()?)?,
-            false => value,
+        let value = if variable.is_global() {
+            distribute_tensor(&value, &variable.placement()?, &variable.sbp()?)?
+        } else {
+            value
         };
         tch::no_grad(|| variable.f_copy_(&value).map(drop))?;
     }

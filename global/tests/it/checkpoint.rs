@@ -8,7 +8,7 @@ use crate::common::pytorch::pytorch;
 use crate::common::ranks::ranks;
 use flow_autograd::OptimizerState;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::checkpoint::{CheckpointError, Checkpoints};
+use flow_global::checkpoint::{CheckpointError, ShardedCheckpoints};
 use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, Optimizer, OptimizerConfig, VarStore};
@@ -62,7 +62,7 @@ fn plain_tensors_are_rank_0s() {
     let folder = tempdir().unwrap();
     let losses = ranks(2, |group| {
         let mut training = Training::new(5);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         assert!(checkpoints.latest::<f64>().unwrap().is_none());
         training.steps(0..3);
         checkpoints.save(3, &training.vs, Some(&training.optimizer), &0.1).unwrap();
@@ -70,7 +70,7 @@ fn plain_tensors_are_rank_0s() {
     });
     let resumed = ranks(3, |group| {
         let mut training = Training::new(5);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         let checkpoint = checkpoints.latest::<f64>().unwrap().unwrap();
         assert_eq!((checkpoint.step(), checkpoint.state), (3, 0.1));
         checkpoint.resume(&training.vs, Some(&mut training.optimizer)).unwrap();
@@ -180,13 +180,13 @@ fn goes_on_under_any_layout(config: impl OptimizerConfig + Copy + Sync) {
     let start = tempdir().unwrap();
     let expected = ranks(1, |group| {
         let mut training = Training::with(5, config);
-        let mut checkpoints = Checkpoints::open(start.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(start.path(), &group).unwrap();
         checkpoints.save(0, &training.vs, Some(&training.optimizer), &()).unwrap();
         training.steps(0..6)
     });
     let expected = &expected[0];
     let resume = |folder: &Path, group: &ProcessGroup, training: &mut Training| {
-        let mut checkpoints = Checkpoints::open(folder, group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder, group).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         checkpoint.resume(&training.vs, Some(&mut training.optimizer)).unwrap();
         checkpoint.step()
@@ -206,7 +206,7 @@ fn goes_on_under_any_layout(config: impl OptimizerConfig + Copy + Sync) {
             assert_eq!(resume(start.path(), &group, &mut training), 0);
             let losses = from.steps(&mut training, &placement, 0..3);
             close(&losses, &expected[..3], &format!("layout {index}"));
-            let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
             checkpoints.save(3, &training.vs, Some(&training.optimizer), &()).unwrap();
         });
         for (other, to) in layouts().iter().enumerate() {
@@ -250,7 +250,7 @@ fn half_precision_comes_back_under_another_number_of_ranks() {
             distribute(&vs, &placement, |name, _| vec![if name == "bias" { B } else { sbp }])
                 .unwrap();
             let mut optimizer = nn::Adam::default().build(&vs, 0.1).unwrap();
-            let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
             if let Some(checkpoint) = checkpoints.latest::<()>().unwrap() {
                 checkpoint.resume(&vs, Some(&mut optimizer)).unwrap();
             } else {
@@ -275,7 +275,7 @@ fn half_precision_comes_back_under_another_number_of_ranks() {
 fn terms_and_other_groups_are_errors() {
     let folder = tempdir().unwrap();
     ranks(2, |group| {
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         let mut save = |group: &ProcessGroup, sbp: Sbp| {
             let vs = VarStore::new(Device::Cpu);
             let _ = vs.root().zeros("w", &[4]);
@@ -287,7 +287,7 @@ fn terms_and_other_groups_are_errors() {
                      by to_global";
         assert_eq!(save(&group, P), error);
         let error = "cannot save or load model.w: its placement [0, 1] is of another process \
-                     group; open Checkpoints with that one";
+                     group; open ShardedCheckpoints with that one";
         assert_eq!(save(&group.duplicate().unwrap(), S(0)), error);
     });
 }
@@ -311,7 +311,7 @@ fn checkpoints_of_ddp_name_those_of_global_tensors() {
     });
     let error = format!(
         "cannot save one.weight in {}: it is a global tensor, and no rank has all of it; use \
-         flow::global::checkpoint::Checkpoints, where each rank saves its part",
+         flow::global::checkpoint::ShardedCheckpoints, where each rank saves its part",
         folder.path().join("step-1").display()
     );
     assert_eq!(errors, [Some(error), None], "rank 0 writes for all");
@@ -322,11 +322,11 @@ fn what_does_not_fit_is_an_error_that_says_so() {
     let folder = tempdir().unwrap();
     ranks(1, |group| {
         let training = Training::new(5);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         let error = checkpoints.save(1, &training.vs, None, &f64::NAN).unwrap_err().to_string();
         assert!(error.starts_with("cannot save the program's state: "), "{error}");
         checkpoints.save(1, &training.vs, None, &[1, 2]).unwrap();
-        let latest = |checkpoints: &mut Checkpoints| {
+        let latest = |checkpoints: &mut ShardedCheckpoints| {
             checkpoints.latest::<Vec<u8>>().unwrap().expect("a checkpoint")
         };
         let reason = |result: Result<(), CheckpointError>| match result.unwrap_err() {
@@ -375,7 +375,7 @@ fn flow_checkpoint_merges() {
         let layout = &layouts()[2];
         let placement = layout.on(&group, &training);
         layout.steps(&mut training, &placement, 0..2);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         checkpoints.save(7, &training.vs, Some(&training.optimizer), &()).unwrap();
         tch::no_grad(|| training.model.forward(&batch(9))).full().unwrap()
     });

@@ -3,7 +3,7 @@
 
 use crate::common::ranks::ranks;
 use flow_ddp::{DistributedSampler, SamplerState};
-use flow_global::checkpoint::Checkpoints;
+use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::{
     distribute, distribute_tensor, manual_seed, randn, GlobalTensor, NdSbp, Placement, B, S,
 };
@@ -24,12 +24,12 @@ fn random_numbers_go_on() {
         manual_seed(&placement, 5).unwrap();
         draw(&placement, S(0));
         let vs = VarStore::new(Device::Cpu);
-        Checkpoints::open(folder.path(), &group).unwrap().save(1, &vs, None, &()).unwrap();
+        ShardedCheckpoints::open(folder.path(), &group).unwrap().save(1, &vs, None, &()).unwrap();
         draw(&placement, S(0))
     });
     let resumed = ranks(2, |group| {
         let placement = Placement::new(&group, [1]).unwrap();
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         checkpoint.resume(&VarStore::new(Device::Cpu), None).unwrap();
         draw(&placement, B)
@@ -40,7 +40,7 @@ fn random_numbers_go_on() {
 /// The losses of three steps with dropout after the checkpoint, which is made after three others
 /// where there is none. `reseed`: with other random numbers than the checkpoint's.
 fn with_dropout(
-    checkpoints: &mut Checkpoints,
+    checkpoints: &mut ShardedCheckpoints,
     placement: &Placement,
     (weights, batches): (NdSbp, NdSbp),
     reseed: bool,
@@ -81,7 +81,7 @@ fn with_dropout(
 #[test]
 fn dropout_goes_on() {
     let folder = tempdir().unwrap();
-    let open = |group: &ProcessGroup| Checkpoints::open(folder.path(), group).unwrap();
+    let open = |group: &ProcessGroup| ShardedCheckpoints::open(folder.path(), group).unwrap();
     let uninterrupted = ranks(2, |group| {
         let placement = Placement::new(&group, [0, 1]).unwrap();
         with_dropout(&mut open(&group), &placement, (vec![B], vec![S(0)]), true)
@@ -114,13 +114,13 @@ fn the_order_of_samples_goes_on() {
         let sampler = sampler(&group);
         let taken: Vec<usize> = sampler.iter().take(6).collect();
         let vs = VarStore::new(Device::Cpu);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         checkpoints.save(1, &vs, None, &sampler.state()).unwrap();
         taken
     });
     let rest = ranks(3, |group| {
         let mut sampler = sampler(&group);
-        let mut checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
         let checkpoint = checkpoints.latest::<SamplerState>().unwrap().unwrap();
         checkpoint.resume(&VarStore::new(Device::Cpu), None).unwrap();
         sampler.resume(&checkpoint.state).unwrap();

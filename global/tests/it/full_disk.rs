@@ -3,16 +3,13 @@
 //! The disk is "full" where files may not be longer than a limit of the process: each test runs in
 //! a process of its own.
 
-#[path = "common/ranks.rs"]
-mod common;
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use common::ranks;
+use crate::common::ranks::ranks;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::checkpoint::{merge, Checkpoints};
+use flow_global::checkpoint::{merge, ShardedCheckpoints};
 use flow_global::view::{Job, View};
 use flow_global::{distribute, Placement, B};
 use flow_tensor::ProcessGroup;
@@ -104,7 +101,7 @@ fn of_a_sharded_training() {
     ranks(2, |group| {
         let vs = VarStore::new(Device::Cpu);
         let _ = nn::linear(vs.root(), 3, 2, Default::default());
-        let mut checkpoints = Checkpoints::open(path, &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(path, &group).unwrap();
         checkpoints.save(1, &vs, None, &()).unwrap();
         let _ = vs.root().zeros_no_train("many", &[MANY]);
         let second = Placement::new(&group, [1]).unwrap();

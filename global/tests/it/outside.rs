@@ -1,9 +1,6 @@
 //! Ranks outside a placement, which call everything that the others call.
 
-#[path = "common/ranks.rs"]
-mod common;
-
-use common::{assert_close, ranks};
+use crate::common::ranks::{assert_close, ranks};
 use flow_global as global;
 use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
 use flow_tensor::ReduceOp;

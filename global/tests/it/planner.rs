@@ -3,7 +3,7 @@
 use crate::common::models::{megatron, mlp, Gpt, Update};
 use crate::common::tape::Tape;
 use flow_global::explain::Table;
-use flow_global::planner::{auto_sbp, cost, Costs, Plan};
+use flow_global::planner::{auto_sbp, cost, ChosenSbps, Costs};
 use flow_global::trace::Trace;
 use flow_global::{Error, Placement, Sbp, B, S};
 
@@ -35,7 +35,7 @@ fn bytes(trace: &Trace) -> f64 {
     trace.calls.iter().flat_map(|call| trace.boxings(call)).map(|boxing| boxing.bytes).sum()
 }
 
-fn sbp<'a>(plan: &'a Plan, name: &str) -> &'a [Sbp] {
+fn sbp<'a>(plan: &'a ChosenSbps, name: &str) -> &'a [Sbp] {
     &plan.weights.iter().find(|(other, _)| other == name).unwrap().1
 }
 

@@ -1,7 +1,7 @@
 //! An optimizer whose state is split makes the weights that it makes alone.
 
 use crate::common::ranks::{assert_close, ranks};
-use flow_global::checkpoint::Checkpoints;
+use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::nn::{column_linear, row_linear};
 use flow_global::{
     clip_grad_norm, distribute, distribute_tensor, GlobalTensor, Placement,
@@ -179,14 +179,14 @@ fn a_checkpoint_fits_other_layouts() {
         let model = Model::on(&mesh(&group), Kind::Double);
         let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
         model.train_sharded(&mut optimizer, 0..STEPS - 1);
-        let mut checkpoints = Checkpoints::open(folder, &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         optimizer.save(&mut checkpoints, STEPS - 1, &()).unwrap();
     });
     ranks(2, |group| {
         let expected = Model::plain().train(config);
         let model = Model::on(&Placement::new(&group, [[1], [0]]).unwrap(), Kind::Double);
         let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
-        let mut checkpoints = Checkpoints::open(folder, &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         optimizer.resume(&checkpoint).unwrap();
         model.train_sharded(&mut optimizer, STEPS - 1..STEPS);
@@ -198,7 +198,7 @@ fn a_checkpoint_fits_other_layouts() {
         let expected = Model::plain().train(config);
         let model = Model::on(&Placement::new(&group, [[0]]).unwrap(), Kind::Double);
         let mut optimizer = config.build(&model.vs, 0.05).unwrap();
-        let mut checkpoints = Checkpoints::open(folder, &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         checkpoint.resume(&model.vs, Some(&mut optimizer)).unwrap();
         model.backward(STEPS - 1);
@@ -357,7 +357,7 @@ fn what_is_not_trained_has_no_state_on_any_rank() {
         };
         let mut optimizer = make();
         step(&mut optimizer);
-        let mut checkpoints = Checkpoints::open(folder, &group).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         optimizer.save(&mut checkpoints, 1, &()).unwrap();
         step(&mut optimizer);
         let expected = full(&vs);

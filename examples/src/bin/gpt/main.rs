@@ -27,7 +27,7 @@ mod train;
 use std::process::ExitCode;
 
 use anyhow::{ensure, Result};
-use flow::global::checkpoint::Checkpoints;
+use flow::global::checkpoint::ShardedCheckpoints;
 use flow::prelude::{ProcessGroup, TensorCollectives};
 
 use job::Job;
@@ -55,8 +55,9 @@ pub fn run(options: &Options, group: &ProcessGroup) -> Result<()> {
     if let (Some(_), Some(folder)) = (&options.sample, folder) {
         ensure!(folder.is_dir(), "there is no folder {} of checkpoints", folder.display());
     }
-    let mut checkpoints = folder.map(|folder| Checkpoints::open(folder, group)).transpose()?;
-    let latest = checkpoints.as_mut().map(Checkpoints::latest).transpose()?.flatten();
+    let mut checkpoints =
+        folder.map(|folder| ShardedCheckpoints::open(folder, group)).transpose()?;
+    let latest = checkpoints.as_mut().map(ShardedCheckpoints::latest).transpose()?.flatten();
     match &options.sample {
         Some(prompt) => sample::print(&mut job, latest.as_ref(), prompt),
         None => train::train(&mut job, checkpoints, latest),

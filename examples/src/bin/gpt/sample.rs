@@ -3,7 +3,7 @@
 use std::io::{stdout, Write};
 
 use anyhow::{bail, ensure, Result};
-use flow::global::checkpoint::Checkpoint;
+use flow::global::checkpoint::ShardedCheckpoint;
 use flow::prelude::*;
 use flow_examples::options::Options as Training;
 
@@ -12,7 +12,7 @@ use super::options::SIZES;
 use super::train::State;
 
 /// Prints the prompt, and byte after byte what the checkpoint's model draws to follow.
-pub fn print(job: &mut Job, latest: Option<&Checkpoint<State>>, prompt: &str) -> Result<()> {
+pub fn print(job: &mut Job, latest: Option<&ShardedCheckpoint<State>>, prompt: &str) -> Result<()> {
     let Job { options, group, .. } = *job;
     ensure!(!prompt.is_empty(), "--sample needs some text to go on with");
     let Some(checkpoint) = latest else {

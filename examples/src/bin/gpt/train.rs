@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use anyhow::{ensure, Result};
-use flow::global::checkpoint::{Checkpoint, Checkpoints};
+use flow::global::checkpoint::{ShardedCheckpoint, ShardedCheckpoints};
 use flow::global::lr_scheduler::LrScheduler;
 use flow::global::GlobalTensor;
 use flow::prelude::{nn, ReduceOp, Tensor, TensorCollectives, B};
@@ -32,8 +32,8 @@ pub struct State {
 /// Trains, from the checkpoint on if there is one.
 pub fn train(
     job: &mut Job,
-    mut checkpoints: Option<Checkpoints>,
-    latest: Option<Checkpoint<State>>,
+    mut checkpoints: Option<ShardedCheckpoints>,
+    latest: Option<ShardedCheckpoint<State>>,
 ) -> Result<()> {
     let (options, group) = (job.options, job.group);
     let is_first = group.rank() == 0;

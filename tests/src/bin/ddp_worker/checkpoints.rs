@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
-use flow_global::checkpoint::Checkpoints;
+use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, B, S};
 use flow_tensor::ProcessGroup;
 use flow_tests::registry::{by_hand, launched, scenario, Scenario, Test};
@@ -84,7 +84,7 @@ fn goes_on(group: &ProcessGroup) -> Result<()> {
             optimizer.backward_step(&loss);
             Ok(loss.full()?.double_value(&[]))
         };
-        let mut checkpoints = Checkpoints::open(folder()?, group)?;
+        let mut checkpoints = ShardedCheckpoints::open(folder()?, group)?;
         match checkpoints.latest::<usize>()? {
             None => {
                 for number in 0..3 {
@@ -126,7 +126,7 @@ fn in_parts(group: &ProcessGroup) -> Result<()> {
         let _ = vs.root().add(name, zeros, true);
     }
     let mut optimizer = nn::Adam::default().build(&vs, 0.01)?;
-    let mut checkpoints = Checkpoints::open(folder()?, group)?;
+    let mut checkpoints = ShardedCheckpoints::open(folder()?, group)?;
     let checkpoint = checkpoints.latest::<()>()?;
     if checkpoint.is_none() {
         let sums = vs.trainable_variables().into_iter().map(|weight| weight.sum(Kind::Float));
@@ -163,7 +163,7 @@ fn model(group: &ProcessGroup, first: i64) -> Result<VarStore> {
 
 /// Rank 1 is killed when the first bytes of its second file are there.
 fn killed(group: &ProcessGroup) -> Result<()> {
-    let mut checkpoints = Checkpoints::open(folder()?, group)?;
+    let mut checkpoints = ShardedCheckpoints::open(folder()?, group)?;
     checkpoints.save(1, &model(group, 1)?, None, &())?;
     if group.rank() == 1 {
         let file = folder()?.join(".checkpoint.partial/rank-00001.safetensors");
@@ -190,7 +190,8 @@ fn older_is_whole(test: &Test) {
     // Another job goes on.
     let group = ProcessGroup::in_process(1).unwrap().remove(0);
     let vs = model(&group, 3).unwrap();
-    let latest = Checkpoints::open(test.folder.path(), &group).unwrap().latest::<()>().unwrap();
+    let latest =
+        ShardedCheckpoints::open(test.folder.path(), &group).unwrap().latest::<()>().unwrap();
     let latest = latest.expect("a checkpoint");
     assert_eq!(latest.step(), 1);
     latest.resume(&vs, None).unwrap();
