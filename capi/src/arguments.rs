@@ -1,4 +1,4 @@
-//! What C gives: texts, lists, places for results.
+//! Checks of what C passes: texts, lists, places for results.
 
 use std::ffi::{CStr, c_char};
 use std::time::Duration;
@@ -7,12 +7,12 @@ use flow_comm::{DType, ReduceOp};
 
 use crate::status::{Failure, Result};
 
-/// The error of a pointer that is null and must not be.
+/// Makes the error of a pointer that must not be null.
 fn null(what: &str) -> Failure {
     Failure::argument(format!("{what} is null"))
 }
 
-/// What a pointer points to.
+/// Returns what a pointer points to.
 ///
 /// # Safety
 ///
@@ -22,7 +22,7 @@ pub unsafe fn reference<'a, T>(pointer: *const T, what: &str) -> Result<&'a T> {
     unsafe { pointer.as_ref() }.ok_or_else(|| null(what))
 }
 
-/// A text of C's; None if it is null.
+/// Reads a text of C's; None if it is null.
 ///
 /// # Safety
 ///
@@ -36,7 +36,7 @@ pub unsafe fn optional_text<'a>(text: *const c_char, what: &str) -> Result<Optio
     text.map(Some).map_err(|_| Failure::argument(format!("{what} is not UTF-8")))
 }
 
-/// A text of C's.
+/// Reads a text of C's, which must not be null.
 ///
 /// # Safety
 ///
@@ -46,7 +46,7 @@ pub unsafe fn text<'a>(text: *const c_char, what: &str) -> Result<&'a str> {
     unsafe { optional_text(text, what) }?.ok_or_else(|| null(what))
 }
 
-/// `count` items; null is allowed for none.
+/// Reads a list of `count` items; it may be null if there are none.
 ///
 /// # Safety
 ///
@@ -62,7 +62,7 @@ pub unsafe fn list<'a, T>(list: *const T, count: usize, what: &str) -> Result<&'
     Ok(unsafe { std::slice::from_raw_parts(list, count) })
 }
 
-/// A place for a result.
+/// Memory of C's that a result is written to.
 pub struct Place<T>(*mut T);
 
 impl<T> Place<T> {

@@ -41,7 +41,7 @@ pub unsafe extern "C" fn flow_launch_bucket(
     })
 }
 
-/// The bucket of these pieces.
+/// Makes the bucket that consists of these pieces.
 fn segments(group: &ProcessGroup, number: u32, pieces: Vec<Elements>) -> Result<Arc<Segments>> {
     let Some(dtype) = pieces.first().map(Elements::dtype) else {
         return Err(refused(group, number, "it has no pieces"));

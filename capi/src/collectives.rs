@@ -18,7 +18,8 @@ pub unsafe extern "C" fn flow_barrier(group: *const Group) -> c_int {
     on("flow_barrier", group, |group| Ok(group.barrier()?))
 }
 
-/// Functions of a group that move data: their names, what C passes, and the method with what that takes.
+/// Defines functions of a group that move data: their names, what C passes, and the method that
+/// each calls.
 macro_rules! collectives {
     ($($name:ident($($argument:ident: $type:ty),*) |$group:ident| $call:expr;)*) => {$(
         /// See `flow_comm.h`.

@@ -8,10 +8,10 @@ use flow_comm::{DEFAULT_TIMEOUT, Error, Label, ProcessGroup};
 use crate::arguments::{Place, duration, list, optional_text, reference, text};
 use crate::status::{Failure, Result, call};
 
-/// `flow_group`.
+/// The C type `flow_group`.
 pub struct Group(pub ProcessGroup);
 
-/// `flow_membership`.
+/// The C type `flow_membership`.
 #[repr(C)]
 pub struct Member {
     rank: usize,
@@ -23,7 +23,7 @@ pub struct Member {
     token: *const c_char,
 }
 
-/// What a handle stands for.
+/// Returns the group that a handle stands for.
 ///
 /// # Safety
 ///
@@ -33,7 +33,7 @@ pub unsafe fn member<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
     unsafe { reference(group, "group") }.map(|Group(group)| group)
 }
 
-/// Runs what the function of this name does with a group.
+/// Runs the body of the C function of this name, with its group.
 pub fn on(
     name: &str,
     group: Result<&ProcessGroup>,
@@ -71,8 +71,8 @@ impl Member {
             return Err(cannot_join(
                 rank,
                 format!(
-                    "local rank {local_rank} of {local_world_size}: it must be below that, and that at \
-                 most the world size, {world_size}"
+                    "local rank {local_rank} of {local_world_size}: it must be below that, and \
+                     that at most the world size, {world_size}"
                 ),
             ));
         }
@@ -215,7 +215,8 @@ pub unsafe extern "C" fn flow_with_label(
         let made = unsafe { Place::new(made, "made") }?;
         let label = Label::new(operation, elements).ok_or_else(|| {
             Failure::argument(format!(
-                "no label: the operation is one of errors, such as all_reduce, and not                  {operation:?}, and the elements have 1 to {} bytes, and are not {elements:?}",
+                "no label: the operation is one of errors, such as all_reduce, and not \
+                 {operation:?}, and the elements have 1 to {} bytes, and are not {elements:?}",
                 Label::LENGTH
             ))
         })?;
@@ -257,7 +258,7 @@ pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -
     })
 }
 
-/// Functions that read a number of a group: 0 of none.
+/// Defines functions that return a number of a group, and 0 for null.
 macro_rules! numbers_of_group {
     ($($name:ident => $method:ident;)*) => {$(
         /// See `flow_comm.h`.

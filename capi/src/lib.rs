@@ -1,10 +1,10 @@
-//! flow-comm's process groups as C functions, which `include/flow_comm.h` documents: what is said
-//! there of a function is not said again here.
+//! flow-comm's process groups as C functions. `include/flow_comm.h` documents each of them; nothing
+//! of that is repeated here.
 //!
 //! | file | subject |
 //! |---|---|
 //! | `status` | what functions return, and the text of the last error |
-//! | `arguments` | what C gives: texts, lists, places for results |
+//! | `arguments` | checks of what C passes: texts, lists, places for results |
 //! | `memory` | elements that belong to the caller, and blocks of shared memory |
 //! | `group` | joining, sub-groups, timeouts |
 //! | `collectives` | collectives |

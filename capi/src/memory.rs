@@ -8,7 +8,7 @@ use crate::arguments::{self, Place, dtype};
 use crate::group::{Group, member};
 use crate::status::{Failure, Result, call};
 
-/// `flow_buffer`.
+/// The C type `flow_buffer`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Memory {

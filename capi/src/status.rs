@@ -35,12 +35,12 @@ pub struct Failure {
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
 
 impl Failure {
-    /// C has passed something that is not allowed.
+    /// Makes the error of an argument that is not allowed.
     pub fn argument(message: String) -> Self {
         Self { code: ARGUMENT, message }
     }
 
-    /// The system, or its memory, has no more.
+    /// Makes the error of a system that has no more memory.
     pub fn system(message: String) -> Self {
         Self { code: SYSTEM, message }
     }
@@ -73,8 +73,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// Runs what the function of this name does, on this rank if that is known. Returns the code of its
-/// error, and keeps the text.
+/// Runs the body of the C function of this name. Returns the code of its error, and keeps the text.
+/// `rank`: this rank, if it is known.
 pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) -> c_int {
     let result = catch_unwind(AssertUnwindSafe(body));
     let result = result.unwrap_or_else(|cause| Err(Failure::panic(name, rank, cause)));
@@ -85,7 +85,7 @@ pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) 
     failure.code
 }
 
-/// What C has given to `flow_set_interrupt_check`.
+/// The function that C has given to `flow_set_interrupt_check`.
 static INTERRUPT_CHECK: OnceLock<extern "C" fn() -> bool> = OnceLock::new();
 
 /// See `flow_comm.h`.

@@ -94,18 +94,21 @@ class Work(dist.Work):
         self.process = os.getpid()
 
     def run(self):
+        self.run_job()
+        self.end()
+
+    def run_job(self):
         try:
             with torch.no_grad():
                 self.job(with_label(within(self.group, self._timeout), self.operation, self.elements))
         except Exception as error:
             self.error = error
-        self.end()
+        self.ended.set()
 
     def end(self):
+        self.job = None
         self.ended.set()
-        with stays:
-            self.job = None
-            self.over.set_result(None)
+        self.over.set_result(None)
 
     def wait_until_ended(self, timeout=None):
         """Whether it has ended in so many seconds. A signal's handler may raise an exception meanwhile."""
@@ -179,8 +182,10 @@ class Lane(threading.Thread):
 
     def run(self):
         while (work := self.operations.get()) is not None:
-            work.run()
-            del work  # and with it, perhaps, the group's last user
+            work.run_job()
+            with stays:
+                work.end()
+                del work  # and with it, perhaps, the group's last user
 
     def run_up_to(self, last):
         while not last.ended.is_set() and (work := self.operations.get()) is not None:

@@ -47,8 +47,10 @@ def receive_without_a_partner(rank):
 def callback_that_asks_others(rank):
     """It begins operations of its own, also asynchronous ones, whose futures have callbacks."""
     received = dist.irecv(torch.zeros(1), 1 - rank, tag=4)
+    begun = threading.Event()
 
     def ask(_):
+        begun.set()
         work = dist.isend(torch.ones(1), 1 - rank, tag=6)
         reply = dist.irecv(torch.zeros(1), 1 - rank, tag=6)
         reply.get_future().then(lambda _: print(f"rank {rank} was asked", flush=True))
@@ -57,6 +59,7 @@ def callback_that_asks_others(rank):
 
     received.get_future().then(ask)
     dist.send(torch.ones(1), 1 - rank, tag=4)
+    begun.wait()
 
 
 CASES = callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others

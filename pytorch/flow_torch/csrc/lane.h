@@ -346,7 +346,7 @@ private:
     // On a thread of its own, as a callback may wait for what the helper is to run.
     static void complete_apart(OperationPtr operation, std::shared_ptr<PythonStay> stay) {
         auto future = operation->future_to_complete();
-        if (!future) return;
+        if (!future) return operation.reset();  // while the stay lasts
         std::thread([operation = std::move(operation), future = std::move(future), stay = std::move(stay)]() mutable {
             operation->complete(future);
             future.reset();
