@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use flow_global::{B, GlobalTensor, P, Placement, S, Sbp, from_local};
+use flow_global::{GlobalTensor, Placement, Sbp, from_local};
 use flow_plan::schedule::Action;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
@@ -37,7 +37,8 @@ pub struct Description {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct GlobalSizes {
     sizes: Vec<i64>,
-    sbp: Vec<String>,
+    #[serde(with = "sbp_in_message")]
+    sbp: Vec<Sbp>,
 }
 
 const KINDS: [Kind; 12] = [
@@ -66,8 +67,7 @@ impl Description {
             kind.ok_or_else(|| format!("tensors of kind {:?} cannot be sent", local.kind()))?;
         let mut global = None;
         if tensor.is_global() {
-            let sbp = tensor.sbp()?.iter().map(ToString::to_string).collect();
-            global = Some(GlobalSizes { sizes: tensor.size(), sbp });
+            global = Some(GlobalSizes { sizes: tensor.size(), sbp: tensor.sbp()? });
         }
         Ok(Self { kind, sizes: local.size(), requires_grad: tensor.requires_grad(), global })
     }
@@ -106,8 +106,7 @@ impl Description {
         let tensor = match (&self.global, placement) {
             (None, _) => local,
             (Some(GlobalSizes { sizes, sbp }), Some(placement)) => {
-                let sbp = sbp.iter().map(|text| parse(text)).collect::<Outcome<Vec<_>>>()?;
-                from_local(&local, sizes, placement, sbp)?
+                from_local(&local, sizes, placement, sbp.clone())?
             }
             (Some(_), None) => {
                 return Err(
@@ -125,6 +124,7 @@ impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:?} {:?}", KINDS[self.kind], self.sizes)?;
         if let Some(GlobalSizes { sizes, sbp }) = &self.global {
+            let sbp: Vec<String> = sbp.iter().map(ToString::to_string).collect();
             write!(f, " of the global {sizes:?} with SBP ({})", sbp.join(", "))?;
         }
         let requires = if self.requires_grad { "requires a gradient" } else { "requires none" };
@@ -212,30 +212,73 @@ impl FirstOutputs {
     }
 }
 
-/// Reads an SBP that [`Description`] can have.
-fn parse(text: &str) -> Outcome<Sbp> {
-    match text {
-        "B" => return Ok(B),
-        "P" => return Ok(P),
-        _ => {}
+/// The SBPs of a message. A partial tensor can be sent if its terms are added.
+mod sbp_in_message {
+    use flow_global::Sbp;
+    use flow_tensor::ReduceOp;
+    use serde::de::{Deserialize, Deserializer};
+    use serde::ser::{Error, Serialize, Serializer};
+
+    /// An SBP that can be sent.
+    #[derive(serde::Serialize, serde::Deserialize)]
+    enum Sent {
+        Split(usize),
+        Broadcast,
+        PartialSum,
     }
-    let dim = text.strip_prefix("S(").and_then(|text| text.strip_suffix(')'));
-    match dim.and_then(|dim| dim.parse().ok()) {
-        Some(dim) => Ok(S(dim)),
-        None => Err(format!("a tensor of SBP {text} cannot be sent").into()),
+
+    pub fn serialize<T: Serializer>(sbp: &[Sbp], serializer: T) -> Result<T::Ok, T::Error> {
+        let mut sent = Vec::new();
+        for &sbp in sbp {
+            sent.push(match sbp {
+                Sbp::Split(dim) => Sent::Split(dim),
+                Sbp::Broadcast => Sent::Broadcast,
+                Sbp::Partial(ReduceOp::Sum) => Sent::PartialSum,
+                Sbp::Partial(_) => {
+                    let error = format!("a tensor of SBP {sbp} cannot be sent");
+                    return Err(T::Error::custom(error));
+                }
+            });
+        }
+        sent.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, T: Deserializer<'de>>(deserializer: T) -> Result<Vec<Sbp>, T::Error> {
+        let mut sbp = Vec::new();
+        for sent in Vec::<Sent>::deserialize(deserializer)? {
+            sbp.push(match sent {
+                Sent::Split(dim) => Sbp::Split(dim),
+                Sent::Broadcast => Sbp::Broadcast,
+                Sent::PartialSum => Sbp::Partial(ReduceOp::Sum),
+            });
+        }
+        Ok(sbp)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use flow_global::{B, P, S};
+    use flow_tensor::ReduceOp;
+
     use super::*;
 
     #[test]
     fn sbps_come_as_they_went() {
-        for sbp in [B, P, S(0), S(17)] {
-            assert_eq!(parse(&sbp.to_string()).unwrap(), sbp);
-        }
-        assert!(parse("P(Max)").is_err());
+        let sent = GlobalSizes { sizes: vec![18, 5], sbp: vec![B, P, S(0), S(17)] };
+        let text = serde_json::to_vec(&sent).unwrap();
+        assert_eq!(serde_json::from_slice::<GlobalSizes>(&text).unwrap(), sent);
+    }
+
+    /// The rank that sends has the error.
+    #[test]
+    fn partial_maxima_cannot_be_sent() {
+        let sent = GlobalSizes { sizes: vec![5], sbp: vec![Sbp::Partial(ReduceOp::Max)] };
+        let error = serde_json::to_vec(&sent).unwrap_err().to_string();
+        assert!(
+            error.starts_with("a tensor of SBP") && error.ends_with("cannot be sent"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -250,18 +293,18 @@ mod tests {
 
     #[test]
     fn micro_batches_may_differ_in_rows_only() {
-        let global = |kind, local: i64, sizes: [i64; 2], sbp: [&str; 2]| Description {
+        let global = |kind, local: i64, sizes: [i64; 2], sbp: [Sbp; 2]| Description {
             kind,
             sizes: vec![local, sizes[1]],
             requires_grad: true,
-            global: Some(GlobalSizes { sizes: sizes.into(), sbp: sbp.map(str::to_owned).into() }),
+            global: Some(GlobalSizes { sizes: sizes.into(), sbp: sbp.into() }),
         };
         // Ten rows, then eight, over four ranks: this one has three, then two.
-        let first = global(6, 3, [10, 4], ["S(0)", "S(0)"]);
-        assert!(global(6, 2, [8, 4], ["S(0)", "S(0)"]).fits(4, &first, 5));
-        assert!(!global(7, 2, [8, 4], ["S(0)", "S(0)"]).fits(4, &first, 5));
-        assert!(!global(6, 2, [8, 4], ["S(0)", "B"]).fits(4, &first, 5));
-        assert!(!global(6, 2, [8, 6], ["S(0)", "S(0)"]).fits(4, &first, 5));
+        let first = global(6, 3, [10, 4], [S(0), S(0)]);
+        assert!(global(6, 2, [8, 4], [S(0), S(0)]).fits(4, &first, 5));
+        assert!(!global(7, 2, [8, 4], [S(0), S(0)]).fits(4, &first, 5));
+        assert!(!global(6, 2, [8, 4], [S(0), B]).fits(4, &first, 5));
+        assert!(!global(6, 2, [8, 6], [S(0), S(0)]).fits(4, &first, 5));
         let plain = |sizes: [i64; 2]| Description {
             kind: 6,
             sizes: sizes.into(),
