@@ -26,7 +26,8 @@ fn main() -> anyhow::Result<()> {
             times.extend(job(nodes)?);
         }
         times.sort_unstable();
-        let (median, slowest) = (times[times.len() / 2], times[times.len() - 1]);
+        let median = times[times.len() / 2];
+        let slowest = times[times.len() - 1];
         println!("{nodes} node(s): median {median:.1?}, slowest {slowest:.1?}");
     }
     Ok(())

@@ -2,7 +2,9 @@
 
 use flow_kernels::DType;
 
+use crate::buffer::Buffer;
 use crate::error::{Error, Result};
+use crate::memory::BufferView;
 
 /// Who calls: a rank of a group.
 #[derive(Clone, Copy)]
@@ -14,10 +16,85 @@ pub struct Caller {
 }
 
 impl Caller {
+    /// The error of an argument that cannot work.
     pub fn argument(self, operation: &str, reason: String) -> Error {
         Error::Argument { rank: self.job_rank, operation: operation.into(), reason }
     }
 
+    /// The memory of a buffer that is read, and its type.
+    pub fn view<B: Buffer + ?Sized>(
+        self,
+        operation: &str,
+        buffer: &B,
+    ) -> Result<(BufferView, DType)> {
+        let bytes = buffer.bytes();
+        // Collectives only read what they are given as input.
+        let view = BufferView { data: bytes.as_ptr().cast_mut(), bytes: bytes.len() };
+        self.check_elements(operation, view, buffer.dtype())?;
+        Ok((view, buffer.dtype()))
+    }
+
+    /// The memory of a buffer that is written, and its type.
+    pub fn view_mut<B: Buffer + ?Sized>(
+        self,
+        operation: &str,
+        buffer: &mut B,
+    ) -> Result<(BufferView, DType)> {
+        let dtype = buffer.dtype();
+        let bytes = buffer.bytes_mut();
+        let view = BufferView { data: bytes.as_mut_ptr(), bytes: bytes.len() };
+        self.check_elements(operation, view, dtype)?;
+        Ok((view, dtype))
+    }
+
+    /// The memory of input and output, whose lengths must be in the ratio `(input, output)`, and
+    /// their type.
+    pub fn pair<I, O>(
+        self,
+        operation: &str,
+        input: &I,
+        output: &mut O,
+        ratio: (usize, usize),
+    ) -> Result<(BufferView, BufferView, DType)>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let (input, from) = self.view(operation, input)?;
+        let (output, to) = self.view_mut(operation, output)?;
+        self.check_pair(operation, (input.bytes, from), (output.bytes, to), ratio)?;
+        Ok((input, output, from))
+    }
+
+    /// The memory of input and output of any length, and their type.
+    pub fn uneven_pair<I, O>(
+        self,
+        operation: &str,
+        input: &I,
+        output: &mut O,
+    ) -> Result<(BufferView, BufferView, DType)>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let (input, from) = self.view(operation, input)?;
+        let (output, to) = self.view_mut(operation, output)?;
+        self.check_types(operation, from, to)?;
+        Ok((input, output, from))
+    }
+
+    /// Memory must consist of aligned elements. An empty buffer needs no valid address.
+    fn check_elements(self, operation: &str, view: BufferView, dtype: DType) -> Result<()> {
+        let is_aligned = view.bytes == 0 || (view.data as usize).is_multiple_of(dtype.size());
+        if is_aligned && view.bytes.is_multiple_of(dtype.size()) {
+            return Ok(());
+        }
+        let reason =
+            format!("{} bytes at {:p} are not aligned elements of {dtype}", view.bytes, view.data);
+        Err(self.argument(operation, reason))
+    }
+
+    /// A number that names a rank must be one of the group.
     pub fn check_rank(self, operation: &str, what: &str, rank: usize) -> Result<()> {
         if rank < self.size {
             return Ok(());
@@ -28,6 +105,7 @@ impl Caller {
         ))
     }
 
+    /// The other side of a message must be another rank of the group.
     pub fn check_peer(self, operation: &str, peer: usize) -> Result<()> {
         self.check_rank(operation, "peer", peer)?;
         if peer == self.rank {
@@ -39,6 +117,7 @@ impl Caller {
         Ok(())
     }
 
+    /// The root, and no other rank, must give the `what`.
     pub fn check_root_side(
         self,
         operation: &str,
@@ -74,6 +153,7 @@ impl Caller {
         Ok(())
     }
 
+    /// Input and output must be of one type.
     pub fn check_types(self, operation: &str, from: DType, to: DType) -> Result<()> {
         if from == to {
             return Ok(());
@@ -103,7 +183,8 @@ impl Caller {
         input_counts: &[usize],
         output_counts: &[usize],
     ) -> Result<()> {
-        let (sent, received) = (input_counts[self.rank], output_counts[self.rank]);
+        let sent = input_counts[self.rank];
+        let received = output_counts[self.rank];
         if sent == received {
             return Ok(());
         }

@@ -58,7 +58,7 @@ buffer_by_slice!([] Vec<T>, [const N: usize] [T; N], [] SharedBuffer<T>);
 
 /// Elements in memory that all ranks of the machine can reach: collectives on it copy nothing.
 ///
-/// Made by [`ProcessGroup::alloc_shared`](crate::ProcessGroup::alloc_shared), zero at first; use it
+/// Made by [`Member::alloc_shared`](crate::Member::alloc_shared), zero at first; use it
 /// as a slice. Other ranks write to it during collectives that its owner takes part in, and at no
 /// other time; after one that failed, a slow rank may yet write, so that the contents are of no
 /// use.
@@ -69,6 +69,7 @@ pub struct SharedBuffer<T> {
 }
 
 impl<T: Element> SharedBuffer<T> {
+    /// A buffer of `len` zeros; None if this rank's region is full.
     pub(crate) fn new(arena: &Arc<Arena>, len: usize) -> Option<Self> {
         let block = arena.allocate_zeroed(len.checked_mul(std::mem::size_of::<T>())?)?;
         Some(Self { block, len, element: std::marker::PhantomData })

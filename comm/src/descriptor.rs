@@ -17,14 +17,19 @@ pub struct OpDescriptor {
     pub kind: Kind,
     pub dtype: DType,
     pub reduce: ReduceOp,
-    pub root: u32,
     pub count: u64,
-    /// The bucket that is reduced, the step in which it is (0: none), and a digest of the
-    /// pieces it consists of; of a message, `layout` is its tag.
+    /// The root of a collective that has one, else 0.
+    pub root: u32,
+    /// The other side of a message, and its tag; 0 in a collective.
+    pub peer: u32,
+    pub tag: u32,
+    /// The bucket that is reduced, and the step in which it is (0: none).
     pub bucket: Option<u32>,
     pub step: u32,
+    /// A digest of what else ranks must agree on in a collective: counts, a bucket's pieces, what
+    /// the caller gives.
     pub layout: u64,
-    /// What the program called, if it was not this.
+    /// The program's name of the operation, if it called another one.
     pub label: Option<Label>,
 }
 
@@ -39,7 +44,7 @@ pub enum Location {
 
 const STAGED: u64 = u64::MAX;
 
-/// What is wrong with a peer's descriptor.
+/// The error of a peer's descriptor.
 const UNREADABLE: &str = "an operation this version does not know";
 
 /// Words of a descriptor.
@@ -51,7 +56,7 @@ const WORDS: usize = 8;
 pub struct DescriptorWords(pub [AtomicU64; WORDS]);
 
 impl DescriptorWords {
-    /// Bytes of the words.
+    /// Size in bytes of a descriptor in shared memory.
     pub const BYTES: usize = WORDS * std::mem::size_of::<AtomicU64>();
 }
 
@@ -64,8 +69,10 @@ impl OpDescriptor {
             kind,
             dtype,
             reduce: ReduceOp::Sum,
-            root: 0,
             count: count as u64,
+            root: 0,
+            peer: 0,
+            tag: 0,
             bucket: None,
             step: 0,
             layout: 0,
@@ -79,19 +86,26 @@ impl OpDescriptor {
         Self { reduce, ..self }
     }
 
-    /// With this root; of a message, its receiver.
+    /// With this root.
     #[inline]
     pub fn root(self, root: usize) -> Self {
         Self { root: root as u32, ..self }
     }
 
-    /// Whether ranks that publish these do the same. Sequence numbers name operations: what keeps
-    /// ranks in step is that each takes part in the same rounds.
+    /// A message to or from this member, with this tag.
+    #[inline]
+    pub fn peer(self, peer: usize, tag: u32) -> Self {
+        Self { peer: peer as u32, tag, ..self }
+    }
+
+    /// Whether two ranks published the same operation. Sequence numbers only name operations; the
+    /// rounds keep ranks in step.
     pub fn agrees(&self, other: &OpDescriptor) -> bool {
         OpDescriptor { sequence: other.sequence, ..*self } == *other
     }
 
-    /// As it is recorded; `queued` is when the program asked for it, if that was earlier.
+    /// The operation as it is recorded; `queued` is when the program asked for it, if that was
+    /// earlier.
     #[inline]
     pub fn record(&self, queued: Option<u64>) -> Start {
         Start {
@@ -110,45 +124,46 @@ impl OpDescriptor {
         self.count * self.dtype.size() as u64
     }
 
-    /// Of a message.
-    pub fn tag(&self) -> u32 {
-        self.layout as u32
-    }
-
+    /// Publishes the operation, and where this rank's data lies.
     #[inline]
     pub fn write(&self, location: Location, words: &DescriptorWords) {
-        let words = words.0.iter();
-        words.zip(self.words(location)).for_each(|(word, value)| {
+        for (word, value) in words.0.iter().zip(self.words(location)) {
             word.store(value, Ordering::Relaxed);
-        });
+        }
     }
 
     /// Whether the words are those of an operation that [agrees](OpDescriptor::agrees), wherever
     /// its data lies.
     #[inline]
     pub fn is_in(&self, words: &DescriptorWords) -> bool {
-        let [_, packed, count, _, rest @ ..] = self.words(Location::Staged);
-        let word = |index: usize| words.0[index].load(Ordering::Relaxed);
-        [word(1), word(2)] == [packed, count] && [word(4), word(5), word(6), word(7)] == rest
+        let [_, packed, count, _, bucket, layout, start, end] = self.words(Location::Staged);
+        let published = [1, 2, 4, 5, 6, 7].map(|index| words.0[index].load(Ordering::Relaxed));
+        published == [packed, count, bucket, layout, start, end]
     }
 
+    /// The words of a descriptor. A message has its peer and its tag where a collective has its
+    /// root and its layout.
     #[inline]
     fn words(&self, location: Location) -> [u64; WORDS] {
+        let is_message = self.kind.is_message();
+        let rank = if is_message { self.peer } else { self.root };
+        let layout = if is_message { u64::from(self.tag) } else { self.layout };
         let labelled = self.label.map_or(0, |label| label.kind as u8);
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
             | u64::from(self.reduce as u8) << 16
             | u64::from(labelled) << 24
-            | u64::from(self.root) << 32;
+            | u64::from(rank) << 32;
         let offset = match location {
             Location::Shared(offset) => offset as u64,
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
         let [start, end] = self.label.map_or([0; 2], |label| label.words());
-        [self.sequence, packed, self.count, offset, bucket, self.layout, start, end]
+        [self.sequence, packed, self.count, offset, bucket, layout, start, end]
     }
 
+    /// Reads what a rank has published.
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
         let [sequence, packed, count, offset, bucket, layout, start, end] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
@@ -160,18 +175,28 @@ impl OpDescriptor {
                 Some(Label::from_words(labelled, [start, end]))
             }
         };
-        let operation = Self {
+        let mut operation = Self {
             sequence,
             kind,
             dtype: DType::try_from((packed >> 8) as u8).map_err(|_| UNREADABLE)?,
             reduce: ReduceOp::try_from((packed >> 16) as u8).map_err(|_| UNREADABLE)?,
-            root: (packed >> 32) as u32,
             count,
+            root: 0,
+            peer: 0,
+            tag: 0,
             bucket: (bucket as u32).checked_sub(1),
             step: (bucket >> 32) as u32,
-            layout,
+            layout: 0,
             label,
         };
+        let rank = (packed >> 32) as u32;
+        if kind.is_message() {
+            operation.peer = rank;
+            operation.tag = layout as u32;
+        } else {
+            operation.root = rank;
+            operation.layout = layout;
+        }
         let location =
             if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
         Ok((operation, location))
@@ -224,7 +249,7 @@ pub struct MessageDescriptor {
     pub count: usize,
     pub dtype: DType,
     pub tag: u32,
-    /// What the program calls the elements, if these are bytes of another type.
+    /// The program's name of the elements, if these are bytes of another type.
     pub label: Option<Label>,
 }
 
@@ -241,5 +266,34 @@ impl fmt::Display for MessageDescriptor {
             write!(f, ", tag {}", self.tag)?;
         }
         write!(f, ")")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_read_as_they_were_written() {
+        let collective = OpDescriptor {
+            sequence: 7,
+            bucket: Some(3),
+            step: 2,
+            layout: u64::MAX - 5,
+            ..OpDescriptor::new(Kind::Reduce, DType::BF16, 1000).reduce(ReduceOp::Max).root(4)
+        };
+        let message = OpDescriptor::new(Kind::Send, DType::I64, 9).peer(3, u32::MAX);
+        let label = Label::new("all_reduce", "int16, max");
+        let labelled = OpDescriptor { label, ..OpDescriptor::new(Kind::AllGather, DType::U8, 20) };
+        for operation in [collective, message, labelled] {
+            for location in [Location::Staged, Location::Shared(4096)] {
+                let words = DescriptorWords::default();
+                operation.write(location, &words);
+                assert_eq!(OpDescriptor::read(&words), Ok((operation, location)));
+                assert!(operation.is_in(&words));
+                assert!(!OpDescriptor { count: 8, ..operation }.is_in(&words));
+            }
+        }
+        assert_eq!(OpDescriptor::read(&DescriptorWords::default()), Err(UNREADABLE));
     }
 }

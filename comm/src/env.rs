@@ -2,8 +2,8 @@
 //! made.
 
 use std::fmt;
-use std::hash::Hasher;
 
+use flow_kernels::digest;
 use flow_store::Address;
 
 use crate::settings::TRANSPORT;
@@ -64,8 +64,8 @@ impl fmt::Debug for Rendezvous {
     }
 }
 
-/// What is wrong with the environment; one line that names the variables, their values, and what
-/// would be right.
+/// An error in the environment; one line that names the variables, their values, and what would be
+/// right.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Error(String);
@@ -245,11 +245,11 @@ fn half(set: &str, value: usize, missing: &str) -> Error {
 }
 
 fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<usize>, Error> {
-    let parse = |text: String| match text.parse::<u32>() {
-        Ok(number) => Ok(number as usize),
+    let Some(text) = get(name) else { return Ok(None) };
+    match text.parse::<u32>() {
+        Ok(number) => Ok(Some(number as usize)),
         Err(_) => Err(Error(format!("{name}={text:?}: must be a whole number, 0 or more"))),
-    };
-    get(name).map(parse).transpose()
+    }
 }
 
 /// The number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`,
@@ -260,17 +260,13 @@ fn size_of_node(
     node: &str,
 ) -> Result<Option<usize>, Error> {
     let (Some(text), Some(index)) = (get(counts), number(get, node)?) else { return Ok(None) };
-    let malformed = || {
-        Error(format!("{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""))
-    };
     let mut nodes = 0;
     for part in text.split(',') {
-        let (count, repeat) = match part.split_once("(x") {
-            None => (part, "1"),
-            Some((count, repeat)) => (count, repeat.strip_suffix(')').ok_or_else(malformed)?),
-        };
-        let (count, repeat): (u32, u32) =
-            count.parse().ok().zip(repeat.parse().ok()).ok_or_else(malformed)?;
+        let (count, repeat) = repeated(part).ok_or_else(|| {
+            Error(format!(
+                "{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""
+            ))
+        })?;
         nodes += repeat as usize;
         if index < nodes {
             return Ok(Some(count as usize));
@@ -279,6 +275,16 @@ fn size_of_node(
     Err(Error(format!(
         "{node}={index} but {counts}={text:?} lists {nodes} nodes: {node} must be below that"
     )))
+}
+
+/// Part of Slurm's list, `4` or `4(x3)`: the number, and on how many nodes.
+fn repeated(part: &str) -> Option<(u32, u32)> {
+    match part.split_once("(x") {
+        None => Some((part.parse().ok()?, 1)),
+        Some((count, repeat)) => {
+            Some((count.parse().ok()?, repeat.strip_suffix(')')?.parse().ok()?))
+        }
+    }
 }
 
 fn rendezvous(
@@ -316,10 +322,10 @@ fn rendezvous(
                     ))
                 })?
             } else {
-                Address::Unix(format!("flow-{}-{:016x}", nix::unistd::geteuid(), hash(&job)))
+                Address::Unix(format!("flow-{}-{:016x}", nix::unistd::geteuid(), digest(&job)))
             };
             let token =
-                token.unwrap_or_else(|| format!("{:016x}", hash(&format!("token of {job}"))));
+                token.unwrap_or_else(|| format!("{:016x}", digest(&format!("token of {job}"))));
             Ok(Rendezvous::RankZero { address, token })
         }
     }
@@ -331,10 +337,8 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
         // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the
         // launcher's.
         None | Some("") => {
-            let is_set = |name: &&str| get(name).is_some();
-            Ok(is_built
-                && MPI_RANKS.iter().any(is_set)
-                && !["RANK", "FLOW_STORE"].iter().any(is_set))
+            let is_launched = get("RANK").is_some() || get("FLOW_STORE").is_some();
+            Ok(is_built && !is_launched && MPI_RANKS.iter().any(|name| get(name).is_some()))
         }
         Some("mpi") if is_built => Ok(true),
         Some("mpi") => Err(Error(format!(
@@ -349,12 +353,10 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
 fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Error> {
     let (host, port) = match (get("MASTER_ADDR"), get("MASTER_PORT")) {
         (Some(host), Some(port)) => {
-            let malformed = || Error(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"));
-            let port = port
-                .parse::<u16>()
-                .ok()
-                .filter(|port| (1..u16::MAX).contains(port))
-                .ok_or_else(malformed)?;
+            let number = port.parse::<u16>().ok().filter(|port| (1..u16::MAX).contains(port));
+            let port = number.ok_or_else(|| {
+                Error(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"))
+            })?;
             // torchrun's agent listens at the port itself then.
             (host, port + u16::from(get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True")))
         }
@@ -383,13 +385,6 @@ fn first_host(list: &str) -> Option<String> {
     let number =
         rest.strip_prefix('[').map(|rest| rest.split(['-', ',', ']']).next().unwrap_or_default());
     Some(format!("{host}{}", number.unwrap_or_default())).filter(|host| !host.is_empty())
-}
-
-/// A hash that is the same in every process and build.
-pub(crate) fn hash(text: &str) -> u64 {
-    let mut hasher = fnv::FnvHasher::default();
-    hasher.write(text.as_bytes());
-    hasher.finish()
 }
 
 #[cfg(test)]

@@ -9,11 +9,11 @@
 //! | [`Mesh`] | `DeviceMesh` |
 //! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
-//! | `..._async`, [`Work::wait`] | `async_op=True`, `Work.wait` |
+//! | [`ProcessGroup::start`], [`Work::wait`] | `async_op=True`, `Work.wait` |
 //! | [`ProcessGroup::batch_send_recv`], [`P2pOp`] | `batch_isend_irecv`, `P2POp` |
-//! | [`ProcessGroup::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
+//! | [`Member::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
 //! | [`ProcessGroup::in_process`] | the threaded process group of its own tests |
-//! | [`ProcessGroup::alloc_shared`] | none: memory that collectives use in place |
+//! | [`Member::alloc_shared`] | none: memory that collectives use in place |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
 //!
@@ -32,7 +32,6 @@
 //! [`nccl::CudaGroup`].
 
 mod arguments;
-mod backend;
 mod bootstrap;
 mod buffer;
 mod collectives;
@@ -43,11 +42,15 @@ mod failure;
 mod group;
 mod internode;
 mod interrupt;
+mod json;
 mod kind;
 mod label;
 mod liveness;
+mod memory;
 pub mod nccl;
+mod operation_context;
 mod p2p;
+mod peer_info;
 mod settings;
 mod shm;
 mod stall;
@@ -57,11 +60,12 @@ mod work;
 mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
+pub use collectives::Peers;
 pub use error::{Error, Result};
-pub use flow_kernels::{bf16, f16, DType, Element, ReduceOp};
+pub use flow_kernels::{bf16, digest, f16, DType, Element, ReduceOp};
 pub use flow_store as store;
 pub use flow_store::fork::ForkSafe;
-pub use group::{ArenaHandle, Axis, Lane, Mesh, Peers, ProcessGroup, DEFAULT_TIMEOUT};
+pub use group::{ArenaHandle, Axis, Lane, Member, Mesh, ProcessGroup, DEFAULT_TIMEOUT};
 pub use interrupt::set_interrupt_check;
 pub use label::Label;
 pub use p2p::P2pOp;

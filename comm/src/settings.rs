@@ -5,10 +5,12 @@ use std::time::Duration;
 
 /// The address, or name, of this host at which ranks on other nodes reach this one.
 pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
-/// What connects nodes. With `mpi` the ranks also find each other by MPI, else through a store.
+/// The variable that names what connects nodes. With `mpi` the ranks also find each other by MPI,
+/// else through a store.
 pub const TRANSPORT: &str = "FLOW_TRANSPORT";
 const TIMEOUT: &str = "FLOW_TIMEOUT";
 
+/// The value of `FLOW_LOCAL_ADDR`, if that is set.
 pub fn local_address() -> Option<String> {
     std::env::var(LOCAL_ADDRESS).ok()
 }
@@ -33,7 +35,9 @@ pub fn transport() -> Option<String> {
 
 /// Whether the environment gives this process this place in the job.
 pub fn has_place(rank: usize, world_size: usize) -> bool {
-    let is =
-        |name, number: usize| std::env::var(name).is_ok_and(|value| value.parse() == Ok(number));
-    is("RANK", rank) && is("WORLD_SIZE", world_size)
+    number("RANK") == Some(rank) && number("WORLD_SIZE") == Some(world_size)
+}
+
+fn number(variable: &str) -> Option<usize> {
+    std::env::var(variable).ok()?.parse().ok()
 }

@@ -67,9 +67,12 @@ impl Stall<'_> {
         if self.reported.as_ref() == Some(&missing) {
             return;
         }
-        let (operation, seconds) = (operation.to_string(), waited.as_secs_f64());
         self.report(serde_json::json!({
-            "rank": self.reporter.rank, "id": self.id, "operation": operation, "seconds": seconds, "missing": missing,
+            "rank": self.reporter.rank,
+            "id": self.id,
+            "operation": operation.to_string(),
+            "seconds": waited.as_secs_f64(),
+            "missing": missing,
             "activity": activity(),
         }));
         self.reported = Some(missing);

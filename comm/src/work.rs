@@ -24,14 +24,18 @@ pub struct Work<T> {
 impl<T> Work<T> {
     /// Waits for the operation and returns its buffer. The group's timeout bounds the wait.
     pub fn wait(self) -> Result<T> {
-        let lost = |reason: &str| {
-            let (rank, operation) = (self.rank, self.operation.into());
-            Err(Error::System { rank, operation, reason: reason.into() })
-        };
         if !self.outcome.is_ours() {
-            return lost("it runs in the process that this one was forked from: wait for it there");
+            let reason = "it runs in the process that this one was forked from: wait for it there";
+            return Err(self.lost(reason));
         }
-        self.outcome.recv().unwrap_or_else(|_| lost("the communication thread ended before it"))
+        match self.outcome.recv() {
+            Ok(outcome) => outcome,
+            Err(_) => Err(self.lost("the communication thread ended before it")),
+        }
+    }
+
+    fn lost(&self, reason: &str) -> Error {
+        Error::System { rank: self.rank, operation: self.operation.into(), reason: reason.into() }
     }
 }
 

@@ -2,12 +2,12 @@
 //! whether they still live.
 
 use std::fmt::Display;
-use std::hash::{Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use flow_kernels::digest;
 use flow_store::{Server, Store};
 
 use crate::error::Error;
@@ -26,12 +26,10 @@ pub const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// status.
 pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Begins the prefix of a job whose ranks are threads.
-pub(crate) const IN_PROCESS: &str = "in-process/";
 /// How long a rank that drops its last group waits at most for the store to take note.
 const DEPARTURE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is known of a rank.
+/// A rank, as the others know it.
 pub struct Peer {
     pub pid: u32,
     pub host: String,
@@ -44,7 +42,16 @@ pub struct Peer {
     pub gone: bool,
 }
 
-/// What the groups of one job share in this process.
+/// How the ranks of a join have come together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Origin {
+    /// They are processes that have met by way of a store.
+    Processes,
+    /// They are threads of this process.
+    Threads,
+}
+
+/// A rank of a job, with all that its groups share in this process.
 pub struct World {
     pub rank: usize,
     pub size: usize,
@@ -57,7 +64,10 @@ pub struct World {
     pub(crate) root: usize,
     pub(crate) peers: Vec<Peer>,
     pub(crate) store: Option<Store>,
-    /// Begins the keys of this world.
+    pub origin: Origin,
+    /// Names the join, alike on all its ranks: a program's first is `0`.
+    pub name: String,
+    /// Begins the keys of this join.
     pub prefix: String,
     pub(crate) launched: bool,
     /// Reports long waits to flow-launch, if it listens.
@@ -71,7 +81,7 @@ pub struct World {
 
 impl World {
     /// The first rank of a rank's node.
-    pub fn node(&self, rank: usize) -> usize {
+    pub fn node_leader(&self, rank: usize) -> usize {
         self.peers[rank].node
     }
 
@@ -82,29 +92,24 @@ impl World {
 
     /// Whether `other`, another join of this process, has the same processes as its ranks.
     pub fn has_ranks_of(&self, other: &World) -> bool {
-        let same = |(own, other): (&Peer, &Peer)| {
-            (own.pid, own.node, &own.host) == (other.pid, other.node, &other.host)
-        };
-        let peers = self.peers.iter().zip(&other.peers);
-        (self.rank, self.size) == (other.rank, other.size) && peers.into_iter().all(same)
-    }
-
-    /// Names the join, alike on all its ranks: a program's first is `0`.
-    pub fn name(&self) -> &str {
-        self.prefix.trim_start_matches("world/").trim_end_matches('/')
+        let mut peers = self.peers.iter().zip(&other.peers);
+        self.rank == other.rank
+            && self.size == other.size
+            && peers.all(|(own, other)| {
+                own.pid == other.pid && own.node == other.node && own.host == other.host
+            })
     }
 
     /// Whether its ranks are threads of this process.
     pub fn is_in_process(&self) -> bool {
-        self.prefix.starts_with(IN_PROCESS)
+        self.origin == Origin::Threads
     }
 
     /// Tells joins apart, alike on all ranks of one: no process has two of the same prefix.
-    pub fn mark(&self) -> u64 {
-        let mut hasher = fnv::FnvHasher::default();
-        self.prefix.hash(&mut hasher);
-        self.peers.iter().for_each(|peer| (peer.pid, &peer.host).hash(&mut hasher));
-        hasher.finish()
+    pub fn digest(&self) -> u64 {
+        let peers: Vec<(u32, &str)> =
+            self.peers.iter().map(|peer| (peer.pid, &peer.host[..])).collect();
+        digest(&(&self.prefix, peers))
     }
 
     /// The control block of the group of all ranks.
@@ -141,17 +146,24 @@ impl World {
     /// Has this rank's events kept, if `FLOW_TRACE` asks for that. All ranks call this.
     pub fn join_trace(&self) {
         let Some(folder) = trace::folder() else { return };
-        let leaders: Vec<usize> = (0..self.size).filter(|&rank| self.node(rank) == rank).collect();
+        let leaders: Vec<usize> =
+            (0..self.size).filter(|&rank| self.node_leader(rank) == rank).collect();
         let offset = self.store.as_ref().filter(|_| leaders.len() > 1).map(|store| {
-            trace::clock_offset(store, &self.prefix, self.rank, &leaders, self.node(self.rank))
+            let leader = self.node_leader(self.rank);
+            trace::clock_offset(store, &self.prefix, self.rank, &leaders, leader)
         });
         let clock_offset = offset.unwrap_or(Ok(0)).unwrap_or_else(|error| {
             log::warn!("rank {}: the trace has this machine's own time: {error}", self.rank);
             0
         });
-        let (rank, world_size) = (self.rank, self.size);
-        let (host, pid) = (self.peers[rank].host.clone(), std::process::id());
-        trace::join(trace::Job { rank, world_size, host, clock_offset, folder, pid });
+        trace::join(trace::Job {
+            rank: self.rank,
+            world_size: self.size,
+            host: self.peers[self.rank].host.clone(),
+            clock_offset,
+            folder,
+            pid: std::process::id(),
+        });
     }
 
     /// The rendezvous store; None for a process alone.
@@ -181,8 +193,12 @@ impl World {
 
     /// The error of an operation in a process that was forked from this rank.
     pub fn forked(&self, operation: &dyn Display) -> Error {
-        let (rank, pid, parent) = (self.rank, std::process::id(), self.describe(self.rank));
-        Error::Forked { rank, operation: operation.to_string(), pid, parent }
+        Error::Forked {
+            rank: self.rank,
+            operation: operation.to_string(),
+            pid: std::process::id(),
+            parent: self.describe(self.rank),
+        }
     }
 
     /// How a rank has ended, if flow-launch says so within `time`.
@@ -198,8 +214,9 @@ impl World {
 
     /// Whether a rank has dropped all its groups of this join, over several nodes.
     pub fn has_left(&self, rank: usize) -> bool {
-        let key = |store: &Store| store.try_get(&self.departure_key(rank));
-        self.store.as_ref().is_some_and(|store| matches!(key(store), Ok(Some(_))))
+        self.store
+            .as_ref()
+            .is_some_and(|store| matches!(store.try_get(&self.departure_key(rank)), Ok(Some(_))))
     }
 
     fn departure_key(&self, rank: usize) -> String {

@@ -6,18 +6,20 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use flow_kernels::{bf16, f16, reduce, DType, Element, ReduceOp};
+use flow_kernels::{bf16, f16, reduce, Element, ReduceOp};
 
 fn main() {
     println!("GB/s counts every byte that is read or written.\n");
     for bytes in [16 << 10, 1 << 20, 25 << 20] {
         println!("{} KiB a buffer", bytes >> 10);
-        let (mut a, mut b) = (vec![1f32; bytes / 4], vec![1f32; bytes / 4]);
+        let mut a = vec![1f32; bytes / 4];
+        let mut b = vec![1f32; bytes / 4];
         report("  memcpy", 2 * bytes, || black_box(&mut a).copy_from_slice(black_box(&b)));
         report("  plain loop, 2 x f32 in place, sum", 4 * bytes, || {
             for (a, b) in black_box(&mut a).iter_mut().zip(black_box(&mut b)) {
                 let sum = *a + *b;
-                (*a, *b) = (sum, sum);
+                *a = sum;
+                *b = sum;
             }
         });
         for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max] {
@@ -36,7 +38,8 @@ fn main() {
 
 /// Reduces `ranks` copies of `buffer` into all of them.
 fn in_place<T: Element>(ranks: usize, op: ReduceOp, buffer: Vec<T>) {
-    let (dtype, count): (DType, usize) = (T::DTYPE, buffer.len());
+    let dtype = T::DTYPE;
+    let count = buffer.len();
     let mut buffers = vec![buffer; ranks];
     let destinations: Vec<*mut u8> =
         buffers.iter_mut().map(|buffer| buffer.as_mut_ptr().cast()).collect();
@@ -53,7 +56,8 @@ fn in_place<T: Element>(ranks: usize, op: ReduceOp, buffer: Vec<T>) {
 
 /// Prints the bandwidth of the fastest of many runs of `run`; each moves `bytes`.
 fn report(name: &str, bytes: usize, mut run: impl FnMut()) {
-    let (start, mut fastest) = (Instant::now(), Duration::MAX);
+    let start = Instant::now();
+    let mut fastest = Duration::MAX;
     while start.elapsed() < Duration::from_millis(200) {
         let start = Instant::now();
         run();

@@ -5,10 +5,12 @@
 //! and nothing is fused (only which NaN a result is, where several came in, is left open).
 
 pub mod cuda;
+mod digest;
 mod number;
 mod reduce;
 mod types;
 
+pub use digest::digest;
 pub use half::{bf16, f16};
 pub use reduce::{average, reduce};
 pub use types::{DType, Element, ReduceOp, UnknownCode};

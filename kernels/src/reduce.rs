@@ -11,8 +11,8 @@ use crate::types::{DType, ReduceOp};
 /// registers.
 const TILE: usize = 64;
 
-/// Writes `op` over `sources` to every destination, element by element:
-/// `destination[i] = sources[0][i] op sources[1][i] op ...`, in the order of `sources`.
+/// Writes `op` over `sources` to every destination, element by element: `destination[i] =
+/// sources[0][i] op sources[1][i] op ...`, in the order of `sources`.
 ///
 /// | | `f32`, `f64` | `f16`, `bf16` | `i32`, `i64`, `u8` |
 /// |---|---|---|---|
@@ -47,8 +47,8 @@ pub unsafe fn reduce(
     }
 }
 
-/// As [`reduce`] by [`ReduceOp::Avg`], where the sources are themselves sums, of `ranks` numbers
-/// together: the quotient is taken by that.
+/// Reduces as [`reduce`] by [`ReduceOp::Avg`] does, where the sources are themselves sums, of
+/// `ranks` numbers together: the quotient is taken by that.
 ///
 /// # Safety
 ///
@@ -68,7 +68,7 @@ pub unsafe fn average(
 /// The instruction sets that the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InstructionSet {
-    /// What the compiler targets anyway.
+    /// The instruction set that the compiler targets anyway.
     Baseline,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -103,7 +103,7 @@ struct Buffers<'a> {
     sources: &'a [*const u8],
     destinations: &'a [*mut u8],
     count: usize,
-    /// What an average is over.
+    /// The number of elements that an average is over.
     ranks: usize,
 }
 
@@ -149,7 +149,7 @@ unsafe fn reduce_elements<T: Arithmetic>(set: InstructionSet, op: ReduceOp, buff
 trait Operation<A: Number>: Copy {
     fn combine(self, left: A, right: A) -> A;
 
-    /// What becomes of the last accumulator.
+    /// Turns the last accumulator into the result.
     #[inline(always)]
     fn finish(self, total: A) -> A {
         total

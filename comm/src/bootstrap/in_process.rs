@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::shm::arena::{Arena, MAX_MAPPINGS};
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::Control;
-use crate::world::{Peer, World, IN_PROCESS};
+use crate::world::{Origin, Peer, World};
 
 /// How long a rank waits for the answer of the store, which is in this process.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -19,61 +19,83 @@ const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 impl World {
     /// All ranks of a job of `size` threads.
     pub fn in_process(size: usize) -> Result<Vec<Self>> {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let fail = |reason: String| Error::Join { rank: 0, reason };
-        if size == 0 || size > MAX_MAPPINGS {
-            return Err(fail(format!(
-                "one process has 1 to {MAX_MAPPINGS} ranks, not {size}: start processes for more"
-            )));
-        }
-        let prefix = format!("{IN_PROCESS}{}/", NUMBER.fetch_add(1, Ordering::Relaxed));
-        // Each rank maps the memory for itself, so that an address is one rank's.
-        let (file, region) = Arena::create_file(size, size).map_err(fail)?;
-        let map = |rank: usize| {
-            let reserved = if rank == 0 { ArenaHeader::bytes(size) } else { 0 };
-            Arena::map(&file, size, region, rank, reserved).map(Arc::new).map_err(fail)
-        };
-        let arenas = (0..size).map(map).collect::<Result<Vec<_>>>()?;
-        let header = ArenaHeader::of(&arenas[0]);
-        header.publish_processors();
-        let block = arenas[0].allocate_zeroed(Control::bytes(size, size)).ok_or_else(|| {
-            fail(format!("no shared memory for the control block of {size} ranks"))
-        })?;
-        let root = block.offset();
-        let control = Control::attach(Arc::clone(&arenas[0]), root, size, size);
-        control.header().attached.store(size as u32, Ordering::SeqCst);
-        // It goes with the memory.
-        block.leak();
-
-        let token = secret().map_err(|error| fail(error.to_string()))?;
-        let address = Address::Unix(format!("flow-{}-{prefix}", std::process::id()));
-        let server = Server::start(&address, &token);
-        let server =
-            Arc::new(server.map_err(|error| fail(format!("cannot serve a store: {error}")))?);
-        let (host, processors) = (host_name(), header.processors());
-        let world = |(rank, arena)| {
-            let store = Store::connect(&address, &token, STORE_TIMEOUT);
-            let pid = std::process::id();
-            let peer = || Peer { pid, host: host.clone(), node: 0, pidfd: None, gone: false };
-            Ok(Self {
-                rank,
-                size,
-                locals: (0..size).collect(),
-                arena,
-                spin: size <= processors,
-                root,
-                peers: (0..size).map(|_| peer()).collect(),
-                store: Some(store.map_err(|error| fail(error.to_string()))?),
-                prefix: prefix.clone(),
-                launched: false,
-                waits: None,
-                transport: None,
-                server: Some(Arc::clone(&server)),
-                retired_blocks: Mutex::default(),
-            })
-        };
-        arenas.into_iter().enumerate().map(world).collect()
+        worlds(size).map_err(|reason| Error::Join { rank: 0, reason })
     }
+}
+
+fn worlds(size: usize) -> Result<Vec<World>, String> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    if size == 0 || size > MAX_MAPPINGS {
+        return Err(format!(
+            "one process has 1 to {MAX_MAPPINGS} ranks, not {size}: start processes for more"
+        ));
+    }
+    let name = format!("in-process/{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    let arenas = map_arenas(size)?;
+    let header = ArenaHeader::of(&arenas[0]);
+    header.publish_processors();
+    let processors = header.processors();
+    let root = new_root(&arenas[0], size)?;
+
+    let token = secret().map_err(|error| error.to_string())?;
+    let address = Address::Unix(format!("flow-{}-{name}/", std::process::id()));
+    let server = Server::start(&address, &token)
+        .map_err(|error| format!("cannot serve a store: {error}"))?;
+    let server = Arc::new(server);
+    let host = host_name();
+    let mut worlds = Vec::with_capacity(size);
+    for (rank, arena) in arenas.into_iter().enumerate() {
+        let store = Store::connect(&address, &token, STORE_TIMEOUT);
+        let store = store.map_err(|error| error.to_string())?;
+        worlds.push(World {
+            rank,
+            size,
+            locals: (0..size).collect(),
+            arena,
+            spin: size <= processors,
+            root,
+            peers: (0..size).map(|_| thread_of(&host)).collect(),
+            store: Some(store),
+            origin: Origin::Threads,
+            prefix: format!("{name}/"),
+            name: name.clone(),
+            launched: false,
+            waits: None,
+            transport: None,
+            server: Some(Arc::clone(&server)),
+            retired_blocks: Mutex::default(),
+        });
+    }
+    Ok(worlds)
+}
+
+/// Maps the memory of the job once for each rank, so that an address is one rank's.
+fn map_arenas(size: usize) -> Result<Vec<Arc<Arena>>, String> {
+    let (file, region) = Arena::create_file(size, size)?;
+    let mut arenas = Vec::with_capacity(size);
+    for rank in 0..size {
+        let reserved = if rank == 0 { ArenaHeader::bytes(size) } else { 0 };
+        arenas.push(Arc::new(Arena::map(&file, size, region, rank, reserved)?));
+    }
+    Ok(arenas)
+}
+
+/// Makes the control block of the group of all ranks. Returns where it is.
+fn new_root(arena: &Arc<Arena>, size: usize) -> Result<usize, String> {
+    let block = arena
+        .allocate_zeroed(Control::bytes(size, size))
+        .ok_or_else(|| format!("no shared memory for the control block of {size} ranks"))?;
+    let root = block.offset();
+    let control = Control::attach(Arc::clone(arena), root, size, size);
+    control.header().attached.store(size as u32, Ordering::SeqCst);
+    // It goes with the memory.
+    block.leak();
+    Ok(root)
+}
+
+/// A rank that is a thread of this process.
+fn thread_of(host: &str) -> Peer {
+    Peer { pid: std::process::id(), host: host.into(), node: 0, pidfd: None, gone: false }
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use flow_store::{Error as StoreError, Store};
 
-use super::json::{from_json, to_json};
-use super::peer_info::{host_id, PeerInfo};
+use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
+use crate::peer_info::{host_id, PeerInfo};
 use crate::stall::Stall;
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
@@ -92,12 +92,14 @@ impl BootstrapMonitor<'_> {
 
     /// How a rank that has come has ended, if it has.
     fn exit_cause(&self, rank: usize, pid: u32) -> Option<String> {
-        let report = || {
-            self.launched
-                .then(|| self.value(&format!("exit/{rank}"), EXIT_REPORT_TIMEOUT))
-                .flatten()
-        };
-        has_ended(pid).then(|| match report() {
+        if !has_ended(pid) {
+            return None;
+        }
+        let mut report = None;
+        if self.launched {
+            report = self.value(&format!("exit/{rank}"), EXIT_REPORT_TIMEOUT);
+        }
+        Some(match report {
             Some(end) => format!("rank {rank} ended with {end}"),
             None => format!("rank {rank} (pid {pid}) died"),
         })
@@ -139,37 +141,24 @@ impl BootstrapMonitor<'_> {
     /// All ranks' descriptions, once all have published theirs. Rank 0 collects them, so that the
     /// others ask for one key.
     pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, String> {
-        let lost = |error: StoreError| error.to_string();
-        let (store, key) = (self.store, format!("{}members", self.prefix));
+        let store = self.store;
+        let key = format!("{}members", self.prefix);
         let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
-        let missing = || match store.wait(&keys, Duration::ZERO) {
-            Err(StoreError::Timeout { missing, .. }) => {
-                missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
-            }
-            _ => Vec::new(),
-        };
         let text = loop {
             let poll_timeout = self.left(POLL_INTERVAL);
             let reply = match self.rank {
-                0 => store.wait(&keys, poll_timeout).and_then(|()| {
-                    let infos = keys
-                        .iter()
-                        .map(|key| store.get(key, Duration::ZERO))
-                        .collect::<Result<Vec<_>, _>>()?;
-                    let text = [&b"["[..], &infos.join(&b','), b"]"].concat();
-                    store.set(&key, &text).map(|()| text)
-                }),
+                0 => publish_all(store, &keys, &key, poll_timeout),
                 _ => store.get(&key, poll_timeout),
             };
             match reply {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) => {}
-                Err(error) => return Err(lost(error)),
+                Err(error) => return Err(error.to_string()),
             }
             if let Some(reason) = self.cancel_reason() {
                 return Err(reason);
             }
-            if let Err(reason) = self.check(&missing, &|_| 0) {
+            if let Err(reason) = self.check(&|| unset(store, &keys), &|_| 0) {
                 self.cancel(&reason);
                 return Err(self.cancel_reason().unwrap_or(reason));
             }
@@ -181,14 +170,14 @@ impl BootstrapMonitor<'_> {
             }
         };
         let infos: Vec<PeerInfo> = from_json(&text, "member list of rank 0")?;
-        match infos.len() == self.size {
-            true => Ok(infos),
-            false => Err(format!(
+        if infos.len() != self.size {
+            return Err(format!(
                 "malformed member list of rank 0: got {} members instead of {}",
                 infos.len(),
                 self.size
-            )),
+            ));
         }
+        Ok(infos)
     }
 
     fn info_key(&self, rank: usize) -> String {
@@ -212,4 +201,31 @@ impl BootstrapMonitor<'_> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
+}
+
+/// The ranks whose keys are not set, by the numbers at the ends of these.
+fn unset(store: &Store, keys: &[String]) -> Vec<usize> {
+    match store.wait(keys, Duration::ZERO) {
+        Err(StoreError::Timeout { missing, .. }) => {
+            missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// Waits for the descriptions under `keys`, and publishes all of them under `key` as one list.
+fn publish_all(
+    store: &Store,
+    keys: &[String],
+    key: &str,
+    timeout: Duration,
+) -> Result<Vec<u8>, StoreError> {
+    store.wait(keys, timeout)?;
+    let mut infos = Vec::with_capacity(keys.len());
+    for key in keys {
+        infos.push(store.get(key, Duration::ZERO)?);
+    }
+    let list = [&b"["[..], &infos.join(&b','), b"]"].concat();
+    store.set(key, &list)?;
+    Ok(list)
 }

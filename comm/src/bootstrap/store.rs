@@ -1,13 +1,14 @@
 //! The rendezvous store of a join: who serves it, and the connection to it.
 
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::ToSocketAddrs;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use flow_kernels::digest;
 use flow_store::fork::ForkSafe;
 use flow_store::{Address, Server, Store};
 
-use crate::env::{hash, Membership, Rendezvous};
+use crate::env::{Membership, Rendezvous};
 
 /// The store, and its server if that is this rank's to run.
 pub fn connect_store(
@@ -15,24 +16,23 @@ pub fn connect_store(
     prefix: &str,
     timeout: Duration,
 ) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
-    let connect = |address: &Address, token: &str| {
-        Store::connect(address, token, timeout).map(Some).map_err(|e| e.to_string())
-    };
     match &membership.rendezvous {
         Rendezvous::None => Ok((None, None)),
-        Rendezvous::Server { address, token } => Ok((None, connect(address, token)?)),
+        Rendezvous::Server { address, token } => {
+            Ok((None, Some(connect(address, token, timeout)?)))
+        }
         #[cfg(feature = "mpi")]
         Rendezvous::Mpi => {
             let (server, address, token) =
                 crate::transport::mpi::exchange_store_address(membership, timeout)?;
-            let store = connect(&address, &token).map_err(|error| {
+            let store = connect(&address, &token, timeout).map_err(|error| {
                 format!(
                     "{error}; if the name of rank 0's host leads nowhere, set {} there to its \
                      address",
                     crate::settings::LOCAL_ADDRESS
                 )
             })?;
-            Ok((server.map(Arc::new), store))
+            Ok((server.map(Arc::new), Some(store)))
         }
         #[cfg(not(feature = "mpi"))]
         Rendezvous::Mpi => {
@@ -41,32 +41,39 @@ pub fn connect_store(
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
             let address = &match address {
-                Address::Unix(name) => Address::Unix(format!("{name}-{:016x}", hash(prefix))),
+                Address::Unix(name) => Address::Unix(format!("{name}-{:016x}", digest(prefix))),
                 address => address.clone(),
             };
-            let serve = || match address {
-                Address::Tcp(at) if membership.local_world_size < membership.world_size => {
-                    serve(&Address::Tcp(on_all_interfaces(at)), token)
-                }
-                address => serve(address, token),
-            };
-            let server = (membership.rank == 0).then(serve).transpose().map_err(|e| {
-                format!(
-                    "cannot serve the rendezvous at {address}: {e}; if another job of yours runs \
-                     here, give each its own MASTER_PORT"
-                )
-            })?;
-            Ok((server, connect(address, token)?))
+            let mut server = None;
+            if membership.rank == 0 {
+                let several_nodes = membership.local_world_size < membership.world_size;
+                let served = match address {
+                    Address::Tcp(at) if several_nodes => &Address::Tcp(on_all_interfaces(at)),
+                    address => address,
+                };
+                server = Some(serve(served, token).map_err(|error| {
+                    format!(
+                        "cannot serve the rendezvous at {address}: {error}; if another job of \
+                         yours runs here, give each its own MASTER_PORT"
+                    )
+                })?);
+            }
+            Ok((server, Some(connect(address, token, timeout)?)))
         }
     }
+}
+
+fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, String> {
+    Store::connect(address, token, timeout).map_err(|error| error.to_string())
 }
 
 /// Where to serve other nodes: to this one, the name of its own host may be that of the loopback
 /// interface.
 fn on_all_interfaces(host_and_port: &str) -> String {
-    let is_ipv6 =
-        |mut addresses: std::vec::IntoIter<SocketAddr>| addresses.all(|address| address.is_ipv6());
-    let host = if host_and_port.to_socket_addrs().is_ok_and(is_ipv6) { "[::]" } else { "0.0.0.0" };
+    let is_ipv6 = host_and_port
+        .to_socket_addrs()
+        .is_ok_and(|mut addresses| addresses.all(|address| address.is_ipv6()));
+    let host = if is_ipv6 { "[::]" } else { "0.0.0.0" };
     let port = host_and_port.rsplit_once(':').map_or("", |(_, port)| port);
     format!("{host}:{port}")
 }

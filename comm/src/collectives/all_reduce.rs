@@ -3,15 +3,28 @@
 use super::host::HostCollectives;
 use super::kernel::is_mean_of_integers;
 use super::reduce_in_place::reduce_in_place;
-use crate::backend::Buffers;
+use crate::buffer::Buffer;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::kind::Kind;
+use crate::memory::Buffers;
 use crate::shm::contribution::Readers;
 use crate::shm::control::PAYLOAD;
+use flow_kernels::ReduceOp;
+
+impl ProcessGroup {
+    /// Reduces `buffer` element by element over all ranks; all get the result.
+    pub fn all_reduce<B: Buffer + ?Sized>(&self, buffer: &mut B, op: ReduceOp) -> Result<()> {
+        let (data, dtype) = self.caller().view_mut("all_reduce", buffer)?;
+        let operation = OpDescriptor::new(Kind::AllReduce, dtype, data.bytes / dtype.size());
+        self.collective(operation.reduce(op), Buffers::in_place(data), run)
+    }
+}
 
 /// Reduces `output` over all ranks. Over several nodes: small data, and means of integers, in one
 /// step over all ranks; else `hierarchical`.
-pub fn all_reduce(
+fn run(
     host: &HostCollectives,
     operation: OpDescriptor,
     Buffers { output: data, .. }: Buffers,

@@ -1,25 +1,77 @@
 //! all_to_all and all_to_all_v: every rank contributes a block for each rank.
 
-use flow_kernels::DType;
-
 use super::host::HostCollectives;
 use super::read::{read_from_all, read_in};
-use crate::backend::{BufferView, Buffers};
+use crate::buffer::Buffer;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
 use crate::kind::Kind;
+use crate::memory::{BufferView, Buffers};
 use crate::shm::contribution::{
-    digest, equal_extents, extents_of, longest, Contribution, Contributors, Readers,
+    equal_extents, extents_of, longest, Contribution, Contributors, Readers,
 };
 use crate::shm::rounds::RoundState;
+use flow_kernels::{digest, DType};
+
+impl ProcessGroup {
+    /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal
+    /// blocks.
+    pub fn all_to_all<I, O>(&self, input: &I, output: &mut O) -> Result<()>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let (input, output, dtype) = self.caller().pair("all_to_all", input, output, (1, 1))?;
+        self.caller().check_blocks("all_to_all", input.bytes / dtype.size())?;
+        let operation = OpDescriptor::new(Kind::AllToAll, dtype, input.bytes / dtype.size());
+        self.collective(operation, Buffers::new(input, output), run)
+    }
+
+    /// Exchanges as [`ProcessGroup::all_to_all`] does, with blocks of different lengths: this rank
+    /// sends `input_counts[s]` elements to rank s, and gets `output_counts[r]` from rank r, which
+    /// are rank r's `input_counts` for this rank. A rank that sends another number than its
+    /// receiver expects is an error.
+    pub fn all_to_all_v<I, O>(
+        &self,
+        input: &I,
+        input_counts: &[usize],
+        output: &mut O,
+        output_counts: &[usize],
+    ) -> Result<()>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let name = "all_to_all_v";
+        let (input, output, dtype) = self.caller().uneven_pair(name, input, output)?;
+        self.caller().check_counts(name, "input_counts", input_counts)?;
+        self.caller().check_counts(name, "output_counts", output_counts)?;
+        self.caller().check_length(
+            name,
+            "input",
+            input.bytes / dtype.size(),
+            input_counts.iter().sum(),
+        )?;
+        self.caller().check_length(
+            name,
+            "output",
+            output.bytes / dtype.size(),
+            output_counts.iter().sum(),
+        )?;
+        let operation = OpDescriptor::new(Kind::AllToAllV, dtype, input_counts.iter().sum());
+        self.collective(operation, Buffers { input, output, input_counts, output_counts }, run_v)
+    }
+}
 
 /// Block s of rank r's output is block r of rank s' input.
-pub fn all_to_all(
+fn run(
     host: &HostCollectives,
     operation: OpDescriptor,
     Buffers { input, output, .. }: Buffers,
 ) -> Result<()> {
-    let (size, own) = (host.core.size(), host.core.rank);
+    let size = host.core.size();
+    let own = host.core.rank;
     let block_bytes = input.bytes / size;
     let contribution = Contribution {
         from: Contributors::All,
@@ -36,20 +88,22 @@ pub fn all_to_all(
     })
 }
 
-/// As [`all_to_all`], with `input_counts[s]` elements for rank s and `output_counts[r]` of rank r.
-/// Ranks first exchange their input counts.
-pub fn all_to_all_v(
+/// Exchanges as [`run`] does, with `input_counts[s]` elements for rank s and `output_counts[r]` of
+/// rank r. Ranks first exchange their input counts.
+fn run_v(
     host: &HostCollectives,
     mut operation: OpDescriptor,
     Buffers { input, output, input_counts, output_counts }: Buffers,
 ) -> Result<()> {
-    let (size, own, dtype) = (host.core.size(), host.core.rank, operation.dtype);
+    let own = host.core.rank;
+    let dtype = operation.dtype;
     let state = &mut *host.rounds.lock();
     let counts = exchange_counts(host, state, operation.sequence, input_counts)?;
     // All ranks see all counts, but each only its own expectations: it fails the group for all.
-    let differs = |&rank: &usize| counts[rank][own] != output_counts[rank];
-    if let Some(rank) = (0..size).find(differs) {
-        let (sender, receiver) = (host.core.ranks[rank], host.core.world.rank);
+    let mut ranks = 0..host.core.size();
+    if let Some(rank) = ranks.find(|&rank| counts[rank][own] != output_counts[rank]) {
+        let sender = host.core.ranks[rank];
+        let receiver = host.core.world.rank;
         let detail = format!(
             "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which \
              expects {}",
@@ -67,7 +121,7 @@ pub fn all_to_all_v(
         from: Contributors::All,
         to: Readers::OwnerOfBlock,
         data: Some(input.data),
-        blocks: size,
+        blocks: counts.len(),
         block_bytes: sent.iter().map(|extents| longest(extents)).max().unwrap_or(0),
         extent: &|rank, block| sent[rank][block].clone(),
     };
@@ -107,6 +161,6 @@ fn exchange_counts(
             output.write(rank * bytes + range.start, at(rank, 0), range.len());
         }
     })?;
-    let counts = |counts: &[u64]| counts.iter().map(|&count| count as usize).collect();
-    Ok(all.chunks(size).map(counts).collect())
+    let all: Vec<usize> = all.into_iter().map(|count| count as usize).collect();
+    Ok(all.chunks(size).map(<[usize]>::to_vec).collect())
 }

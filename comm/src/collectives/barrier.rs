@@ -4,10 +4,22 @@ use super::host::HostCollectives;
 use super::read::read_from_all;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::kind::Kind;
+use crate::memory::{BufferView, Buffers};
 use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
+use flow_kernels::DType;
+
+impl ProcessGroup {
+    /// Returns when all ranks of the group have called it.
+    pub fn barrier(&self) -> Result<()> {
+        let operation = OpDescriptor::new(Kind::Barrier, DType::U8, 0);
+        self.collective(operation, Buffers::new(BufferView::NONE, BufferView::NONE), run)
+    }
+}
 
 /// Returns when all ranks have called it.
-pub fn barrier(host: &HostCollectives, operation: OpDescriptor) -> Result<()> {
+fn run(host: &HostCollectives, operation: OpDescriptor, _: Buffers) -> Result<()> {
     let contribution = Contribution {
         from: Contributors::All,
         to: Readers::All,

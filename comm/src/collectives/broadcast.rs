@@ -2,13 +2,26 @@
 
 use super::host::HostCollectives;
 use super::read::read_from_all;
-use crate::backend::Buffers;
+use crate::buffer::Buffer;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::kind::Kind;
+use crate::memory::Buffers;
 use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
 
+impl ProcessGroup {
+    /// Copies rank `root`'s `buffer` to all ranks'.
+    pub fn broadcast<B: Buffer + ?Sized>(&self, buffer: &mut B, root: usize) -> Result<()> {
+        self.caller().check_rank("broadcast", "root", root)?;
+        let (data, dtype) = self.caller().view_mut("broadcast", buffer)?;
+        let operation = OpDescriptor::new(Kind::Broadcast, dtype, data.bytes / dtype.size());
+        self.collective(operation.root(root), Buffers::in_place(data), run)
+    }
+}
+
 /// Copies the root's `output` to all ranks'.
-pub fn broadcast(
+fn run(
     host: &HostCollectives,
     operation: OpDescriptor,
     Buffers { output: data, .. }: Buffers,

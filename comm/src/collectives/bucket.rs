@@ -11,14 +11,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::hierarchical::{Hierarchical, InterNodeBucket};
 use super::kernel::{is_mean_of_integers, reduce_all, reduce_on_node, slice};
+use super::launch::{BucketLaunch, LaunchedBucket};
 use super::pieces::pieces_of_locals;
-use crate::backend::{BucketLaunch, LaunchedBucket};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::shm::bytes;
 use crate::shm::rounds::Rounds;
 use crate::work::Worker;
+
+/// The operation's name in errors.
+const LAUNCH: &str = "launch_bucket";
 
 /// The buckets that this rank has launched, the oldest first.
 pub struct BucketQueue {
@@ -40,6 +43,7 @@ struct QueuedBucket {
 }
 
 impl BucketQueue {
+    /// An empty queue.
     pub fn new(rounds: Arc<Rounds>, hierarchical: Option<Arc<Hierarchical>>) -> Self {
         Self {
             leader_thread: Mutex::default(),
@@ -60,7 +64,7 @@ impl BucketQueue {
                  nodes; sum them",
                 launch.segments.bucket
             );
-            return Err(self.core.caller().argument("launch_bucket", reason));
+            return Err(self.core.caller().argument(LAUNCH, reason));
         }
         let mut launched = self.launched();
         let Some((round, result_round)) = self.try_acquire() else {
@@ -72,34 +76,39 @@ impl BucketQueue {
         if let Some(result_round) = result_round {
             self.rounds.arrive(result_round);
         }
-        let inter_node = result_round.filter(|_| self.core.is_leader()).map(|result_round| {
-            let (operation, segments) = (bucket.operation, Arc::clone(&bucket.segments));
-            InterNodeBucket { round, result_round, operation, segments }
-        });
+        let inter_node =
+            result_round.filter(|_| self.core.is_leader()).map(|result_round| InterNodeBucket {
+                round,
+                result_round,
+                operation: bucket.operation,
+                segments: Arc::clone(&bucket.segments),
+            });
         // In the leader the leader thread does the rest.
         let reduced = inter_node.is_some();
         launched.push_back(QueuedBucket { bucket, round, result_round, reduced });
-        match inter_node {
-            Some(bucket) => self.reduce_between_nodes(bucket).map(|()| true),
-            None => Ok(true),
+        if let Some(bucket) = inter_node {
+            self.reduce_between_nodes(bucket)?;
         }
+        Ok(true)
     }
 
     /// Hands a bucket to the leader thread, in the order of launching.
     fn reduce_between_nodes(&self, bucket: InterNodeBucket) -> Result<()> {
         let Some(hierarchical) = self.hierarchical.clone() else { return Ok(()) };
-        let (rank, operation) = (self.core.rank, "launch_bucket");
+        let rank = self.core.rank;
         let mut worker = self.leader_thread.lock().unwrap_or_else(PoisonError::into_inner);
         let worker = match &mut *worker {
             Some(worker) => worker,
             none => none.insert(Worker::start(rank).map_err(|error| {
-                let reason = format!("cannot start a thread: {error}");
-                let rank = self.core.world.rank;
-                self.failure.fail(Error::System { rank, operation: operation.into(), reason })
+                self.failure.fail(Error::System {
+                    rank: self.core.world.rank,
+                    operation: LAUNCH.into(),
+                    reason: format!("cannot start a thread: {error}"),
+                })
             })?),
         };
         // An error is the group's, and found by whoever waits for the bucket.
-        drop(worker.submit(rank, operation, move || hierarchical.reduce_bucket(&bucket)));
+        drop(worker.submit(rank, LAUNCH, move || hierarchical.reduce_bucket(&bucket)));
         Ok(())
     }
 
@@ -152,7 +161,8 @@ impl BucketQueue {
                 }
                 self.copy_from_leader(first)?;
                 self.rounds.done(result_round);
-                (first.round, first.result_round) = (result_round, None);
+                first.round = result_round;
+                first.result_round = None;
             }
             if wait {
                 self.rounds.wait_done(first.round, &first.bucket.operation)?;
@@ -204,10 +214,12 @@ impl BucketQueue {
         let slice = slice(segments.total, reducers, own, element);
         let mut begin = 0;
         for (length, places) in segments.lengths.iter().zip(pieces) {
-            let (low, high) = (slice.start.max(begin), slice.end.min(begin + length));
+            let low = slice.start.max(begin);
+            let high = slice.end.min(begin + length);
             if low < high {
-                let part = |place: *mut u8| place.wrapping_add((low - begin) * element);
-                let to: Vec<*mut u8> = places.into_iter().map(part).collect();
+                let offset = (low - begin) * element;
+                let to: Vec<*mut u8> =
+                    places.into_iter().map(|place| place.wrapping_add(offset)).collect();
                 let from: Vec<*const u8> = to.iter().map(|place| place.cast_const()).collect();
                 // SAFETY: the members on this node have arrived, so their gradients are there and
                 // hold still; slices do not overlap, so no other rank touches these elements.

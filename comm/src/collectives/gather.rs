@@ -2,13 +2,38 @@
 
 use super::host::HostCollectives;
 use super::read::read_from_all;
-use crate::backend::Buffers;
+use crate::buffer::Buffer;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::kind::Kind;
+use crate::memory::{BufferView, Buffers};
 use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
 
+impl ProcessGroup {
+    /// Gathers as [`ProcessGroup::all_gather`] does, to rank `root` only, which gives `Some`
+    /// output; the others give `None`.
+    pub fn gather<I, O>(&self, input: &I, output: Option<&mut O>, root: usize) -> Result<()>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        self.caller().check_rank("gather", "root", root)?;
+        self.caller().check_root_side("gather", "output", output.is_some(), root)?;
+        let (input, output, dtype) = match output {
+            Some(output) => self.caller().pair("gather", input, output, (1, self.world_size()))?,
+            None => {
+                let (input, dtype) = self.caller().view("gather", input)?;
+                (input, BufferView::NONE, dtype)
+            }
+        };
+        let operation = OpDescriptor::new(Kind::Gather, dtype, input.bytes / dtype.size());
+        self.collective(operation.root(root), Buffers::new(input, output), run)
+    }
+}
+
 /// The root gets all ranks' `input`, in rank order, in its `output`.
-pub fn gather(
+fn run(
     host: &HostCollectives,
     operation: OpDescriptor,
     Buffers { input, output, .. }: Buffers,

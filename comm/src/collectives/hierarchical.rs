@@ -16,11 +16,11 @@ use flow_kernels::DType;
 
 use super::kernel::{is_divided_first, reduce_nodes, reduce_on_node, slice};
 use super::pieces::pieces_of_locals;
-use crate::backend::BufferView;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
 use crate::group::core::GroupCore;
 use crate::internode::{ConnectionsGuard, InterNode};
+use crate::memory::BufferView;
 use crate::shm::bytes;
 use crate::shm::control::{Control, CHUNK};
 use crate::shm::io_segment::IoSegment;
@@ -75,7 +75,8 @@ impl Span {
         let pieces = self.starts.iter().zip(&self.pieces).skip(first);
         pieces.take_while(move |(&start, _)| start < range.end).filter_map(
             move |(&start, &(data, count))| {
-                let (low, high) = (range.start.max(start), range.end.min(start + count));
+                let low = range.start.max(start);
+                let high = range.end.min(start + count);
                 (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
             },
         )
@@ -143,8 +144,11 @@ impl NodePhase<'_> {
 
     /// Reduces a block of all members to the leader's.
     fn reduce_to_leader(&mut self, block: usize) -> Result<()> {
-        let (core, rounds, operation) = (self.core, self.rounds, self.operation);
-        let (range, element) = (self.range(block), operation.dtype.size());
+        let core = self.core;
+        let rounds = self.rounds;
+        let operation = self.operation;
+        let range = self.range(block);
+        let element = operation.dtype.size();
         let round = rounds.acquire(self.state, operation)?;
         let result_round = rounds.acquire(self.state, operation)?;
         self.result_round[block % 2] = result_round;
@@ -164,10 +168,13 @@ impl NodePhase<'_> {
             return rounds.wait_done(round, operation);
         }
         let slice = slice(range.len() / element, core.locals.len() - 1, core.local - 1, element);
-        let part = |&rank: &usize| self.at(rank, block).wrapping_add(slice.start * element);
-        let sources: Vec<*const u8> =
-            core.locals.iter().map(|rank| part(rank).cast_const()).collect();
-        let leader = part(&core.locals[0]);
+        let offset = slice.start * element;
+        let sources: Vec<*const u8> = core
+            .locals
+            .iter()
+            .map(|&rank| self.at(rank, block).wrapping_add(offset).cast_const())
+            .collect();
+        let leader = self.leader_block(block).wrapping_add(offset);
         // SAFETY: the members on this node have arrived, so their memory is there and holds still;
         // slices do not overlap, so no other rank touches these elements.
         unsafe { reduce_on_node(operation, &sources, &[leader], slice.len(), core.size()) };
@@ -177,12 +184,14 @@ impl NodePhase<'_> {
 
     /// Copies what the leader has of a block, once it is reduced over all nodes.
     fn copy_from_leader(&mut self, block: usize) -> Result<()> {
-        let (range, result_round) = (self.range(block), self.result_round[block % 2]);
+        let range = self.range(block);
+        let result_round = self.result_round[block % 2];
         if self.core.is_leader() {
             self.rounds.arrive_for_remote(result_round);
         }
         self.rounds.wait_all_arrived(result_round, self.operation)?;
-        let (from, to) = (self.leader_block(block), self.data.data.wrapping_add(range.start));
+        let from = self.leader_block(block);
+        let to = self.data.data.wrapping_add(range.start);
         if from != to {
             // SAFETY: the range is inside the caller's memory; the leader's is as long, final, and
             // not the same.
@@ -194,6 +203,7 @@ impl NodePhase<'_> {
 }
 
 impl Hierarchical {
+    /// The reductions of a group whose nodes are connected.
     pub fn new(rounds: &Arc<Rounds>, inter_node: &Arc<InterNode>) -> Self {
         Self {
             core: Arc::clone(&rounds.core),
@@ -216,12 +226,11 @@ impl Hierarchical {
         }
         let own = core.locate(data.data, data.bytes);
         let locations = self.inter_node.agree(state, operation, own, &|_| data.bytes)?;
-        let (element, nodes) = (operation.dtype.size(), core.leaders.len());
+        let element = operation.dtype.size();
+        let nodes = core.leaders.len();
         // All nodes cut alike: where any has to stage, a block fits the staging buffers.
-        let is_alone =
-            |rank: usize| core.nodes.iter().filter(|&&node| node == core.nodes[rank]).count() == 1;
-        let is_staged =
-            (0..core.size()).any(|rank| locations[rank] == Location::Staged && !is_alone(rank));
+        let is_staged = (0..core.size())
+            .any(|rank| locations[rank] == Location::Staged && !is_alone_on_node(core, rank));
         let slice = if is_staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
         if core.locals.len() == 1 {
             let mut guard = self.inter_node.lock(operation)?;
@@ -277,7 +286,8 @@ impl Hierarchical {
         operation: &OpDescriptor,
         data: BufferView,
     ) -> Result<()> {
-        let (rounds, nodes) = (&self.rounds, self.core.leaders.len());
+        let rounds = &self.rounds;
+        let nodes = self.core.leaders.len();
         let elements = data.bytes / operation.dtype.size();
         let span = Span::new(vec![(data.data, elements)], operation.dtype);
         // Two blocks would hardly overlap: one is faster.
@@ -289,10 +299,11 @@ impl Hierarchical {
         let mut guard = self.inter_node.lock(operation)?;
         // If ranks do not agree, their data stays as it is.
         let sent = usize::from(!is_divided_first(operation));
-        let send = |leaders: &mut dyn Connections| {
-            (0..sent).for_each(|block| self.send_slices(leaders, &span, &blocks, block));
-        };
-        self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &send)?;
+        self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &|leaders| {
+            for block in 0..sent {
+                self.send_slices(leaders, &span, &blocks, block);
+            }
+        })?;
         rounds.wait_all_arrived(round, operation)?;
         rounds.locations(round, operation, &|_| data.bytes)?;
         rounds.done(round);
@@ -370,12 +381,13 @@ impl Hierarchical {
         sent: usize,
         mut node: Option<&mut NodePhase>,
     ) -> Result<()> {
-        let (core, inter_node, element) = (&self.core, &self.inter_node, span.element);
-        let (nodes, here) = (core.leaders.len(), inter_node.node());
+        let core = &self.core;
+        let inter_node = &self.inter_node;
+        let element = span.element;
+        let nodes = core.leaders.len();
+        let here = inter_node.node();
         let bytes = blocks.slice * element;
-        let scratch = guard.scratch(2 * nodes * bytes);
-        let incoming =
-            |block: usize, node: usize| scratch.wrapping_add((block % 2 * nodes + node) * bytes);
+        let incoming = Incoming { memory: guard.scratch(2 * nodes * bytes), nodes, bytes };
         let mut slices = [vec![(0, 0); nodes], vec![(0, 0); nodes]];
         let mut sums = vec![(0, 0); nodes];
         for block in 0..=blocks.count {
@@ -395,7 +407,7 @@ impl Hierarchical {
                 let count = blocks.slice(block, here).len();
                 for node in inter_node.remote_nodes() {
                     // SAFETY: nobody else uses the scratch memory.
-                    let part = unsafe { segment((incoming(block, node), count), element) };
+                    let part = unsafe { segment((incoming.slice(block, node), count), element) };
                     slices[block % 2][node].1 = guard.leaders().receive(node, part);
                 }
             }
@@ -403,11 +415,15 @@ impl Hierarchical {
             inter_node.transfer(guard, operation, &slices[block % 2], false)?;
             let mut offset = 0;
             for (own, count) in span.parts(blocks.slice(block, here)) {
-                let source = |node| match node == here {
-                    true => own.cast_const(),
-                    false => incoming(block, node).wrapping_add(offset).cast_const(),
-                };
-                let sources: Vec<*const u8> = (0..nodes).map(source).collect();
+                let sources: Vec<*const u8> = (0..nodes)
+                    .map(|node| {
+                        if node == here {
+                            own.cast_const()
+                        } else {
+                            incoming.slice(block, node).wrapping_add(offset).cast_const()
+                        }
+                    })
+                    .collect();
                 // SAFETY: this node's part and what has come from the others are that long, and
                 // nobody else uses them.
                 unsafe { reduce_nodes(operation, &sources, &[own], count, core.size()) };
@@ -431,6 +447,26 @@ impl Hierarchical {
             (Some(node), count @ 1..) => node.copy_from_leader(count - 1),
             _ => Ok(()),
         }
+    }
+}
+
+/// Whether a rank has no other member of the group on its node.
+fn is_alone_on_node(core: &GroupCore, rank: usize) -> bool {
+    core.nodes.iter().filter(|&&node| node == core.nodes[rank]).count() == 1
+}
+
+/// Where the other nodes' slices of the two blocks under way arrive.
+struct Incoming {
+    memory: *mut u8,
+    nodes: usize,
+    /// Bytes of a slice.
+    bytes: usize,
+}
+
+impl Incoming {
+    /// Where the slice of `node` arrives.
+    fn slice(&self, block: usize, node: usize) -> *mut u8 {
+        self.memory.wrapping_add((block % 2 * self.nodes + node) * self.bytes)
     }
 }
 

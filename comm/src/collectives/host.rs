@@ -7,10 +7,16 @@ use crate::descriptor::OpDescriptor;
 use crate::error::Result;
 use crate::group::core::GroupCore;
 use crate::internode::InterNode;
+use crate::memory::Buffers;
 use crate::shm::control::Control;
 use crate::shm::rounds::Rounds;
 
-/// What a group's collectives run on.
+/// Moves the data of one collective, as far as it is this rank's to do. All ranks run it with the
+/// same operation, in the same order; threads of a rank may run several at once, which then wait
+/// for each other.
+pub type Collective = fn(&HostCollectives, OpDescriptor, Buffers) -> Result<()>;
+
+/// The parts that a group's collectives run on.
 pub struct HostCollectives {
     pub core: Arc<GroupCore>,
     pub control: Arc<Control>,
@@ -21,13 +27,19 @@ pub struct HostCollectives {
 }
 
 impl HostCollectives {
+    /// The collectives of a group; the options are there if it has members on other nodes.
     pub fn new(
         rounds: Arc<Rounds>,
         inter_node: Option<Arc<InterNode>>,
         hierarchical: Option<Arc<Hierarchical>>,
     ) -> Self {
-        let (core, control) = (Arc::clone(&rounds.core), Arc::clone(&rounds.control));
-        Self { core, control, rounds, inter_node, hierarchical }
+        Self {
+            core: Arc::clone(&rounds.core),
+            control: Arc::clone(&rounds.control),
+            rounds,
+            inter_node,
+            hierarchical,
+        }
     }
 
     /// Waits until all ranks have arrived in a round, with `payload` bytes each.

@@ -22,7 +22,7 @@ pub unsafe fn reduce_all(
     unsafe { flow_kernels::reduce(operation.dtype, operation.reduce, from, to, count) }
 }
 
-/// As [`reduce_all`], over the members on one node of a group of `size` ranks.
+/// Reduces as [`reduce_all`] does, over the members on one node of a group of `size` ranks.
 ///
 /// # Safety
 ///
@@ -38,8 +38,8 @@ pub unsafe fn reduce_on_node(
     unsafe { reduce_part(operation, from, to, count, size, is_divided_first(operation)) }
 }
 
-/// As [`reduce_all`], over the results of [`reduce_on_node`] on all nodes of a group of `size`
-/// ranks.
+/// Reduces as [`reduce_all`] does, over the results of [`reduce_on_node`] on all nodes of a group
+/// of `size` ranks.
 ///
 /// # Safety
 ///

@@ -16,32 +16,37 @@ pub fn pieces_of_locals(
     let core = &rounds.core;
     let tables = rounds.local_locations(round, operation, &|_| segments.lengths.len() * 8)?;
     let element = segments.dtype.size();
-    let place = |index: usize, rank: usize, table: Location| {
-        let length = segments.lengths[index];
-        let offset = match table {
-            _ if length == 0 => return Ok(std::ptr::null_mut()),
-            Location::Shared(table) if table.is_multiple_of(64) => {
-                // SAFETY: the table was checked to hold an offset for each piece, and its rank
-                // has arrived.
-                unsafe { segments.offset_of_piece(table, index) }
+    let mut pieces = Vec::with_capacity(segments.lengths.len());
+    for (index, &length) in segments.lengths.iter().enumerate() {
+        let mut places = Vec::with_capacity(core.locals.len());
+        for (&rank, &table) in core.locals.iter().zip(&tables) {
+            if length == 0 {
+                places.push(std::ptr::null_mut());
+                continue;
             }
-            _ => 0,
-        };
-        if !offset.is_multiple_of(element) || !core.is_reachable(rank, offset, length * element) {
-            return Err(invalid_piece_error(rounds, rank, operation));
+            let offset = match table {
+                Location::Shared(table) if table.is_multiple_of(64) => {
+                    // SAFETY: the table was checked to hold an offset for each piece, and its rank
+                    // has arrived.
+                    unsafe { segments.offset_of_piece(table, index) }
+                }
+                _ => 0,
+            };
+            let bytes = length * element;
+            if !offset.is_multiple_of(element) || !core.is_reachable(rank, offset, bytes) {
+                return Err(invalid_piece_error(rounds, rank, operation));
+            }
+            places.push(core.world.arena.at(offset));
         }
-        Ok(core.world.arena.at(offset))
-    };
-    let all = |index| {
-        let locals = core.locals.iter().zip(&tables);
-        locals.map(|(&rank, &table)| place(index, rank, table)).collect()
-    };
-    (0..segments.lengths.len()).map(all).collect()
+        pieces.push(places);
+    }
+    Ok(pieces)
 }
 
 /// The error where a rank that has launched a bucket no longer has its pieces.
 fn invalid_piece_error(rounds: &Rounds, rank: usize, operation: &OpDescriptor) -> Error {
-    let (core, failure) = (&rounds.core, &rounds.failure);
+    let core = &rounds.core;
+    let failure = &rounds.failure;
     if let Err(error) = failure.check_failure(operation, true) {
         return error;
     }

@@ -28,7 +28,7 @@ pub fn read_from_all(
     read_in(host, state, &operation, contribution, read)
 }
 
-/// As [`read_from_all`], as a part of a collective that has begun.
+/// Runs as [`read_from_all`] does, as a part of a collective that has begun.
 pub fn read_in(
     host: &HostCollectives,
     state: &mut RoundState,
@@ -36,34 +36,17 @@ pub fn read_in(
     contribution: &Contribution,
     read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
 ) -> Result<()> {
-    let HostCollectives { core, control, rounds, inter_node, .. } = host;
-    let Contribution { data, blocks, block_bytes, extent, .. } = *contribution;
-    let most = (0..core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
-    let total = contribution.total(core.rank);
+    let most = (0..host.core.size()).map(|rank| contribution.total(rank)).max().unwrap_or(0);
     if most <= PAYLOAD {
-        let round = rounds.acquire(state, operation)?;
-        if let Some(data) = data {
-            // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone until
-            // we arrive.
-            unsafe { bytes::copy(data, control.payload(round, core.rank), total) };
-        }
-        rounds.publish(round, operation, Location::Staged);
-        rounds.arrive(round);
-        host.wait_arrived(round, operation, most)?;
-        rounds.check_agreement(round, operation)?;
-        read(0..block_bytes, &|rank, block| {
-            control.payload(round, rank).wrapping_add(extent(rank, block).start)
-        });
-        rounds.done(round);
-        return Ok(());
+        return read_payloads(host, state, operation, contribution, most, read);
     }
-
-    let own = core.locate(data.unwrap_or(std::ptr::null()), total);
-    let bytes = |rank| contribution.total(rank);
+    let HostCollectives { core, rounds, inter_node, .. } = host;
+    let Contribution { data, blocks, block_bytes, .. } = *contribution;
+    let own = core.locate(data.unwrap_or(std::ptr::null()), contribution.total(core.rank));
     let piece = CHUNK / blocks / 64 * 64;
     let mut locations = Vec::new();
     if let Some(inter_node) = inter_node {
-        let agreed = inter_node.agree(state, operation, own, &bytes)?;
+        let agreed = inter_node.agree(state, operation, own, &|rank| contribution.total(rank))?;
         locations = inter_node.mark_remote_staged(agreed);
     }
     let mut start = 0;
@@ -75,49 +58,26 @@ pub fn read_in(
         }
         if let (Some(data), Location::Staged) = (data, own) {
             let staging = rounds.stage(state, round, operation)?;
-            // Of several blocks, this rank's own is read by itself only, where it is.
-            for block in (0..blocks).filter(|&block| blocks == 1 || block != core.rank) {
-                let count = contribution.clip(core.rank, block, &range).len();
-                let from = data.wrapping_add(extent(core.rank, block).start + start);
-                // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which
-                // nobody reads now.
-                unsafe { bytes::copy(from, staging.add(block * piece), count) };
-            }
+            stage_blocks(core.rank, contribution, data, &range, staging, piece);
         }
         rounds.publish(round, operation, own);
         rounds.arrive(round);
         if inter_node.is_none() {
             rounds.wait_all_arrived(round, operation)?;
             if start == 0 {
-                locations = rounds.locations(round, operation, &bytes)?;
+                locations = rounds.locations(round, operation, &|rank| contribution.total(rank))?;
             }
         }
-        let at = |rank: usize, block: usize| match (locations[rank], data) {
-            (_, Some(own)) if rank == core.rank => {
-                own.wrapping_add(extent(rank, block).start + start)
-            }
-            (Location::Shared(offset), _) => {
-                let position = extent(rank, block).start + start;
-                core.world.arena.at(offset).wrapping_add(position).cast_const()
-            }
-            (Location::Staged, _) => {
-                control.staging(rank, (round % 2) as usize).wrapping_add(block * piece)
-            }
-        };
+        let chunk = Chunk { host, contribution, locations: &locations, round, start, piece };
         if let Some(inter_node) = inter_node {
             inter_node.wait_transferred(round, operation, || {
-                inter_node.plan_transfers(contribution, &range, &at)
+                inter_node
+                    .plan_transfers(contribution, &range, &|rank, block| chunk.address(rank, block))
             })?;
         }
-        // Nobody reads what a rank without any data has.
-        let is_in_place = |rank| {
-            !contribution.from.includes(rank)
-                || contribution.total(rank) == 0
-                || matches!(locations[rank], Location::Shared(_))
-        };
-        let in_place = inter_node.is_none() && (0..core.size()).all(is_in_place);
+        let in_place = inter_node.is_none() && chunk.is_in_place();
         let range = if in_place { 0..block_bytes } else { range };
-        read(range.clone(), &at);
+        read(range.clone(), &|rank, block| chunk.address(rank, block));
         rounds.done(round);
         start = range.end;
         if start == block_bytes {
@@ -127,5 +87,96 @@ pub fn read_in(
                 Location::Staged => Ok(()),
             };
         }
+    }
+}
+
+/// Runs as [`read_in`] does, where no rank has more than `most` bytes, which fit the payload of one
+/// round.
+fn read_payloads(
+    host: &HostCollectives,
+    state: &mut RoundState,
+    operation: &OpDescriptor,
+    contribution: &Contribution,
+    most: usize,
+    read: &mut dyn FnMut(Range<usize>, AddressOf<'_>),
+) -> Result<()> {
+    let HostCollectives { core, control, rounds, .. } = host;
+    let round = rounds.acquire(state, operation)?;
+    if let Some(data) = contribution.data {
+        let total = contribution.total(core.rank);
+        // SAFETY: `data` holds `total` bytes; the payload holds PAYLOAD and is ours alone until we
+        // arrive.
+        unsafe { bytes::copy(data, control.payload(round, core.rank), total) };
+    }
+    rounds.publish(round, operation, Location::Staged);
+    rounds.arrive(round);
+    host.wait_arrived(round, operation, most)?;
+    rounds.check_agreement(round, operation)?;
+    read(0..contribution.block_bytes, &|rank, block| {
+        let start = (contribution.extent)(rank, block).start;
+        control.payload(round, rank).wrapping_add(start)
+    });
+    rounds.done(round);
+    Ok(())
+}
+
+/// Copies a range of this rank's blocks to its staging buffer, `piece` bytes for each block.
+fn stage_blocks(
+    own: usize,
+    contribution: &Contribution,
+    data: *const u8,
+    range: &Range<usize>,
+    staging: *mut u8,
+    piece: usize,
+) {
+    for block in 0..contribution.blocks {
+        // Of several blocks, this rank's own is read by itself only, where it is.
+        if contribution.blocks > 1 && block == own {
+            continue;
+        }
+        let count = contribution.clip(own, block, range).len();
+        let from = data.wrapping_add((contribution.extent)(own, block).start + range.start);
+        // SAFETY: the range is inside the block; `blocks` pieces fit the buffer, which nobody reads
+        // now.
+        unsafe { bytes::copy(from, staging.add(block * piece), count) };
+    }
+}
+
+/// The range of all blocks that one round moves.
+struct Chunk<'a> {
+    host: &'a HostCollectives,
+    contribution: &'a Contribution<'a>,
+    locations: &'a [Location],
+    round: u64,
+    /// Where the range begins in each block.
+    start: usize,
+    /// Bytes that a staging buffer has for each block.
+    piece: usize,
+}
+
+impl Chunk<'_> {
+    /// Where this rank finds the range of a rank's block.
+    fn address(&self, rank: usize, block: usize) -> *const u8 {
+        let HostCollectives { core, control, .. } = self.host;
+        let position = (self.contribution.extent)(rank, block).start + self.start;
+        match (self.locations[rank], self.contribution.data) {
+            (_, Some(own)) if rank == core.rank => own.wrapping_add(position),
+            (Location::Shared(offset), _) => {
+                core.world.arena.at(offset).wrapping_add(position).cast_const()
+            }
+            (Location::Staged, _) => {
+                control.staging(rank, (self.round % 2) as usize).wrapping_add(block * self.piece)
+            }
+        }
+    }
+
+    /// Whether every rank reads all blocks where they are.
+    fn is_in_place(&self) -> bool {
+        self.locations.iter().enumerate().all(|(rank, location)| {
+            // Nobody reads what a rank without any data has.
+            !self.contribution.from.includes(rank)
+                || self.contribution.total(rank) == 0
+                || matches!(location, Location::Shared(_))
+        })
     }
 }

@@ -7,17 +7,20 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::host::HostCollectives;
 use super::kernel::{reduce_all, slice};
-use crate::backend::BufferView;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
+use crate::group::core::GroupCore;
+use crate::memory::BufferView;
 use crate::shm::bytes;
 use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
 use crate::shm::control::{CHUNK, PAYLOAD};
 use crate::shm::rounds::RoundState;
 
-/// So many ranks' addresses are kept without an allocation.
+/// The addresses of this many ranks are kept without an allocation.
 const FEW: usize = 8;
 
 /// Reduces `data` over all ranks into the memory of `to`.
@@ -32,7 +35,6 @@ pub fn reduce_in_place(
     if data.bytes <= PAYLOAD {
         return reduce_payload(host, state, operation, data, to);
     }
-    let element = operation.dtype.size();
     let own = core.locate(data.data, data.bytes);
     let mut locations = Vec::new();
     if let Some(inter_node) = inter_node {
@@ -64,12 +66,15 @@ pub fn reduce_in_place(
         }
         let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
         let range = if in_place { 0..data.bytes } else { range };
-        let at = |rank: usize| match locations[rank] {
-            Location::Shared(offset) => core.world.arena.at(offset + start),
-            Location::Staged => control.staging(rank, (round % 2) as usize),
-        };
+        let memory: SmallVec<[*mut u8; FEW]> = locations
+            .iter()
+            .enumerate()
+            .map(|(rank, location)| match location {
+                Location::Shared(offset) => core.world.arena.at(offset + start),
+                Location::Staged => control.staging(rank, (round % 2) as usize),
+            })
+            .collect();
         if let Some(inter_node) = inter_node {
-            let at = |rank: usize, _| at(rank).cast_const();
             inter_node.wait_transferred(round, operation, || {
                 let contribution = Contribution {
                     from: Contributors::All,
@@ -79,17 +84,12 @@ pub fn reduce_in_place(
                     block_bytes: data.bytes,
                     extent: &equal_extents(data.bytes),
                 };
-                inter_node.plan_transfers(&contribution, &range, &at)
+                inter_node
+                    .plan_transfers(&contribution, &range, &|rank, _| memory[rank].cast_const())
             })?;
         }
-        let slice = slice(range.len() / element, core.locals.len(), core.local, element);
-        let part = |rank| at(rank).wrapping_add(slice.start * element);
-        let sources: Vec<*const u8> = (0..core.size()).map(|r| part(r).cast_const()).collect();
-        let receivers = core.locals.iter().filter(|&&rank| to.includes(rank));
-        let destinations: Vec<*mut u8> = receivers.map(|&rank| part(rank)).collect();
-        // SAFETY: all ranks have arrived, so their memory is there and holds still; slices do not
-        // overlap, so no other rank touches these elements.
-        unsafe { reduce_all(operation, &sources, &destinations, slice.len()) };
+        // SAFETY: all ranks have arrived, so their memory is there and holds still.
+        unsafe { reduce_slice(core, operation, &memory, range.len(), to) };
         rounds.done(round);
         start = range.end;
         if start == data.bytes {
@@ -99,7 +99,32 @@ pub fn reduce_in_place(
     }
 }
 
-/// As [`reduce_in_place`], in the payload of one round.
+/// Reduces this rank's slice of the `bytes` bytes that lie at `memory`, by rank, to those of the
+/// ranks on this node that receive the result.
+///
+/// # Safety
+///
+/// The memory of all ranks is there and holds still. All ranks on this node call this.
+unsafe fn reduce_slice(
+    core: &GroupCore,
+    operation: &OpDescriptor,
+    memory: &[*mut u8],
+    bytes: usize,
+    to: Readers,
+) {
+    let element = operation.dtype.size();
+    let slice = slice(bytes / element, core.locals.len(), core.local, element);
+    let offset = slice.start * element;
+    let sources: SmallVec<[*const u8; FEW]> =
+        memory.iter().map(|memory| memory.wrapping_add(offset).cast_const()).collect();
+    let receivers = core.locals.iter().filter(|&&rank| to.includes(rank));
+    let destinations: SmallVec<[*mut u8; FEW]> =
+        receivers.map(|&rank| memory[rank].wrapping_add(offset)).collect();
+    // SAFETY: the caller's promise; slices do not overlap, so no other rank touches these elements.
+    unsafe { reduce_all(operation, &sources, &destinations, slice.len()) };
+}
+
+/// Reduces as [`reduce_in_place`] does, in the payload of one round.
 fn reduce_payload(
     host: &HostCollectives,
     state: &mut RoundState,
@@ -116,22 +141,13 @@ fn reduce_payload(
     host.wait_arrived(round, operation, data.bytes)?;
     rounds.check_agreement(round, operation)?;
     if to.includes(core.rank) {
-        let payload = |rank| control.payload(round, rank).cast_const();
         // An allocation takes as long as the rest of this.
-        let (mut few, many): ([*const u8; FEW], Vec<*const u8>);
-        let sources = if core.size() <= FEW {
-            few = [std::ptr::null(); FEW];
-            few.iter_mut().zip(0..core.size()).for_each(|(source, rank)| *source = payload(rank));
-            &few[..core.size()]
-        } else {
-            many = (0..core.size()).map(payload).collect();
-            &many[..]
-        };
+        let sources: SmallVec<[*const u8; FEW]> =
+            (0..core.size()).map(|rank| control.payload(round, rank).cast_const()).collect();
+        let count = data.bytes / operation.dtype.size();
         // SAFETY: all ranks have arrived and leave their payloads alone until the round is over;
         // the destination is the caller's memory.
-        unsafe {
-            reduce_all(operation, sources, &[data.data], data.bytes / operation.dtype.size());
-        }
+        unsafe { reduce_all(operation, &sources, &[data.data], count) };
     }
     rounds.done(round);
     Ok(())

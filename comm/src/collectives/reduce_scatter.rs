@@ -6,33 +6,77 @@ use std::ops::Range;
 use super::host::HostCollectives;
 use super::kernel::reduce_all;
 use super::read::read_from_all;
-use crate::backend::Buffers;
+use crate::buffer::Buffer;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::kind::Kind;
+use crate::memory::Buffers;
 use crate::shm::contribution::{
-    digest, equal_extents, extents_of, longest, Contribution, Contributors, Readers,
+    equal_extents, extents_of, longest, Contribution, Contributors, Readers,
 };
+use flow_kernels::{digest, ReduceOp};
+
+impl ProcessGroup {
+    /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets
+    /// block r.
+    pub fn reduce_scatter<I, O>(&self, input: &I, output: &mut O, op: ReduceOp) -> Result<()>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let (input, output, dtype) =
+            self.caller().pair("reduce_scatter", input, output, (self.world_size(), 1))?;
+        let operation = OpDescriptor::new(Kind::ReduceScatter, dtype, input.bytes / dtype.size());
+        self.collective(operation.reduce(op), Buffers::new(input, output), run)
+    }
+
+    /// Reduces as [`ProcessGroup::reduce_scatter`] does, with blocks of different lengths: rank r
+    /// gets block r, of `counts[r]` elements. All ranks give the same list, and `input` holds its
+    /// sum.
+    pub fn reduce_scatter_v<I, O>(
+        &self,
+        input: &I,
+        output: &mut O,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<()>
+    where
+        I: Buffer + ?Sized,
+        O: Buffer + ?Sized,
+    {
+        let name = "reduce_scatter_v";
+        let (input, output, dtype) = self.caller().uneven_pair(name, input, output)?;
+        self.caller().check_counts(name, "counts", counts)?;
+        self.caller().check_length(
+            name,
+            "input",
+            input.bytes / dtype.size(),
+            counts.iter().sum(),
+        )?;
+        self.caller().check_length(
+            name,
+            "output",
+            output.bytes / dtype.size(),
+            counts[self.rank()],
+        )?;
+        let operation = OpDescriptor::new(Kind::ReduceScatterV, dtype, counts.iter().sum());
+        let buffers = Buffers { input_counts: counts, ..Buffers::new(input, output) };
+        self.collective(operation.reduce(op), buffers, run_v)
+    }
+}
 
 /// Rank r gets the reduction of all ranks' blocks r.
-pub fn reduce_scatter(
-    host: &HostCollectives,
-    operation: OpDescriptor,
-    buffers: Buffers,
-) -> Result<()> {
+fn run(host: &HostCollectives, operation: OpDescriptor, buffers: Buffers) -> Result<()> {
     let block_bytes = buffers.output.bytes;
     reduce_blocks(host, operation, buffers, &equal_extents(block_bytes), block_bytes)
 }
 
-/// As [`reduce_scatter`], with `input_counts[r]` elements in block r.
-pub fn reduce_scatter_v(
-    host: &HostCollectives,
-    mut operation: OpDescriptor,
-    buffers: Buffers,
-) -> Result<()> {
+/// Reduces as [`run`] does, with `input_counts[r]` elements in block r.
+fn run_v(host: &HostCollectives, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
     operation.layout ^= digest(buffers.input_counts);
     let places = extents_of(buffers.input_counts, operation.dtype.size());
-    let extent = |_, block: usize| places[block].clone();
-    reduce_blocks(host, operation, buffers, &extent, longest(&places))
+    reduce_blocks(host, operation, buffers, &|_, block| places[block].clone(), longest(&places))
 }
 
 fn reduce_blocks(
@@ -42,7 +86,8 @@ fn reduce_blocks(
     extent: &dyn Fn(usize, usize) -> Range<usize>,
     block_bytes: usize,
 ) -> Result<()> {
-    let (size, own) = (host.core.size(), host.core.rank);
+    let size = host.core.size();
+    let own = host.core.rank;
     let contribution = Contribution {
         from: Contributors::All,
         to: Readers::OwnerOfBlock,

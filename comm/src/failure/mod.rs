@@ -2,6 +2,7 @@
 //!
 //! The first failure is written into the control block, where every later call finds it.
 
+mod cause;
 pub mod remote;
 mod wait;
 
@@ -9,23 +10,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use remote::{RemoteFailures, WatchedConnections};
+use cause::{Cause, PublishedFailure};
+use remote::RemoteFailures;
 
 use crate::error::{Error, Result};
 use crate::group::core::GroupCore;
+use crate::internode::leaders::LeaderConnections;
 use crate::internode::presence::Presence;
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
 use crate::transport::{Connections, DisconnectReason, PeerDown};
 use crate::world::EXIT_REPORT_TIMEOUT;
-
-/// Kind of a poison note whose ranks have more to say: see [`Failure::fail_and_collect`].
-pub const ERROR_DETAILS: u32 = 1;
-/// Kind of a poison note about ranks that called different operations.
-const MISMATCH: u32 = 2;
-/// Kind of a poison note about the loss of the group's first rank; of the next, one more; and so
-/// on.
-const LOST: u32 = 3;
 
 /// Whether, and why, a group has failed.
 pub struct Failure {
@@ -62,7 +57,8 @@ impl Failure {
 
     /// Marks the group as failed, wakes everyone, and hands the error back.
     pub fn fail(&self, error: Error) -> Error {
-        self.poison(if error.is_mismatch() { MISMATCH } else { 0 }, &error.to_string());
+        let cause = if error.is_mismatch() { Cause::Mismatch } else { Cause::Error };
+        self.poison(cause, &error.to_string());
         error
     }
 
@@ -70,19 +66,18 @@ impl Failure {
     /// with an empty text if it has nothing to add, and gets all ranks' details, with their ranks.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.publish_error_detail(own);
-        self.poison(ERROR_DETAILS, &format!("rank {}: {operation}: {own}", self.core.world.rank));
+        self.poison(
+            Cause::ErrorDetails,
+            &format!("rank {}: {operation}: {own}", self.core.world.rank),
+        );
         let deadline = Instant::now() + self.core.timeout();
-        let silent = || {
-            self.fetch_error_details();
-            self.core.ranks_where(|r| !self.control.rank(r).error_detail.is_set())
-        };
         // If the group had failed for another reason, the others know that reason and publish no
         // details.
-        let awaited = || self.awaits_error_details() && self.others_await_error_details();
-        while awaited()
-            && !silent().is_empty()
+        while self.awaits_error_details()
+            && self.others_await_error_details()
+            && !self.silent_ranks().is_empty()
             && Instant::now() < deadline
-            && self.find_lost_peer(&silent).is_none()
+            && self.find_lost_peer(&|| self.silent_ranks()).is_none()
         {
             // A failure path: peers still finish their backward, so there is nothing to be quick
             // about.
@@ -98,9 +93,23 @@ impl Failure {
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
 
-    /// Whether the group failed in a way that [`Failure::fail_and_collect`] completes.
+    /// The ranks that have not said what they have to say about the failure.
+    fn silent_ranks(&self) -> Vec<usize> {
+        self.fetch_error_details();
+        self.core.ranks_where(|rank| !self.control.rank(rank).error_detail.is_set())
+    }
+
+    /// Whether the group failed because ranks have details to add, which
+    /// [`Failure::fail_and_collect`] collects.
     pub fn awaits_error_details(&self) -> bool {
-        self.control.header().poison.read().is_some_and(|(kind, _)| kind == ERROR_DETAILS)
+        self.first_failure().is_some_and(|(cause, _)| cause == Cause::ErrorDetails)
+    }
+
+    /// Returns the group's first failure on this node: its cause, and the text of the rank that saw
+    /// it first.
+    fn first_failure(&self) -> Option<(Cause, String)> {
+        let (code, text) = self.control.header().poison.read()?;
+        Some((Cause::from_code(code), text))
     }
 
     /// The error of an operation that begins in a group that has failed.
@@ -111,8 +120,9 @@ impl Failure {
         self.check_failure(operation, false)
     }
 
-    /// Whichever rank saw it first, the loss of a peer is the same error to every operation that
-    /// was `under_way`, and to the first that begins after it.
+    /// The error of an operation in a group that has failed. The loss of a peer is the same error
+    /// for every operation that was `under_way`, and for the first one after it, whichever rank
+    /// noticed the loss.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         if under_way {
             self.poll_failure();
@@ -126,15 +136,15 @@ impl Failure {
                 is_mismatch: false,
             });
         }
-        let Some((kind, cause)) = self.control.header().poison.read() else { return Ok(()) };
-        let first = self.quarantine();
-        Err(match self.lost_rank(kind) {
-            Some(peer) if under_way || first => self.peer_lost_error(peer, operation),
+        let Some((cause, text)) = self.first_failure() else { return Ok(()) };
+        let is_first = self.quarantine();
+        Err(match cause.lost_member(self.core.size()) {
+            Some(peer) if under_way || is_first => self.peer_lost_error(peer, operation),
             _ => Error::Poisoned {
                 rank: self.core.world.rank,
                 operation: operation.to_string(),
-                cause,
-                is_mismatch: kind == MISMATCH,
+                cause: text,
+                is_mismatch: cause == Cause::Mismatch,
             },
         })
     }
@@ -143,21 +153,25 @@ impl Failure {
     pub fn abort(&self, cause: &str) {
         // Nor is there anything else to wait for from this rank.
         self.publish_error_detail("");
-        self.poison(0, &format!("rank {} aborted the group: {cause}", self.core.world.rank));
+        self.poison(
+            Cause::Error,
+            &format!("rank {} aborted the group: {cause}", self.core.world.rank),
+        );
     }
 
-    fn poison(&self, kind: u32, text: &str) {
-        if self.record_failure(kind, text) {
-            self.remote.publish_failure(&self.encode_failure(kind, text));
+    /// Fails the group on all nodes.
+    fn poison(&self, cause: Cause, text: &str) {
+        if self.record_failure(cause, text) {
+            self.remote.publish_failure(&self.published(cause, text.into()).encode());
         }
     }
 
-    /// Fails the group on this node; whether that was the first failure.
-    pub fn record_failure(&self, kind: u32, text: &str) -> bool {
-        let first = self.control.header().poison.write(kind, text);
+    /// Fails the group on this node. Returns whether that was the first failure.
+    fn record_failure(&self, cause: Cause, text: &str) -> bool {
+        let is_first = self.control.header().poison.write(cause.code(), text);
         self.quarantine();
         self.control.wake_all();
-        first
+        is_first
     }
 
     /// Has all waits of this rank in the group end.
@@ -165,6 +179,7 @@ impl Failure {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
+    /// Whether this rank has dropped the group.
     pub fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
     }
@@ -184,51 +199,42 @@ impl Failure {
         &self,
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Option<(usize, DisconnectReason)> {
-        let leader = self.core.locals[0];
-        let missing = || {
-            let mut missing = missing();
-            // Others come by way of the leader.
-            if missing.iter().any(|rank| !self.core.locals.contains(rank))
-                && self.core.rank != leader
-            {
-                missing.push(leader);
-            }
-            missing
-        };
-        let ranks: Vec<usize> = missing().iter().map(|&r| self.core.ranks[r]).collect();
+        let ranks: Vec<usize> =
+            self.core.with_leader(missing()).iter().map(|&rank| self.core.ranks[rank]).collect();
         let ended = self.core.world.ended(&ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, or left, did so without arriving.
-        let missing = missing();
-        let left =
-            missing.iter().find(|&&r| self.has_left(r)).map(|&r| (r, DisconnectReason::Left));
-        let cut_off = || missing.iter().find_map(|&r| Some((r, self.disconnect_reason(r)?)));
-        let ended = || {
-            missing
-                .iter()
-                .find(|&&r| ended.contains(&self.core.ranks[r]))
-                .map(|&r| (r, DisconnectReason::Ended))
-        };
-        left.or_else(cut_off).or_else(ended)
+        let missing = self.core.with_leader(missing());
+        if let Some(&rank) = missing.iter().find(|&&rank| self.has_left(rank)) {
+            return Some((rank, DisconnectReason::Left));
+        }
+        for &rank in &missing {
+            if let Some(reason) = self.disconnect_reason(rank) {
+                return Some((rank, reason));
+            }
+        }
+        let rank = missing.into_iter().find(|&rank| ended.contains(&self.core.ranks[rank]))?;
+        Some((rank, DisconnectReason::Ended))
     }
 
     /// Fails the group because `peer`, a rank of it, has left or ended.
     pub fn fail_peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let error = self.peer_lost_error(peer, operation);
-        self.poison(LOST + peer as u32, &error.to_string());
+        self.poison(Cause::Lost(peer as u32), &error.to_string());
         error
     }
 
     /// The other members that have left the group or ended.
     pub fn departed_peers(&self) -> Vec<usize> {
         let ended = self.core.world.ended(&self.core.ranks, Duration::ZERO);
-        let gone = |r| {
-            self.has_left(r)
-                || ended.contains(&self.core.ranks[r])
-                || self.disconnect_reason(r).is_some()
-        };
-        self.core.ranks_where(|r| r != self.core.rank && gone(r))
+        self.core.ranks_where(|rank| {
+            rank != self.core.rank
+                && (self.has_left(rank)
+                    || ended.contains(&self.core.ranks[rank])
+                    || self.disconnect_reason(rank).is_some())
+        })
     }
 
+    /// Whether a member has left the group, as far as this node knows.
     pub fn has_left(&self, rank: usize) -> bool {
         self.control.rank(rank).left.load(Ordering::SeqCst) != 0
     }
@@ -277,8 +283,11 @@ impl Failure {
                     "{} cannot be reached: {reason}",
                     self.core.world.describe(self.core.ranks[peer])
                 );
-                let (rank, operation) = (self.core.world.rank, operation.to_string());
-                return self.fail(Error::PeerLost { rank, operation, peer });
+                return self.fail(Error::PeerLost {
+                    rank: self.core.world.rank,
+                    operation: operation.to_string(),
+                    peer,
+                });
             }
         }
         self.fail_peer_lost(peer, operation)
@@ -295,23 +304,23 @@ impl Failure {
         }
     }
 
+    /// Missing ranks, for messages: the first eight, and how many there are beside.
     pub fn describe_all(&self, missing: &[usize]) -> String {
-        let one = |&rank: &usize| {
+        const MOST: usize = 8;
+        let mut texts = Vec::new();
+        for &rank in missing.iter().take(MOST) {
+            let peer = self.core.world.describe(self.core.ranks[rank]);
             let rounds = self.control.rank(rank).arrived.load(Ordering::Acquire);
-            format!(
-                "{}, which has arrived {rounds} times",
-                self.core.world.describe(self.core.ranks[rank])
-            )
-        };
-        let mut text = missing.iter().take(8).map(one).collect::<Vec<_>>().join("; ");
-        if missing.len() > 8 {
-            text += &format!("; and {} more", missing.len() - 8);
+            texts.push(format!("{peer}, which has arrived {rounds} times"));
         }
-        text
+        if missing.len() > MOST {
+            texts.push(format!("and {} more", missing.len() - MOST));
+        }
+        texts.join("; ")
     }
 
     /// Watches the leader's connections, and aborts them when the group fails.
-    pub fn watch_connections(&self, connections: Arc<dyn WatchedConnections>) {
+    pub fn watch_connections(&self, connections: Arc<LeaderConnections>) {
         self.remote.watch(connections);
     }
 
@@ -351,35 +360,25 @@ impl Failure {
 
     /// The group's failure as other nodes read it.
     fn encoded_failure(&self) -> Option<String> {
-        let (kind, text) = self.control.header().poison.read()?;
-        Some(self.encode_failure(kind, &text))
+        let (cause, text) = self.first_failure()?;
+        Some(self.published(cause, text).encode())
     }
 
-    /// A failure as other nodes read it: its kind, whether it is about a rank that has left, and
-    /// its text.
-    fn encode_failure(&self, kind: u32, text: &str) -> String {
-        let has_left = self.lost_rank(kind).is_some_and(|rank| self.has_left(rank));
-        format!("{kind} {} {text}", u8::from(has_left))
+    fn published(&self, cause: Cause, text: String) -> PublishedFailure {
+        let has_left = cause.lost_member(self.core.size()).is_some_and(|rank| self.has_left(rank));
+        PublishedFailure { cause, has_left, text }
     }
 
-    /// The rank whose loss a poison note is about.
-    fn lost_rank(&self, kind: u32) -> Option<usize> {
-        let rank = kind.checked_sub(LOST)? as usize;
-        (rank < self.core.size()).then_some(rank)
-    }
-
-    /// Fails the group on this node because of a failure on another.
-    fn apply_failure(&self, words: &str) {
-        let mut parts = words.splitn(3, ' ');
-        let (Some(Ok(kind)), Some(left), Some(text)) =
-            (parts.next().map(str::parse), parts.next(), parts.next())
+    /// Fails the group on this node because of a failure that another node has published.
+    fn apply_failure(&self, published: &str) {
+        let Some(PublishedFailure { cause, has_left, text }) = PublishedFailure::decode(published)
         else {
             return;
         };
-        if let Some(rank) = self.lost_rank(kind).filter(|_| left == "1") {
+        if let Some(rank) = cause.lost_member(self.core.size()).filter(|_| has_left) {
             self.control.rank(rank).left.store(1, Ordering::SeqCst);
         }
-        self.record_failure(kind, text);
+        self.record_failure(cause, &text);
     }
 
     /// Fails the group on this node if it has failed on another.
@@ -392,7 +391,7 @@ impl Failure {
         }
     }
 
-    /// As `poll_failure`, waiting at most for `time`.
+    /// Fails the group as `poll_failure` does, waiting at most for `time`.
     fn wait_failure(&self, time: Duration) {
         if self.control.header().poison.is_set() {
             return;
@@ -410,10 +409,10 @@ impl Failure {
 
     /// Fetches what ranks on other nodes have to say.
     fn fetch_error_details(&self) {
-        let is_missing = |rank| {
+        let missing = self.core.ranks_where(|rank| {
             !self.core.locals.contains(&rank) && !self.control.rank(rank).error_detail.is_set()
-        };
-        for rank in self.core.ranks_where(is_missing) {
+        });
+        for rank in missing {
             if let Some(detail) = self.remote.detail(rank) {
                 self.control.rank(rank).error_detail.write(0, &detail);
             }
@@ -422,28 +421,32 @@ impl Failure {
 
     /// Whether the group did not fail for another reason on other nodes.
     fn others_await_error_details(&self) -> bool {
-        let failure = self.remote.failure(Duration::ZERO);
-        failure.is_none_or(|failure| failure.starts_with(&format!("{ERROR_DETAILS} ")))
+        match self.remote.failure(Duration::ZERO) {
+            Some(failure) => PublishedFailure::decode(&failure)
+                .is_some_and(|failure| failure.cause == Cause::ErrorDetails),
+            None => true,
+        }
     }
 }
 
 impl Drop for Failure {
     /// This rank leaves the group.
     fn drop(&mut self) {
-        if let Some(connections) = self.remote.connections() {
-            match self.encoded_failure() {
-                Some(failure) => connections.abort(&failure),
-                None => connections.shutdown(),
-            }
+        if let Some(mut connections) = self.remote.try_lock_connections() {
+            self.close(&mut *connections.leaders);
         }
         self.control.rank(self.core.rank).left.store(1, Ordering::SeqCst);
         self.control.wake_all();
         self.control.header().attached.fetch_sub(1, Ordering::SeqCst);
         let block = self.block.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(block) = block {
-            let (arena, offset) = (Arc::clone(&self.core.world.arena), block.offset());
-            let (size, locals) = (self.core.size(), self.core.locals.len());
-            self.core.world.retire(block, Control::attach(arena, offset, size, locals));
+            let control = Control::attach(
+                Arc::clone(&self.core.world.arena),
+                block.offset(),
+                self.core.size(),
+                self.core.locals.len(),
+            );
+            self.core.world.retire(block, control);
         }
     }
 }

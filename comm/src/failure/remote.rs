@@ -6,10 +6,11 @@
 //! it at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::group::core::GroupCore;
+use crate::internode::leaders::{LeaderConnections, LeaderState};
 use crate::transport::DisconnectReason;
 
 /// How often a rank that waits asks for failures on other nodes.
@@ -17,24 +18,11 @@ pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// How long a rank has waited when it publishes its progress.
 const PUBLISH_AFTER: Duration = Duration::from_secs(1);
 
-/// A leader's connections to the leaders of other nodes, as far as failures concern them. No call
-/// waits for a thread that uses the connections: that thread sees the failure itself.
-pub trait WatchedConnections: Send + Sync {
-    /// Ends the connections with the group's failure as the reason.
-    fn abort(&self, failure: &str);
-
-    /// How the connection to a node has ended, if it has.
-    fn disconnect_reason(&self, node: usize) -> Option<DisconnectReason>;
-
-    /// Closes the connections in good order: this rank leaves.
-    fn shutdown(&self);
-}
-
 /// A group's failures between nodes. In a group on one node it does nothing.
 pub struct RemoteFailures {
     core: Arc<GroupCore>,
     /// In the leader.
-    connections: OnceLock<Arc<dyn WatchedConnections>>,
+    connections: OnceLock<Arc<LeaderConnections>>,
     /// The last progress that was published.
     published: AtomicU64,
     /// When this rank last asked for failures.
@@ -42,6 +30,7 @@ pub struct RemoteFailures {
 }
 
 impl RemoteFailures {
+    /// The failures of a group, of which none is known yet.
     pub fn new(core: Arc<GroupCore>) -> Self {
         Self {
             core,
@@ -52,25 +41,28 @@ impl RemoteFailures {
     }
 
     /// Watches the leader's connections, and aborts them when the group fails.
-    pub fn watch(&self, connections: Arc<dyn WatchedConnections>) {
+    pub fn watch(&self, connections: Arc<LeaderConnections>) {
         let _ = self.connections.set(connections);
     }
 
-    /// The leader's connections, once they are watched.
-    pub fn connections(&self) -> Option<&dyn WatchedConnections> {
-        self.connections.get().map(|connections| &**connections)
+    /// The leader's connections, once they are watched, unless a thread uses them: that thread sees
+    /// the failure itself.
+    pub fn try_lock_connections(&self) -> Option<MutexGuard<'_, LeaderState>> {
+        self.connections.get()?.try_lock()
     }
 
     /// How the connection to a leader on another node has ended, as far as this rank can see.
     pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
-        let connections = self.connections().filter(|_| self.core.leaders.contains(&rank))?;
-        connections.disconnect_reason(self.core.nodes[rank])
+        if !self.core.leaders.contains(&rank) {
+            return None;
+        }
+        self.try_lock_connections()?.leaders.disconnect_reason(self.core.nodes[rank])
     }
 
     /// Publishes the group's first failure.
     pub fn publish_failure(&self, failure: &str) {
-        if let Some(connections) = self.connections() {
-            connections.abort(failure);
+        if let Some(mut connections) = self.try_lock_connections() {
+            connections.leaders.abort(failure);
         }
         self.publish("failure", failure);
     }
@@ -80,7 +72,7 @@ impl RemoteFailures {
         self.lookup("failure", time)
     }
 
-    /// As [`RemoteFailures::failure`] without waiting, and not more often than every
+    /// Looks as [`RemoteFailures::failure`] does, without waiting, and not more often than every
     /// [`POLL_INTERVAL`].
     pub fn poll_failure(&self) -> Option<String> {
         if !self.core.is_inter_node() {
@@ -100,7 +92,7 @@ impl RemoteFailures {
         self.publish(&format!("notice/{}", self.core.rank), own);
     }
 
-    /// What a rank on another node has to say about the failure, if it has published that.
+    /// Returns the details that a rank on another node has published about the failure.
     pub fn detail(&self, rank: usize) -> Option<String> {
         self.lookup(&format!("notice/{rank}"), Duration::ZERO)
     }
@@ -127,17 +119,20 @@ impl RemoteFailures {
             return missing;
         }
         let own = self.core.sequence.load(Ordering::Relaxed);
-        let is_as_far = |&rank: &usize| {
-            let progress = self.lookup(&format!("at/{rank}"), Duration::ZERO);
-            let progress = progress.and_then(|progress| progress.parse::<u64>().ok());
-            !self.core.locals.contains(&rank) && progress.is_some_and(|progress| progress >= own)
-        };
-        let late: Vec<usize> = missing.iter().copied().filter(|rank| !is_as_far(rank)).collect();
+        let late: Vec<usize> =
+            missing.iter().copied().filter(|&rank| !self.is_remote_at(rank, own)).collect();
         if late.is_empty() {
             missing
         } else {
             late
         }
+    }
+
+    /// Whether a rank on another node has published that it has come to this collective.
+    fn is_remote_at(&self, rank: usize, sequence: u64) -> bool {
+        let progress = self.lookup(&format!("at/{rank}"), Duration::ZERO);
+        let progress = progress.and_then(|progress| progress.parse::<u64>().ok());
+        !self.core.locals.contains(&rank) && progress.is_some_and(|progress| progress >= sequence)
     }
 
     /// Sets one of the group's keys, unless it is set.

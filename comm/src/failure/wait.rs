@@ -22,8 +22,8 @@ const AWAKE: Duration = Duration::from_micros(500);
 /// with many that wait.
 const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 
-/// A wait that goes on.
-pub struct WaitDeadline<'a> {
+/// A wait for other ranks: since when, and until when.
+pub struct Wait<'a> {
     since: Instant,
     timeout: Duration,
     /// When it is next worth a line in the log.
@@ -63,12 +63,15 @@ impl Failure {
         attempt: &mut dyn FnMut(Duration) -> Result<bool, PeerDown>,
     ) -> Result<()> {
         let mut waiting = self.begin_wait();
-        let (start, timeout) = (waiting.since, waiting.timeout);
+        let start = waiting.since;
+        let timeout = waiting.timeout;
         let mut look = LIVENESS_INTERVAL.min(timeout);
-        let (spin, awake) = match self.core.world.spin {
-            true => (SPIN, AWAKE),
-            false => (Duration::ZERO, AWAKE_ON_SHARED_CORES),
-        };
+        let mut spin = Duration::ZERO;
+        let mut awake = AWAKE_ON_SHARED_CORES;
+        if self.core.world.spin {
+            spin = SPIN;
+            awake = AWAKE;
+        }
         loop {
             let waited = start.elapsed();
             let is_awake = waited < awake;
@@ -110,21 +113,27 @@ impl Failure {
         }
     }
 
-    pub fn begin_wait(&self) -> WaitDeadline<'_> {
-        let (since, timeout) = (Instant::now(), self.core.timeout());
-        WaitDeadline { since, timeout, warning: FIRST_WARNING, long: self.core.world.long_wait() }
+    /// Begins a wait of the operation that this thread runs.
+    pub fn begin_wait(&self) -> Wait<'_> {
+        Wait {
+            since: Instant::now(),
+            timeout: self.core.timeout(),
+            warning: FIRST_WARNING,
+            long: self.core.world.long_wait(),
+        }
     }
 
     /// Reports a wait that has become long, and fails the group when its time is over, or the program
     /// is interrupted.
     pub fn check_deadline(
         &self,
-        waiting: &mut WaitDeadline,
+        waiting: &mut Wait,
         operation: &dyn Display,
         missing: &dyn Fn() -> Vec<usize>,
     ) -> Result<()> {
-        let (rank, timeout, waited) =
-            (self.core.world.rank, waiting.timeout, waiting.since.elapsed());
+        let rank = self.core.world.rank;
+        let timeout = waiting.timeout;
+        let waited = waiting.since.elapsed();
         self.remote.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {
             long.check(waited, operation, || {

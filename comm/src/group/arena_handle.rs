@@ -1,14 +1,16 @@
-//! Groups of several joins in one memory: a program that joins its job again has another arena,
-//! while what it keeps there, such as tensors, can come from one only.
+//! The memory of a join of a job. A program that joins its job again gets another arena, while its
+//! tensors lie in the first; the functions here make groups of the new join there.
 
 use std::sync::Arc;
 
+use super::member::Member;
+use super::split::{exchange_words, new_group_in};
 use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 use crate::world::World;
 
-/// The memory of a join, which it keeps: what [`ProcessGroup::duplicate_in`] makes groups in.
+/// The shared memory of one join, which it keeps. [`ProcessGroup::duplicate_in`] makes groups in it.
 pub struct ArenaHandle(Arc<World>);
 
 impl ArenaHandle {
@@ -18,27 +20,24 @@ impl ArenaHandle {
     }
 }
 
-impl ProcessGroup {
+impl Member {
     /// Where the group's shared memory is.
     pub fn arena_handle(&self) -> ArenaHandle {
         ArenaHandle(Arc::clone(&self.core().world))
     }
+}
 
-    /// Whether its ranks are threads of one process, which has one allocator for all of them.
-    pub fn is_in_process(&self) -> bool {
-        self.core().world.is_in_process()
-    }
-
-    /// As [`ProcessGroup::duplicate`], in the memory of `handle` if that is the same on all ranks,
-    /// of whatever join of the same processes. All ranks call this.
+impl ProcessGroup {
+    /// Makes a group as [`ProcessGroup::duplicate`] does, in the memory of `handle` if that is the
+    /// same on all ranks, of whatever join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
         let own = handle.filter(|handle| handle.0.has_ranks_of(&self.core().world));
-        let mark = own.map_or(NONE, |handle| handle.0.mark());
-        let marks = self.exchange_words(&[mark])?;
+        let digest = own.map_or(NONE, |handle| handle.0.digest());
+        let digests = exchange_words(self, &[digest])?;
         let all: Vec<usize> = (0..self.world_size()).collect();
-        let group = match own.filter(|_| marks.iter().all(|other| other[0] == mark)) {
-            Some(handle) => self.new_group_in(&handle.0, &all)?,
+        let group = match own.filter(|_| digests.iter().all(|other| other[0] == digest)) {
+            Some(handle) => new_group_in(self, &handle.0, &all)?,
             None => self.new_group(&all)?,
         };
         group.ok_or_else(|| self.system("duplicate", "this rank is not a member".into()))

@@ -42,48 +42,56 @@ impl ProcessGroup {
         // Messages between the same ranks in the same direction follow each other.
         let mut queues: Vec<Vec<&mut P2pOp<&mut B>>> = Vec::new();
         for op in ops {
-            let goes_with = |other: &&mut P2pOp<&mut B>| {
-                let is_send = |op: &P2pOp<&mut B>| matches!(op, P2pOp::Send { .. });
-                other.peer() == op.peer() && is_send(other) == is_send(op)
-            };
-            match queues.iter_mut().find(|queue| queue.first().is_some_and(goes_with)) {
+            let queue = queues.iter_mut().find(|queue| {
+                let first = &queue[0];
+                first.peer() == op.peer() && first.is_send() == op.is_send()
+            });
+            match queue {
                 Some(queue) => queue.push(op),
                 None => queues.push(vec![op]),
             }
         }
-        let run = |queue: Vec<&mut P2pOp<&mut B>>| {
-            queue.into_iter().try_for_each(|op| match op {
-                P2pOp::Send { data, to } => self.send(&**data, *to),
-                P2pOp::Recv { buffer, from } => self.recv(&mut **buffer, *from),
-            })
-        };
         let Some(own) = queues.pop() else { return Ok(()) };
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
             let mut result = Ok(());
             for queue in queues {
                 let thread = std::thread::Builder::new().name("flow-p2p".into());
-                match thread.spawn_scoped(scope, || run(queue)) {
+                match thread.spawn_scoped(scope, || run_messages(self, queue)) {
                     Ok(thread) => threads.push(thread),
                     // The peers wait for messages that do not come.
-                    Err(error) => result = Err(self.cannot_start(&error)),
+                    Err(error) => result = Err(cannot_start(self, &error)),
                 }
             }
-            result = result.and_then(|()| run(own));
+            result = result.and_then(|()| run_messages(self, own));
             for thread in threads {
-                let ended = thread.join().unwrap_or_else(|_| Err(self.panicked()));
+                let ended = thread.join().unwrap_or_else(|_| Err(panicked(self)));
                 result = result.and(ended);
             }
             result
         })
     }
+}
 
-    fn cannot_start(&self, error: &std::io::Error) -> Error {
-        let reason = format!("cannot start a thread: {error}");
-        self.failure().fail(self.system("batch_send_recv", reason))
+/// Sends and receives messages one after the other.
+fn run_messages<B>(group: &ProcessGroup, ops: Vec<&mut P2pOp<&mut B>>) -> Result<()>
+where
+    B: Buffer + Send + ?Sized,
+{
+    for op in ops {
+        match op {
+            P2pOp::Send { data, to } => group.send(&**data, *to)?,
+            P2pOp::Recv { buffer, from } => group.recv(&mut **buffer, *from)?,
+        }
     }
+    Ok(())
+}
 
-    fn panicked(&self) -> Error {
-        self.system("batch_send_recv", "a thread of it panicked".into())
-    }
+fn cannot_start(group: &ProcessGroup, error: &std::io::Error) -> Error {
+    let reason = format!("cannot start a thread: {error}");
+    group.failure().fail(group.system("batch_send_recv", reason))
+}
+
+fn panicked(group: &ProcessGroup) -> Error {
+    group.system("batch_send_recv", "a thread of it panicked".into())
 }

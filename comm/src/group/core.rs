@@ -1,19 +1,22 @@
 //! Who the members of a group are: what all parts of a group use.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use flow_kernels::DType;
+
 use crate::arguments::Caller;
-use crate::descriptor::{Location, OpDescriptor};
+use crate::descriptor::{Location, MessageDescriptor, OpDescriptor};
+use crate::kind::Kind;
+use crate::label::Label;
+use crate::memory::BufferView;
+use crate::operation_context::OperationContext;
 use crate::trace::{RecordId, Recorder, Start};
 use crate::world::World;
 
-thread_local! {
-    /// How long the operation that this thread runs waits, if it has a timeout of its own.
-    static OPERATION_TIMEOUT: Cell<Option<Duration>> = const { Cell::new(None) };
-}
+/// The name in records of what moves a group's data on one node.
+const SHARED_MEMORY: &str = "shm";
 
 /// A group's members, and this rank among them.
 pub struct GroupCore {
@@ -36,7 +39,7 @@ pub struct GroupCore {
     pub pending_groups: Mutex<Vec<String>>,
     /// Collectives on the host that this rank has begun.
     pub sequence: AtomicU64,
-    /// What the group does and did, on GPUs too.
+    /// Records what the group does, on GPUs too.
     pub recorder: Recorder,
     pub launched_buckets: LaunchedBuckets,
     timeout: AtomicU64,
@@ -51,18 +54,22 @@ pub struct LaunchedBuckets {
 }
 
 impl LaunchedBuckets {
+    /// Whether no bucket is under way.
     pub fn is_empty(&self) -> bool {
         self.count.load(Ordering::Relaxed) == 0
     }
 
+    /// The records of all buckets under way.
     pub fn records(&self) -> Vec<RecordId> {
         self.lock().clone()
     }
 
+    /// Adds a bucket that begins.
     pub fn add(&self, record: RecordId) {
         self.change(|records| records.push(record));
     }
 
+    /// Removes a bucket that is over.
     pub fn remove(&self, record: RecordId) {
         self.change(|records| {
             let index = records.iter().position(|&other| other == record);
@@ -82,14 +89,8 @@ impl LaunchedBuckets {
 }
 
 impl GroupCore {
-    /// `host_backend` is the name of what moves data on this node.
-    pub fn new(
-        world: Arc<World>,
-        ranks: Vec<usize>,
-        timeout: Duration,
-        name: String,
-        host_backend: &'static str,
-    ) -> Self {
+    /// The members of a group, given by their ranks in the job.
+    pub fn new(world: Arc<World>, ranks: Vec<usize>, timeout: Duration, name: String) -> Self {
         let caller = ranks.iter().position(|&rank| rank == world.rank);
         let rank = caller.expect("the caller is a member"); // invariant
         let locals: Vec<usize> =
@@ -99,14 +100,16 @@ impl GroupCore {
         let mut leaders: Vec<usize> = Vec::new();
         let mut nodes = Vec::with_capacity(ranks.len());
         for (member, &rank) in ranks.iter().enumerate() {
-            let is_same = |&leader: &usize| world.node(ranks[leader]) == world.node(rank);
-            nodes.push(leaders.iter().position(is_same).unwrap_or_else(|| {
+            let node = leaders
+                .iter()
+                .position(|&leader| world.node_leader(ranks[leader]) == world.node_leader(rank));
+            nodes.push(node.unwrap_or(leaders.len()));
+            if node.is_none() {
                 leaders.push(member);
-                leaders.len() - 1
-            }));
+            }
         }
         let transport = world.transport.as_ref().filter(|_| locals.len() < ranks.len());
-        let backend = transport.map_or(host_backend, |transport| transport.name());
+        let backend = transport.map_or(SHARED_MEMORY, |transport| transport.name());
         let recorder = Recorder::new(name.clone(), backend, !world.is_in_process());
         let core = Self {
             world,
@@ -128,6 +131,7 @@ impl GroupCore {
         core
     }
 
+    /// The number of members.
     pub fn size(&self) -> usize {
         self.ranks.len()
     }
@@ -147,32 +151,42 @@ impl GroupCore {
         self.locals.len() < self.ranks.len()
     }
 
+    /// This rank, for checks of its arguments.
     pub fn caller(&self) -> Caller {
         Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
     }
 
     /// How long the operation that this thread runs waits.
     pub fn timeout(&self) -> Duration {
-        let of_group = || Duration::from_nanos(self.timeout.load(Ordering::Relaxed));
-        OPERATION_TIMEOUT.get().unwrap_or_else(of_group)
-    }
-
-    /// Runs an operation, which waits so long if it has a timeout of its own.
-    #[inline]
-    pub fn within<T>(&self, timeout: Option<Duration>, operation: impl FnOnce() -> T) -> T {
-        struct Reset(Option<Duration>);
-        impl Drop for Reset {
-            fn drop(&mut self) {
-                OPERATION_TIMEOUT.set(self.0);
-            }
+        match OperationContext::timeout() {
+            Some(timeout) => timeout,
+            None => Duration::from_nanos(self.timeout.load(Ordering::Relaxed)),
         }
-        let _reset = timeout.map(|own| Reset(OPERATION_TIMEOUT.replace(Some(own))));
-        operation()
     }
 
+    /// Changes how long the group's operations wait.
     pub fn set_timeout(&self, timeout: Duration) {
         self.timeout
             .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// A message to or from a member, or from any.
+    pub fn message(
+        &self,
+        kind: Kind,
+        peer: Option<usize>,
+        (data, dtype): (BufferView, DType),
+        tag: u32,
+        label: Option<Label>,
+    ) -> MessageDescriptor {
+        MessageDescriptor {
+            kind,
+            peer: peer.map(|peer| self.ranks[peer]),
+            count: data.bytes / dtype.size(),
+            dtype,
+            tag,
+            label,
+        }
     }
 
     /// Gives a collective on the host its sequence number: that of the asynchronous call that runs
@@ -200,8 +214,23 @@ impl GroupCore {
             .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
     }
 
+    /// The members for which `condition` holds.
     pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
-        (0..self.size()).filter(|&r| condition(r)).collect()
+        (0..self.size()).filter(|&rank| condition(rank)).collect()
+    }
+
+    /// The members on this node for which `condition` holds.
+    pub fn locals_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
+        self.locals.iter().copied().filter(|&rank| condition(rank)).collect()
+    }
+
+    /// Missing ranks, with the leader if others come by way of it.
+    pub fn with_leader(&self, mut missing: Vec<usize>) -> Vec<usize> {
+        let leader = self.locals[0];
+        if self.rank != leader && missing.iter().any(|rank| !self.locals.contains(rank)) {
+            missing.push(leader);
+        }
+        missing
     }
 
     /// The key of something of this group in the store.

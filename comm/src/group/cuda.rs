@@ -6,8 +6,8 @@ use flow_kernels::cuda::Device;
 
 use crate::nccl::CudaGroup;
 
-/// What a group has on GPUs, once it is used there.
-#[derive(Default)]
+/// A group's part on GPUs, once it is used there.
+#[derive(Clone, Default)]
 pub struct Cuda {
     pub device: Option<Arc<Device>>,
     pub group: Option<Arc<CudaGroup>>,

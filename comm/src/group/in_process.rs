@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::cuda::Cuda;
-use super::parts::Parts;
-use super::{timeout_from_env, ProcessGroup};
+use super::parts::{NewGroup, Parts};
+use super::{group_of, timeout_from_env, ProcessGroup};
 use crate::error::Result;
 use crate::world::World;
 
@@ -42,9 +42,11 @@ impl ProcessGroup {
     pub fn in_process(world_size: usize) -> Result<Vec<Self>> {
         let timeout = timeout_from_env(0)?;
         let worlds = World::in_process(world_size)?;
-        let group = |(rank, world)| {
-            Ok(Self::of(Parts::of_world(Arc::new(world), timeout)?, rank, Cuda::default()))
-        };
-        worlds.into_iter().enumerate().map(group).collect()
+        let mut groups = Vec::with_capacity(world_size);
+        for (rank, world) in worlds.into_iter().enumerate() {
+            let parts = Parts::new(NewGroup::of_world(Arc::new(world), timeout), "join")?;
+            groups.push(group_of(parts, rank, Cuda::default()));
+        }
+        Ok(groups)
     }
 }

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::work::Worker;
 
-/// What keeps its order: collectives, the messages to each rank, and those with each tag from each
-/// rank. Each lane has a thread of its own for its asynchronous operations, so that a rank may send
-/// while it waits to receive.
+/// Operations that keep their order: collectives, the messages to each rank, and those with each
+/// tag from each rank. Each lane has a thread of its own for its asynchronous operations, so that a
+/// rank may send while it waits to receive.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// All collectives.
@@ -40,9 +40,9 @@ impl fmt::Display for Lane {
     }
 }
 
-/// Started with the first operation of their lanes.
+/// The workers of a group's lanes, each started with the first operation of its lane.
 #[derive(Default)]
-pub(super) struct Workers {
+pub struct Workers {
     lanes: Mutex<HashMap<Lane, Arc<Worker>>>,
     /// Whether [`Workers::lock`] was ever called. Until then `lanes` is empty, and [`Workers::get`]
     /// takes no lock.
@@ -50,13 +50,13 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// All of them, to start another.
+    /// Locks the table of workers, to look one up or add one.
     pub fn lock(&self) -> MutexGuard<'_, HashMap<Lane, Arc<Worker>>> {
         self.started.store(true, Ordering::Relaxed);
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lane's, if it was started.
+    /// Returns the lane's worker, if it was started.
     #[inline]
     pub fn get(&self, lane: Lane) -> Option<Arc<Worker>> {
         // A thread sees what it has started itself; threads that start operations beside each

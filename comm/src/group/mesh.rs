@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fmt;
 
+use super::split::{check_members, make_group};
 use super::ProcessGroup;
 use crate::error::Result;
 
@@ -76,7 +77,7 @@ impl Mesh {
     /// `ranks` are no different ranks of `group`, or fill no array of this shape; on all ranks,
     /// arguments that differ, and too little shared memory.
     pub fn new(group: &ProcessGroup, ranks: &[usize], shape: &[usize]) -> Result<Self> {
-        group.check_members("Mesh::new", ranks)?;
+        check_members(group, "Mesh::new", ranks)?;
         let size = shape.iter().try_fold(1_usize, |size, &extent| size.checked_mul(extent));
         if shape.is_empty() || size != Some(ranks.len()) {
             let reason = format!("{} ranks fill no array of shape {shape:?}", ranks.len());
@@ -94,7 +95,7 @@ impl Mesh {
             let members = coordinates.as_ref().map(|own| mesh.line(own, axis));
             let world = &group.core().world;
             let agreed = (ranks, shape, axis);
-            let line = group.make_group(world, "Mesh::new", &agreed, members.as_deref())?;
+            let line = make_group(group, world, "Mesh::new", &agreed, members.as_deref())?;
             mesh.groups.extend(line);
         }
         Ok(mesh)
@@ -154,7 +155,7 @@ impl Mesh {
     }
 
     /// Makes the groups of this rank unusable on all their ranks, whose waits end with `cause`: see
-    /// [`ProcessGroup::abort`].
+    /// [`Member::abort`](crate::Member::abort).
     pub fn abort(&self, cause: &str) {
         self.groups.iter().for_each(|group| group.abort(cause));
     }
@@ -209,7 +210,7 @@ impl Mesh {
         self.offset(coordinates, &all)
     }
 
-    /// What the coordinates on these axes add to the index in row-major order.
+    /// Returns what the coordinates on these axes add to the index in row-major order.
     fn offset(&self, coordinates: &[usize], axes: &[usize]) -> usize {
         axes.iter().map(|&axis| coordinates[axis] * self.stride(axis)).sum()
     }

@@ -1,11 +1,9 @@
 //! A group's collectives on GPUs, over NCCL.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
-use flow_kernels::cuda::{Device, Error as DeviceError};
+use flow_kernels::cuda::Device;
 
-use super::cuda::Cuda;
-use super::parts::Parts;
 use super::ProcessGroup;
 use crate::error::Result;
 use crate::nccl::{unique_tag, CudaGroup};
@@ -22,7 +20,7 @@ const NO_CUDA: i64 = -1;
 
 impl ProcessGroup {
     /// Chooses the GPU for this rank: that of its number on the machine
-    /// ([`ProcessGroup::local_rank`]), counted among those that CUDA_VISIBLE_DEVICES leaves. All
+    /// ([`Member::local_rank`](crate::Member::local_rank)), counted among those that CUDA_VISIBLE_DEVICES leaves. All
     /// ranks call this.
     ///
     /// # Errors
@@ -30,9 +28,10 @@ impl ProcessGroup {
     /// On all ranks, if one of them has no GPU: how many ranks there are on its machine, and how
     /// many GPUs.
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
-        self.member(&"use_cuda")?;
+        self.parts(&"use_cuda")?;
         let share = shares_gpus();
-        let (rank, local_rank) = (self.core().world.rank, self.local_rank());
+        let rank = self.core().world.rank;
+        let local_rank = self.local_rank();
         let counted = Device::count();
         let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
         let ordinal =
@@ -43,33 +42,25 @@ impl ProcessGroup {
         // If one rank cannot, none goes on, and all give the same reason.
         let mut all = vec![0; 2 * self.world_size()];
         self.all_gather(&[ordinal, found], &mut all)?;
-        let fail = |reason: String| self.system("use_cuda", reason);
-        counted.map_err(|error| fail(error.to_string()))?;
+        counted.map_err(|error| self.system("use_cuda", error.to_string()))?;
         if let Some(other) = all.chunks(2).position(|rank| rank[1] == NO_CUDA) {
-            return Err(fail(format!(
-                "rank {} cannot use CUDA: see its error",
-                self.ranks()[other]
-            )));
+            let reason = format!("rank {} cannot use CUDA: see its error", self.ranks()[other]);
+            return Err(self.system("use_cuda", reason));
         }
         if let Some(short) = all.chunks(2).find(|rank| rank[0] >= rank[1]) {
-            return Err(fail(format!(
+            let reason = format!(
                 "asked for {} ranks with a GPU each on this machine, found {} GPU{}: start at most \
                  as many ranks (--nproc_per_node gpu), or see what CUDA_VISIBLE_DEVICES leaves",
                 self.core().world.locals.len(),
                 short[1],
                 if short[1] == 1 { "" } else { "s" }
-            )));
+            );
+            return Err(self.system("use_cuda", reason));
         }
         let device = Device::open(ordinal as usize)
-            .map_err(|error| self.failure().fail(fail(error.to_string())))?;
-        let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
-        cuda.device = Some(Arc::clone(&device));
+            .map_err(|error| self.failure().fail(self.system("use_cuda", error.to_string())))?;
+        self.cuda().device = Some(Arc::clone(&device));
         Ok(device)
-    }
-
-    /// The GPU that this rank computes on, if one was chosen.
-    pub fn cuda_device(&self) -> Option<Arc<Device>> {
-        self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner).device.clone()
     }
 
     /// The group's collectives on GPUs. At the first call, which all ranks make, they connect
@@ -80,50 +71,25 @@ impl ProcessGroup {
     ///
     /// No usable driver, GPU or NCCL, ranks that do not come in time; another GPU than before.
     pub fn nccl(&self, ordinal: usize) -> Result<Arc<CudaGroup>> {
-        self.member(&"nccl")?;
-        let mut cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
+        self.parts(&"nccl")?;
+        let mut cuda = self.cuda();
         if let Some(group) = &cuda.group {
             let used = group.device().ordinal();
-            return match used == ordinal {
-                true => Ok(Arc::clone(group)),
-                false => Err(self.caller().argument(
-                    "nccl",
-                    format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one"),
-                )),
-            };
+            if used == ordinal {
+                return Ok(Arc::clone(group));
+            }
+            let reason = format!("this group uses cuda:{used}, not cuda:{ordinal}: keep to one");
+            return Err(self.caller().argument("nccl", reason));
         }
-        let fail = |error: DeviceError| self.failure().fail(self.system("nccl", error.to_string()));
-        let device = Device::open(ordinal).map_err(fail)?;
+        let device = Device::open(ordinal)
+            .map_err(|error| self.failure().fail(self.system("nccl", error.to_string())))?;
         let mut tag = unique_tag();
         self.broadcast(&mut tag, 0)?;
         let tag = format!("{}-{}", tag[0], tag[1]);
-        let group = Arc::new(CudaGroup::new(
-            Arc::clone(&self.inner.parts.failure),
-            Arc::clone(&device),
-            &tag,
-        )?);
+        let failure = Arc::clone(self.failure());
+        let group = Arc::new(CudaGroup::new(failure, Arc::clone(&device), &tag)?);
         cuda.device = Some(device);
         cuda.group = Some(Arc::clone(&group));
         Ok(group)
-    }
-
-    /// What a group has at first that only some of this one's ranks make: the GPU, and no
-    /// communicator, as splitting this group's takes all its ranks.
-    pub(super) fn apart(&self) -> Cuda {
-        Cuda { device: self.cuda_device(), group: None }
-    }
-
-    /// A sub-group's part, where this group has one. All ranks of this group call this.
-    pub(super) fn split_cuda(&self, member: Option<&Parts>) -> Result<Cuda> {
-        let (device, group) = {
-            let cuda = self.inner.cuda.lock().unwrap_or_else(PoisonError::into_inner);
-            (cuda.device.clone(), cuda.group.clone())
-        };
-        let group = group
-            .map(|group| group.split(member.map(|member| &member.failure)))
-            .transpose()?
-            .flatten()
-            .map(Arc::new);
-        Ok(Cuda { device, group })
     }
 }

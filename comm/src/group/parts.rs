@@ -4,13 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::core::GroupCore;
-use crate::backend::HostBackend;
+use super::host::HostOperations;
 use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::internode::presence::{Presence, ALL_RANKS};
 use crate::shm::arena::Block;
-use crate::shm::backend::{self, SharedMemory};
 use crate::shm::control::Control;
 use crate::world::World;
 
@@ -19,7 +18,7 @@ use crate::world::World;
 pub struct Parts {
     pub core: Arc<GroupCore>,
     pub failure: Arc<Failure>,
-    pub backend: Arc<dyn HostBackend>,
+    pub host: Arc<HostOperations>,
 }
 
 /// A group to be: its members by their ranks in the job, and its control block on this node, which
@@ -37,32 +36,27 @@ pub struct NewGroup {
 impl NewGroup {
     /// The group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Self {
-        let (control, ranks) = (world.root_control(), (0..world.size).collect());
-        let presence = Presence::new(&world, ALL_RANKS.into());
-        let name = world.name().into();
-        Self { world, ranks, control, block: None, name, presence, timeout }
-    }
-
-    /// The members and their failure, on the back-end of this name.
-    pub fn failure(self, backend: &'static str) -> Arc<Failure> {
-        let core = GroupCore::new(self.world, self.ranks, self.timeout, self.name, backend);
-        Arc::new(Failure::new(Arc::new(core), Arc::new(self.control), self.block, self.presence))
+        Self {
+            control: world.root_control(),
+            ranks: (0..world.size).collect(),
+            block: None,
+            name: world.name.clone(),
+            presence: Presence::new(&world, ALL_RANKS.into()),
+            timeout,
+            world,
+        }
     }
 }
 
 impl Parts {
-    /// The group of all ranks of a job.
-    pub fn of_world(world: Arc<World>, timeout: Duration) -> Result<Self> {
-        let failure = NewGroup::of_world(world, timeout).failure(backend::NAME);
-        let backend = Arc::new(SharedMemory::new(Arc::clone(&failure), "join")?);
-        Ok(Self { core: Arc::clone(&failure.core), failure, backend })
-    }
-
-    /// A group of some of this one's members, on the same back-end.
-    pub fn sub_group(&self, group: NewGroup, operation: &str) -> Result<Self> {
-        let failure = group.failure(self.backend.name());
-        let backend = self.backend.new_group(Arc::clone(&failure), operation)?;
-        Ok(Self { core: Arc::clone(&failure.core), failure, backend })
+    /// Makes a group, whose nodes are connected here. `operation` is for errors.
+    pub fn new(group: NewGroup, operation: &str) -> Result<Self> {
+        let NewGroup { world, ranks, control, block, name, presence, timeout } = group;
+        let core = Arc::new(GroupCore::new(world, ranks, timeout, name));
+        let failure = Failure::new(Arc::clone(&core), Arc::new(control), block, presence);
+        let failure = Arc::new(failure);
+        let host = Arc::new(HostOperations::new(&failure, operation)?);
+        Ok(Self { core, failure, host })
     }
 
     /// Begins a collective, whose end the process group records.
@@ -88,7 +82,7 @@ impl Parts {
         if launched.is_empty() {
             return Ok(());
         }
-        let finished = self.backend.finish_buckets();
+        let finished = self.host.buckets.finish();
         finished.inspect_err(|_| self.core.recorder.fail(launched.records()))
     }
 }

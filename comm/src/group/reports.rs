@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::ProcessGroup;
+use super::member::Member;
 use crate::world::EXIT_REPORT_TIMEOUT;
 
-impl ProcessGroup {
+impl Member {
     /// Gives the others this rank's report under a key, and waits for theirs, at most for `time`:
     /// by rank in this group, None of those that give none. Reports go through the store, so this
     /// works where the group has failed. A rank's first report under a key stays: the others never
@@ -15,13 +15,14 @@ impl ProcessGroup {
         reports[self.rank()] = Some(own.to_vec());
         let core = self.core();
         let Some(store) = core.world.store() else { return reports };
-        let key = |rank: usize| core.key(&format!("report/{key}/{rank}"));
+        let keys: Vec<String> =
+            (0..core.size()).map(|rank| core.key(&format!("report/{key}/{rank}"))).collect();
         // If the store is gone, so are the others.
-        let _ = store.compare_and_set(&key(self.rank()), None, own);
+        let _ = store.compare_and_set(&keys[core.rank], None, own);
         let deadline = Instant::now() + time;
         for rank in core.ranks_where(|rank| rank != self.rank()) {
             let left = deadline.saturating_duration_since(Instant::now());
-            reports[rank] = store.get(&key(rank), left).ok();
+            reports[rank] = store.get(&keys[rank], left).ok();
         }
         if core.world.hosts_store() {
             // The others ask for them as well.

@@ -16,6 +16,7 @@ pub struct Connector {
 }
 
 impl Connector {
+    /// Connects members of the group that `failure` is of.
     pub fn new(failure: &Arc<Failure>) -> Self {
         Self { core: Arc::clone(&failure.core), failure: Arc::clone(failure) }
     }
@@ -29,7 +30,8 @@ impl Connector {
         own: usize,
         operation: &dyn Display,
     ) -> Result<Box<dyn Connections>> {
-        let (core, failure) = (&self.core, &self.failure);
+        let core = &self.core;
+        let failure = &self.failure;
         let Some(transport) = &core.world.transport else {
             let reason = "all members are on this node".into();
             return Err(core.caller().argument(&operation.to_string(), reason));

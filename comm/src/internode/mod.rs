@@ -5,18 +5,19 @@
 //! a rank is that waits long) goes through the store: see `failure::remote`.
 
 pub mod connect;
+pub mod leaders;
 pub mod presence;
 
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 
 use connect::{progress, Connector};
+use leaders::{LeaderConnections, LeaderState};
 
 use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
 use crate::error::Result;
-use crate::failure::remote::WatchedConnections;
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::shm::bytes;
@@ -24,7 +25,7 @@ use crate::shm::contribution::{AddressOf, Contribution, Readers};
 use crate::shm::control::Control;
 use crate::shm::io_segment::IoSegment;
 use crate::shm::rounds::{RoundState, Rounds};
-use crate::transport::{Connections, DisconnectReason};
+use crate::transport::Connections;
 
 /// A group's part between nodes.
 pub struct InterNode {
@@ -33,46 +34,19 @@ pub struct InterNode {
     control: Arc<Control>,
     rounds: Arc<Rounds>,
     /// In the leader.
-    connections: Option<Arc<Mutex<LeaderConnections>>>,
-}
-
-/// What a leader moves data with.
-pub struct LeaderConnections {
-    /// To the other leaders, by node.
-    pub leaders: Box<dyn Connections>,
-    /// Where data arrives that is to be reduced.
-    pub scratch: Vec<u64>,
-    /// The frames of [`InterNode::exchange_descriptors`], by node.
-    frames: Vec<Vec<u8>>,
-}
-
-impl WatchedConnections for Mutex<LeaderConnections> {
-    fn abort(&self, failure: &str) {
-        if let Ok(mut connections) = self.try_lock() {
-            connections.leaders.abort(failure);
-        }
-    }
-
-    fn disconnect_reason(&self, node: usize) -> Option<DisconnectReason> {
-        self.try_lock().ok()?.leaders.disconnect_reason(node)
-    }
-
-    fn shutdown(&self) {
-        if let Ok(mut connections) = self.try_lock() {
-            connections.leaders.shutdown();
-        }
-    }
+    connections: Option<Arc<LeaderConnections>>,
 }
 
 /// Exclusive use of the leader's connections. Unless [`ConnectionsGuard::complete`] is called,
 /// dropping it discards queued transfers and aborts the connections.
 pub struct ConnectionsGuard<'a> {
     failure: &'a Failure,
-    connections: MutexGuard<'a, LeaderConnections>,
+    connections: MutexGuard<'a, LeaderState>,
     is_complete: bool,
 }
 
 impl ConnectionsGuard<'_> {
+    /// The connections to the leaders of other nodes.
     pub fn leaders(&mut self) -> &mut dyn Connections {
         &mut *self.connections.leaders
     }
@@ -93,6 +67,7 @@ impl ConnectionsGuard<'_> {
         &mut frames[node]
     }
 
+    /// Ends the use of the connections in good order.
     pub fn complete(mut self) {
         self.is_complete = true;
     }
@@ -106,22 +81,23 @@ impl Drop for ConnectionsGuard<'_> {
     }
 }
 
-/// For each node, what the numbers of segments sent to it and received from it must come to.
+/// Per node: how many segments must have been sent to it, and received from it.
 pub type TransferTargets = [(u64, u64)];
 
-/// What nodes send each other in a round, in the order in which it is sent.
+/// The segments that nodes send each other in a round, in the order in which they are sent.
 #[derive(Default)]
 pub struct TransferPlan {
     receives: Vec<(usize, IoSegment)>,
     sends: Vec<(usize, IoSegment)>,
-    /// What is sent must have been received first.
+    /// The node must receive before it sends: it passes on what it receives.
     is_chain: bool,
 }
 
 impl InterNode {
     /// Connects the leaders. `operation` makes the group.
     pub fn new(rounds: &Arc<Rounds>, operation: &str) -> Result<Self> {
-        let (core, failure) = (Arc::clone(&rounds.core), Arc::clone(&rounds.failure));
+        let core = Arc::clone(&rounds.core);
+        let failure = Arc::clone(&rounds.failure);
         let mut connections = None;
         if core.is_leader() {
             let operation = format!("{operation}, which connects the nodes,");
@@ -133,16 +109,17 @@ impl InterNode {
             for node in (0..core.leaders.len()).filter(|&node| node != own) {
                 let _ = leaders.disconnect_reason(node);
             }
-            let connected = Arc::new(Mutex::new(LeaderConnections {
-                leaders,
-                scratch: Vec::new(),
-                frames: Vec::new(),
-            }));
-            failure.watch_connections(Arc::clone(&connected) as Arc<dyn WatchedConnections>);
+            let connected = Arc::new(LeaderConnections::new(leaders));
+            failure.watch_connections(Arc::clone(&connected));
             connections = Some(connected);
         }
-        let (control, rounds) = (Arc::clone(&rounds.control), Arc::clone(rounds));
-        Ok(Self { core, failure, control, rounds, connections })
+        Ok(Self {
+            core,
+            failure,
+            control: Arc::clone(&rounds.control),
+            rounds: Arc::clone(rounds),
+            connections,
+        })
     }
 
     /// This node.
@@ -161,7 +138,7 @@ impl InterNode {
             let reason = "this rank does not lead its node".into();
             return Err(self.core.caller().argument(&operation.to_string(), reason));
         };
-        let connections = connections.lock().unwrap_or_else(PoisonError::into_inner);
+        let connections = connections.lock();
         Ok(ConnectionsGuard { failure: &self.failure, connections, is_complete: false })
     }
 
@@ -175,19 +152,17 @@ impl InterNode {
         all: bool,
     ) -> Result<()> {
         let late = RefCell::new(Vec::new());
-        let missing = || self.core.ranks_where(|r| late.borrow().contains(&self.core.nodes[r]));
-        let mut is_over = |leaders: &mut dyn Connections| {
-            let is_late = |&node: &usize| {
-                let (sent, received) = leaders.moved(node);
-                sent < targets[node].0 || received < targets[node].1
-            };
-            let mut late = late.borrow_mut();
-            late.clear();
-            late.extend(self.remote_nodes().filter(is_late));
-            late.is_empty() && (!all || self.remote_nodes().all(|n| leaders.is_idle(n)))
+        let missing = || {
+            let late = late.borrow();
+            self.core.ranks_where(|rank| late.contains(&self.core.nodes[rank]))
         };
         self.failure.wait_until(operation, &missing, &|| None, &mut |time| {
-            progress(guard.leaders(), time, &mut is_over)
+            progress(guard.leaders(), time, &mut |leaders| {
+                let mut late = late.borrow_mut();
+                late.clear();
+                late.extend(self.remote_nodes().filter(|&node| is_late(leaders, targets, node)));
+                late.is_empty() && (!all || self.remote_nodes().all(|node| leaders.is_idle(node)))
+            })
         })
     }
 
@@ -213,34 +188,13 @@ impl InterNode {
         payload: usize,
         send: &dyn Fn(&mut dyn Connections),
     ) -> Result<()> {
-        const WORDS: usize = DescriptorWords::BYTES;
-        let (core, own) = (&self.core, self.node());
-        let members = |node| core.nodes.iter().filter(move |&&of| of == node).count();
-        let head = |node| 8 + members(node) * WORDS;
-        let length = |node| head(node) + members(node) * payload;
-        // First how many bytes each member contributes, and the descriptors, then those bytes.
-        let frame = guard.frame(own, length(own));
-        let (count, rest) = frame.split_at_mut(8);
-        count.copy_from_slice(&(payload as u64).to_le_bytes());
-        let (descriptors, data) = rest.split_at_mut(head(own) - 8);
-        for (&rank, bytes) in core.locals.iter().zip(descriptors.chunks_exact_mut(WORDS)) {
-            let words = &self.control.descriptor(round, rank).0;
-            for (word, bytes) in words.iter().zip(bytes.chunks_exact_mut(8)) {
-                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
-            }
-        }
-        for (index, &rank) in core.locals.iter().enumerate() {
-            let from = self.control.payload(round, rank);
-            // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
-            let from = unsafe { std::slice::from_raw_parts(from, payload) };
-            data[index * payload..][..payload].copy_from_slice(from);
-        }
-        // SAFETY: nobody touches the frames until they are transferred, or the guard is dropped.
-        let segment = |bytes: &mut [u8]| unsafe { IoSegment::new(bytes.as_mut_ptr(), bytes.len()) };
-        let mut targets = vec![(0, 0); core.leaders.len()];
+        let own = self.node();
+        self.write_frame(guard, round, payload);
+        let mut targets = vec![(0, 0); self.core.leaders.len()];
         for node in self.remote_nodes() {
-            let sent = segment(guard.frame(own, length(own)));
-            let received = segment(&mut guard.frame(node, length(node))[..head(node)]);
+            let layout = self.frame_layout(node, payload);
+            let sent = segment(guard.frame(own, self.frame_layout(own, payload).bytes));
+            let received = segment(&mut guard.frame(node, layout.bytes)[..layout.data]);
             let leaders = guard.leaders();
             targets[node] = (leaders.send(node, sent), leaders.receive(node, received));
         }
@@ -248,35 +202,71 @@ impl InterNode {
         self.transfer(guard, operation, &targets, false)?;
         // A different byte count means a different operation; the descriptors will report it. Stop
         // here.
-        let mut is_equal =
-            |node| guard.frame(node, length(node))[..8] == (payload as u64).to_le_bytes();
-        if payload > 0 && self.remote_nodes().all(&mut is_equal) {
+        let is_equal = self.remote_nodes().all(|node| {
+            let frame = guard.frame(node, self.frame_layout(node, payload).bytes);
+            frame[..FrameLayout::COUNT] == (payload as u64).to_le_bytes()
+        });
+        if payload > 0 && is_equal {
             for node in self.remote_nodes() {
-                let data = segment(&mut guard.frame(node, length(node))[head(node)..]);
+                let layout = self.frame_layout(node, payload);
+                let data = segment(&mut guard.frame(node, layout.bytes)[layout.data..]);
                 targets[node].1 = guard.leaders().receive(node, data);
             }
             self.transfer(guard, operation, &targets, false)?;
         }
         for node in self.remote_nodes() {
-            let (head, data) = guard.frame(node, length(node)).split_at(head(node));
-            let ranks = (0..core.size()).filter(|&rank| core.nodes[rank] == node);
-            for (index, (rank, descriptor)) in ranks.zip(head[8..].chunks_exact(WORDS)).enumerate()
-            {
-                let words = &self.control.descriptor(round, rank).0;
-                for (word, bytes) in words.iter().zip(descriptor.chunks_exact(8)) {
-                    let value = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
-                    word.store(value, Ordering::Relaxed);
-                }
-                let data = &data[index * payload..][..payload];
-                // SAFETY: the payload of a member on another node is the leader's to write until it
-                // arrives for it.
-                unsafe {
-                    bytes::copy(data.as_ptr(), self.control.payload(round, rank), data.len())
-                };
-            }
+            self.read_frame(guard, round, node, payload);
         }
         self.rounds.arrive_for_remote(round);
         Ok(())
+    }
+
+    /// How the members of a node share a frame.
+    fn frame_layout(&self, node: usize, payload: usize) -> FrameLayout {
+        let members = self.core.nodes.iter().filter(|&&other| other == node).count();
+        let data = FrameLayout::COUNT + members * DescriptorWords::BYTES;
+        FrameLayout { data, bytes: data + members * payload }
+    }
+
+    /// Writes what the members on this node contribute to a round into this node's frame.
+    fn write_frame(&self, guard: &mut ConnectionsGuard, round: u64, payload: usize) {
+        let own = self.node();
+        let layout = self.frame_layout(own, payload);
+        let (head, data) = guard.frame(own, layout.bytes).split_at_mut(layout.data);
+        let (count, descriptors) = head.split_at_mut(FrameLayout::COUNT);
+        count.copy_from_slice(&(payload as u64).to_le_bytes());
+        let descriptors = descriptors.chunks_exact_mut(DescriptorWords::BYTES);
+        for (&rank, bytes) in self.core.locals.iter().zip(descriptors) {
+            let words = &self.control.descriptor(round, rank).0;
+            for (word, bytes) in words.iter().zip(bytes.chunks_exact_mut(8)) {
+                bytes.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
+            }
+        }
+        for (index, &rank) in self.core.locals.iter().enumerate() {
+            let from = self.control.payload(round, rank);
+            // SAFETY: the rank has arrived: it leaves its payload alone until the round is over.
+            let from = unsafe { std::slice::from_raw_parts(from, payload) };
+            data[index * payload..][..payload].copy_from_slice(from);
+        }
+    }
+
+    /// Writes down what the members on another node contribute to a round, from that node's frame.
+    fn read_frame(&self, guard: &mut ConnectionsGuard, round: u64, node: usize, payload: usize) {
+        let layout = self.frame_layout(node, payload);
+        let (head, data) = guard.frame(node, layout.bytes).split_at(layout.data);
+        let ranks = (0..self.core.size()).filter(|&rank| self.core.nodes[rank] == node);
+        let descriptors = head[FrameLayout::COUNT..].chunks_exact(DescriptorWords::BYTES);
+        for (index, (rank, descriptor)) in ranks.zip(descriptors).enumerate() {
+            let words = &self.control.descriptor(round, rank).0;
+            for (word, bytes) in words.iter().zip(descriptor.chunks_exact(8)) {
+                let value = u64::from_le_bytes(bytes.try_into().unwrap_or_default());
+                word.store(value, Ordering::Relaxed);
+            }
+            let data = &data[index * payload..][..payload];
+            // SAFETY: the payload of a member on another node is the leader's to write until it
+            // arrives for it.
+            unsafe { bytes::copy(data.as_ptr(), self.control.payload(round, rank), data.len()) };
+        }
     }
 
     /// Has all ranks agree on an operation in a round without data. Returns where each has its own.
@@ -335,15 +325,16 @@ impl InterNode {
         self.rounds.wait_all_arrived(round, operation)
     }
 
-    /// What nodes send each other of a range of all blocks: `at(rank, block)` is where it is, or
-    /// goes, on this node.
+    /// Plans what nodes send each other of a range of all blocks: `at(rank, block)` is where it is,
+    /// or goes, on this node.
     pub fn plan_transfers(
         &self,
         contribution: &Contribution,
         range: &Range<usize>,
         at: AddressOf,
     ) -> TransferPlan {
-        let (nodes, own) = (&self.core.nodes, self.node());
+        let nodes = &self.core.nodes;
+        let own = self.node();
         let segment = |rank, block| {
             let count = contribution.clip(rank, block, range).len();
             // SAFETY: ranks leave alone what they contribute, and the leader what it has for
@@ -364,23 +355,56 @@ impl InterNode {
             plan.is_chain = true;
             return plan;
         }
-        let is_needed = |block: usize, node: usize| match contribution.to {
-            Readers::All => true,
-            Readers::Root(root) => nodes[root] == node,
-            Readers::OwnerOfBlock => nodes[block] == node,
-        };
         for rank in self.core.ranks_where(|rank| contribution.from.includes(rank)) {
             for block in 0..contribution.blocks {
                 if nodes[rank] != own {
-                    if is_needed(block, own) {
+                    if self.is_needed(contribution.to, block, own) {
                         plan.receives.push((nodes[rank], segment(rank, block)));
                     }
                     continue;
                 }
-                let to = self.remote_nodes().filter(|&node| is_needed(block, node));
-                plan.sends.extend(to.map(|node| (node, segment(rank, block))));
+                for node in self.remote_nodes() {
+                    if self.is_needed(contribution.to, block, node) {
+                        plan.sends.push((node, segment(rank, block)));
+                    }
+                }
             }
         }
         plan
     }
+
+    /// Whether a member on this node reads the block.
+    fn is_needed(&self, readers: Readers, block: usize, node: usize) -> bool {
+        match readers {
+            Readers::All => true,
+            Readers::Root(root) => self.core.nodes[root] == node,
+            Readers::OwnerOfBlock => self.core.nodes[block] == node,
+        }
+    }
+}
+
+/// Where the parts of a node's frame of descriptors lie, in bytes: first how many bytes each member
+/// contributes, then the members' descriptors, then those bytes.
+struct FrameLayout {
+    /// Where the members' bytes begin.
+    data: usize,
+    /// The length of the frame.
+    bytes: usize,
+}
+
+impl FrameLayout {
+    /// Bytes of the number that comes first.
+    const COUNT: usize = size_of::<u64>();
+}
+
+/// The memory of a frame, which is sent or filled.
+fn segment(frame: &mut [u8]) -> IoSegment {
+    // SAFETY: nobody touches the frames until they are transferred, or the guard is dropped.
+    unsafe { IoSegment::new(frame.as_mut_ptr(), frame.len()) }
+}
+
+/// Whether segments to or from a node have yet to be moved.
+fn is_late(leaders: &mut dyn Connections, targets: &TransferTargets, node: usize) -> bool {
+    let (sent, received) = leaders.moved(node);
+    sent < targets[node].0 || received < targets[node].1
 }

@@ -17,6 +17,7 @@ pub struct Presence {
 }
 
 impl Presence {
+    /// Joins the group of this name.
     pub fn new(world: &Arc<World>, group: String) -> Self {
         if let Some(transport) = &world.transport {
             transport.join_group(&group);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Device;
-use flow_store::Error as StoreError;
+use flow_store::{Error as StoreError, Store};
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
@@ -28,7 +28,8 @@ pub fn init_communicator(
     // The others wait for this rank.
     let system = |reason: String| failure.fail(system_error(failure, JOINING, reason));
     let mut cancelled = join_check(failure, prefix)?;
-    let (store, key) = (failure.core.world.store(), format!("{prefix}id"));
+    let store = failure.core.world.store();
+    let key = format!("{prefix}id");
     let id = if failure.core.rank == 0 {
         let library = Library::get().map_err(|e| system(e.to_string()))?;
         let id = library.unique_id().map_err(|e| system(e.to_string()))?;
@@ -62,13 +63,13 @@ pub fn join_check<'a>(
     failure: &'a Failure,
     prefix: &'a str,
 ) -> Result<impl FnMut() -> Result<()> + 'a> {
-    let (begin, timeout) = (Instant::now(), failure.core.timeout());
+    let begin = Instant::now();
+    let timeout = failure.core.timeout();
     let store = failure.core.world.store();
-    let joined = move |rank: usize| format!("{prefix}joined/{rank}");
     if let Some(store) = store {
-        let fail =
-            |error: StoreError| failure.fail(system_error(failure, JOINING, error.to_string()));
-        store.set(&joined(failure.core.rank), b"").map_err(fail)?;
+        store
+            .set(&joined_key(prefix, failure.core.rank), b"")
+            .map_err(|error| failure.fail(system_error(failure, JOINING, error.to_string())))?;
     }
     let mut next_poll = begin + POLL_INTERVAL;
     Ok(move || {
@@ -83,23 +84,34 @@ pub fn join_check<'a>(
         if begin.elapsed() < timeout {
             return Ok(());
         }
-        let absent =
-            |&r: &usize| store.is_some_and(|s| !matches!(s.try_get(&joined(r)), Ok(Some(_))));
-        let missing: Vec<usize> =
-            (0..failure.core.size()).filter(absent).map(|r| failure.core.ranks[r]).collect();
-        let missing = match missing.is_empty() {
-            true => "NCCL to connect the ranks, which are all there".into(),
-            false => missing
-                .into_iter()
-                .map(|r| failure.core.world.describe(r))
-                .collect::<Vec<_>>()
-                .join("; "),
-        };
-        let (rank, operation) = (failure.core.world.rank, JOINING.into());
-        Err(failure.fail(Error::Timeout { rank, operation, timeout, missing }))
+        let missing = store.map_or(Vec::new(), |store| absent(failure, store, prefix));
+        Err(failure.fail(Error::Timeout {
+            rank: failure.core.world.rank,
+            operation: JOINING.into(),
+            timeout,
+            missing: if missing.is_empty() {
+                "NCCL to connect the ranks, which are all there".into()
+            } else {
+                missing.join("; ")
+            },
+        }))
     })
 }
 
+/// The key that a rank sets when it waits for the others.
+fn joined_key(prefix: &str, rank: usize) -> String {
+    format!("{prefix}joined/{rank}")
+}
+
+/// The ranks that have not come, for messages.
+fn absent(failure: &Failure, store: &Store, prefix: &str) -> Vec<String> {
+    let core = &failure.core;
+    let absent =
+        core.ranks_where(|rank| !matches!(store.try_get(&joined_key(prefix, rank)), Ok(Some(_))));
+    absent.into_iter().map(|rank| core.world.describe(core.ranks[rank])).collect()
+}
+
+/// The error of a communicator that was not made.
 pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
     match error {
         CommunicatorError::Cancelled(error) => error,

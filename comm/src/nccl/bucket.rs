@@ -6,6 +6,8 @@ use std::sync::Arc;
 use flow_kernels::cuda::{DeviceBuffer, Event, Packer, Stream};
 use flow_kernels::{DType, ReduceOp};
 
+use super::collectives::{enqueue_all_reduce, enqueue_broadcast};
+use super::error::EnqueueError;
 use super::group::CudaGroup;
 use super::memory::{FlatMemory, Registration};
 use crate::descriptor::OpDescriptor;
@@ -33,8 +35,10 @@ impl FlatBucket {
     /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no
     /// such slot.
     pub fn view(&self, slot: usize) -> Option<BucketView> {
-        let (size, layout) = (self.flat.dtype.size(), self.packer.layout());
-        let (start, length) = (layout.places().get(slot)?, layout.lengths().get(slot)?);
+        let size = self.flat.dtype.size();
+        let layout = self.packer.layout();
+        let start = layout.places().get(slot)?;
+        let length = layout.lengths().get(slot)?;
         Some(BucketView {
             start: self.flat.start + start * size,
             bytes: length * size,
@@ -102,8 +106,12 @@ impl CudaGroup {
         communication: DType,
         lengths: &[usize],
     ) -> Result<FlatBucket> {
-        let mut bucket = self.flat(number, gradients, communication, lengths)?;
-        bucket.registration = self.register(&bucket.flat.memory)?;
+        let mut bucket = flat_bucket(self, number, gradients, communication, lengths)?;
+        let communicator = &self.member(&"registering device memory")?.communicator;
+        let registered = communicator.register(&bucket.flat.memory);
+        bucket.registration = registered.map_err(|failure| {
+            self.system("registering device memory", EnqueueError::from(failure).0)
+        })?;
         Ok(bucket)
     }
 
@@ -120,41 +128,14 @@ impl CudaGroup {
         lengths: &[usize],
     ) -> Result<FlatBucket> {
         // NCCL need not know the memory: it would gain nothing, and has more to undo in an abort.
-        self.flat(number, dtype, dtype, lengths)
+        flat_bucket(self, number, dtype, dtype, lengths)
     }
 
-    fn flat(
-        &self,
-        number: u32,
-        tensors: DType,
-        communication: DType,
-        lengths: &[usize],
-    ) -> Result<FlatBucket> {
-        let cuda =
-            |error: flow_kernels::cuda::Error| self.system("making a bucket", error.to_string());
-        let packer = Packer::new(self.device(), tensors, communication, lengths).map_err(cuda)?;
-        let bytes = packer.layout().bytes();
-        let memory = Arc::new(self.allocate(bytes)?);
-        // The gaps between places are reduced too, whatever they hold: nobody looks at them.
-        let flat = BucketView { memory, start: 0, bytes, dtype: communication };
-        let (casts, op) = (tensors != communication, ReduceOp::Avg);
-        Ok(FlatBucket {
-            registration: None,
-            number,
-            step: 0,
-            packer,
-            flat,
-            casts,
-            op,
-            timing: None,
-        })
-    }
-
-    /// Enqueues the mean of a bucket over all ranks, or the sum ([`FlatBucket::set_op`]): it begins when what has been enqueued on the
-    /// streams `after` is over, and other streams wait for it by [`CudaGroup::join`]. The result is
-    /// in the bucket's places or, where the types differ, in the gradients themselves, in which
-    /// they are also sent. Gradients are scaled in single precision (double, if they are) and
-    /// rounded to the type of communication; NCCL adds in that type.
+    /// Enqueues the mean of a bucket over all ranks, or the sum ([`FlatBucket::set_op`]): it begins
+    /// when what has been enqueued on the streams `after` is over, and other streams wait for it by
+    /// [`CudaGroup::join`]. The result is in the bucket's places or, where the types differ, in the
+    /// gradients themselves, in which they are also sent. Gradients are scaled in single precision
+    /// (double, if they are) and rounded to the type of communication; NCCL adds in that type.
     ///
     /// Until the join has been passed on all streams that use them, gradients must be left alone.
     ///
@@ -168,7 +149,7 @@ impl CudaGroup {
         after: &[Stream],
     ) -> Result<()> {
         let count = bucket.bytes() / bucket.flat.dtype.size();
-        let operation = self.operation(Kind::AllReduce, bucket.flat.dtype, count, ReduceOp::Sum, 0);
+        let operation = OpDescriptor::new(Kind::AllReduce, bucket.flat.dtype, count);
         let operation =
             OpDescriptor { bucket: Some(bucket.number), step: bucket.step, ..operation };
         let scale = if bucket.op == ReduceOp::Sum { 1.0 } else { 1.0 / self.size() as f64 };
@@ -178,12 +159,14 @@ impl CudaGroup {
                 .record(stream)
                 .map_err(|error| self.system("recording an event", error.to_string()))?;
         }
-        let (packer, flat, casts) = (&bucket.packer, &mut bucket.flat, bucket.casts);
+        let packer = &bucket.packer;
+        let flat = &mut bucket.flat;
+        let casts = bucket.casts;
         let done = self.enqueue(operation, after, |communicator, stream| {
             packer.pack(gradients, flat, scale, stream)?;
             // SAFETY: the bucket's memory is used on this stream only, until others have been made
             // to wait for it.
-            unsafe { communicator.all_reduce(flat, ReduceOp::Sum, stream)? };
+            unsafe { enqueue_all_reduce(communicator, flat, ReduceOp::Sum, stream)? };
             if casts {
                 packer.unpack(flat, gradients, stream)?;
             }
@@ -208,16 +191,16 @@ impl CudaGroup {
     ) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let count = bucket.bytes() / bucket.flat.dtype.size();
-        let operation =
-            self.operation(Kind::Broadcast, bucket.flat.dtype, count, ReduceOp::Sum, root);
+        let operation = OpDescriptor::new(Kind::Broadcast, bucket.flat.dtype, count).root(root);
         let operation = OpDescriptor { bucket: Some(bucket.number), ..operation };
-        let (packer, flat) = (&bucket.packer, &mut bucket.flat);
+        let packer = &bucket.packer;
+        let flat = &mut bucket.flat;
         let done = self.enqueue(operation, std::slice::from_ref(stream), |communicator, own| {
             if self.rank() == root {
                 packer.pack(tensors, flat, 1.0, own)?;
             }
             // SAFETY: the bucket's memory is used on this stream only.
-            unsafe { communicator.broadcast(std::slice::from_mut(flat), root, own)? };
+            unsafe { enqueue_broadcast(communicator, flat, root, own)? };
             if self.rank() != root {
                 packer.unpack(flat, tensors, own)?;
             }
@@ -225,4 +208,30 @@ impl CudaGroup {
         })?;
         stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
     }
+}
+
+/// A bucket whose memory NCCL does not know.
+fn flat_bucket(
+    group: &CudaGroup,
+    number: u32,
+    tensors: DType,
+    communication: DType,
+    lengths: &[usize],
+) -> Result<FlatBucket> {
+    let packer = Packer::new(group.device(), tensors, communication, lengths)
+        .map_err(|error| group.system("making a bucket", error.to_string()))?;
+    let bytes = packer.layout().bytes();
+    let memory = Arc::new(group.allocate(bytes)?);
+    // The gaps between places are reduced too, whatever they hold: nobody looks at them.
+    let flat = BucketView { memory, start: 0, bytes, dtype: communication };
+    Ok(FlatBucket {
+        registration: None,
+        number,
+        step: 0,
+        packer,
+        flat,
+        casts: tensors != communication,
+        op: ReduceOp::Avg,
+        timing: None,
+    })
 }

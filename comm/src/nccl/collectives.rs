@@ -1,10 +1,13 @@
 //! The collectives of a group on GPUs: argument checks, and what NCCL is called with.
 
-use flow_kernels::cuda::{DeviceBuffer, Stream};
+use flow_kernels::cuda::{DeviceBuffer, DeviceMemory, Stream};
 use flow_kernels::{DType, ReduceOp};
 
+use super::communicator::{Communicator, CommunicatorError};
 use super::group::CudaGroup;
-use super::operations::P2pBlock;
+use super::operations::{operator, parts, Block};
+use crate::arguments::Caller;
+use crate::descriptor::OpDescriptor;
 use crate::error::Result;
 use crate::kind::Kind;
 
@@ -16,15 +19,16 @@ impl CudaGroup {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let operation = self.operation(Kind::AllReduce, buffer.dtype(), count(buffer), op, 0);
+        let operation =
+            OpDescriptor::new(Kind::AllReduce, buffer.dtype(), count(buffer)).reduce(op);
         // SAFETY: `in_order` has the buffer used in the order of the caller's stream.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.all_reduce(buffer, op, own)
+            enqueue_all_reduce(communicator, buffer, op, own)
         })
     }
 
-    /// As [`CudaGroup::all_reduce`]; only rank `root` gets the result, the other buffers stay as
-    /// they are.
+    /// Reduces as [`CudaGroup::all_reduce`] does; only rank `root` gets the result, the other
+    /// buffers stay as they are.
     pub fn reduce(
         &self,
         buffer: &mut impl DeviceBuffer,
@@ -33,10 +37,16 @@ impl CudaGroup {
         stream: &Stream,
     ) -> Result<()> {
         self.caller().check_rank("reduce", "root", root)?;
-        let operation = self.operation(Kind::Reduce, buffer.dtype(), count(buffer), op, root);
-        // SAFETY: as above.
+        let operation =
+            OpDescriptor::new(Kind::Reduce, buffer.dtype(), count(buffer)).reduce(op).root(root);
+        let (data, count, dtype) = parts(buffer);
+        let op = operator(op);
+        let root = root as i32;
+        // SAFETY: as above; the memory holds `count` elements, and NCCL writes to the root's only.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.reduce(buffer, op, root, own)
+            communicator.call("ncclReduce", |nccl, comm| {
+                nccl.ncclReduce(data, data, count, dtype, op, root, comm, own.handle().cast())
+            })
         })
     }
 
@@ -49,10 +59,21 @@ impl CudaGroup {
     ) -> Result<()> {
         self.caller().check_rank("broadcast", "root", root)?;
         let bytes = buffers.iter().map(B::bytes).sum();
-        let operation = self.operation(Kind::Broadcast, DType::U8, bytes, ReduceOp::Sum, root);
-        // SAFETY: as above.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.broadcast(buffers, root, own)
+        let operation = OpDescriptor::new(Kind::Broadcast, DType::U8, bytes).root(root);
+        let root = root as i32;
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for buffer in buffers {
+                    let (data, count, dtype) = parts(buffer);
+                    // SAFETY: as above; the memory holds `count` elements.
+                    let code = unsafe {
+                        library.nccl.ncclBroadcast(data, data, count, dtype, root, comm, stream)
+                    };
+                    library.check("ncclBroadcast", code)?;
+                }
+                Ok(())
+            })
         })
     }
 
@@ -64,12 +85,15 @@ impl CudaGroup {
         output: &mut impl DeviceBuffer,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_pair("all_gather", input, output, (1, self.size()))?;
-        let operation =
-            self.operation(Kind::AllGather, input.dtype(), count(input), ReduceOp::Sum, 0);
-        // SAFETY: as above; the output is long enough.
+        check_pair(self.caller(), "all_gather", input, output, (1, self.size()))?;
+        let operation = OpDescriptor::new(Kind::AllGather, input.dtype(), count(input));
+        let (from, count, dtype) = parts(input);
+        let (to, ..) = parts(output);
+        // SAFETY: as above; the output holds `count` elements for each rank.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.all_gather(input, output, own)
+            communicator.call("ncclAllGather", |nccl, comm| {
+                nccl.ncclAllGather(from, to, count, dtype, comm, own.handle().cast())
+            })
         })
     }
 
@@ -82,11 +106,17 @@ impl CudaGroup {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_pair("reduce_scatter", input, output, (self.size(), 1))?;
-        let operation = self.operation(Kind::ReduceScatter, input.dtype(), count(input), op, 0);
-        // SAFETY: as above; the input is long enough.
+        check_pair(self.caller(), "reduce_scatter", input, output, (self.size(), 1))?;
+        let operation =
+            OpDescriptor::new(Kind::ReduceScatter, input.dtype(), count(input)).reduce(op);
+        let (from, ..) = parts(input);
+        let (to, count, dtype) = parts(output);
+        let op = operator(op);
+        // SAFETY: as above; the input holds `count` elements for each rank.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.reduce_scatter(input, output, op, own)
+            communicator.call("ncclReduceScatter", |nccl, comm| {
+                nccl.ncclReduceScatter(from, to, count, dtype, op, comm, own.handle().cast())
+            })
         })
     }
 
@@ -98,19 +128,19 @@ impl CudaGroup {
         output: &mut impl DeviceBuffer,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_pair("all_to_all", input, output, (1, 1))?;
+        check_pair(self.caller(), "all_to_all", input, output, (1, 1))?;
         self.caller().check_blocks("all_to_all", count(input))?;
-        let operation =
-            self.operation(Kind::AllToAll, input.dtype(), count(input), ReduceOp::Sum, 0);
-        let (sends, receives) = (blocks(input, self.size()), blocks(&*output, self.size()));
+        let operation = OpDescriptor::new(Kind::AllToAll, input.dtype(), count(input));
+        let sends = blocks(input, self.size());
+        let receives = blocks(&*output, self.size());
         // SAFETY: as above; the blocks are parts of the buffers.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &receives, own)
+            communicator.exchange(&sends, &receives, own)
         })
     }
 
-    /// As [`CudaGroup::all_gather`], to rank `root` only, which gives `Some` output; the others
-    /// give `None`.
+    /// Gathers as [`CudaGroup::all_gather`] does, to rank `root` only, which gives `Some` output;
+    /// the others give `None`.
     pub fn gather<B: DeviceBuffer>(
         &self,
         input: &B,
@@ -122,18 +152,17 @@ impl CudaGroup {
         self.caller().check_root_side("gather", "output", output.is_some(), root)?;
         let output = match output {
             Some(output) => {
-                self.check_pair("gather", input, output, (1, self.size()))?;
+                check_pair(self.caller(), "gather", input, output, (1, self.size()))?;
                 Some(output)
             }
             None => None,
         };
-        let operation =
-            self.operation(Kind::Gather, input.dtype(), count(input), ReduceOp::Sum, root);
-        let send = P2pBlock { buffer: input, start: 0, bytes: input.bytes(), peer: root };
+        let operation = OpDescriptor::new(Kind::Gather, input.dtype(), count(input)).root(root);
+        let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
         let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[send], &receives, own)
+            communicator.exchange(&[send], &receives, own)
         })
     }
 
@@ -149,15 +178,14 @@ impl CudaGroup {
         self.caller().check_rank("scatter", "root", root)?;
         self.caller().check_root_side("scatter", "input", input.is_some(), root)?;
         if let Some(input) = input {
-            self.check_pair("scatter", input, output, (self.size(), 1))?;
+            check_pair(self.caller(), "scatter", input, output, (self.size(), 1))?;
         }
-        let operation =
-            self.operation(Kind::Scatter, output.dtype(), count(output), ReduceOp::Sum, root);
-        let receive = P2pBlock { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
+        let operation = OpDescriptor::new(Kind::Scatter, output.dtype(), count(output)).root(root);
+        let receive = Block { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
         let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &[receive], own)
+            communicator.exchange(&sends, &[receive], own)
         })
     }
 
@@ -175,12 +203,27 @@ impl CudaGroup {
         caller.check_counts(name, "counts", counts)?;
         caller.check_length(name, "input", count(input), counts[self.rank()])?;
         caller.check_length(name, "output", count(output), counts.iter().sum())?;
-        let operation =
-            self.operation(Kind::AllGatherV, output.dtype(), count(output), ReduceOp::Sum, 0);
+        let operation = OpDescriptor::new(Kind::AllGatherV, output.dtype(), count(output));
+        let (own_data, ..) = parts(input);
+        let own_rank = self.rank();
         let blocks = blocks_of(&*output, counts);
-        // SAFETY: as above; the blocks are parts of the buffers.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_broadcasts(input, &blocks, own)
+        // NCCL has no gather of uneven blocks: each rank that has any broadcasts its own.
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for block in &blocks {
+                    let (to, count, dtype) = block.parts();
+                    let from = if block.peer == own_rank { own_data } else { to };
+                    let root = block.peer as i32;
+                    // SAFETY: as above; the blocks are parts of the output, and this rank's is as
+                    // long as `input`. NCCL reads the root's only.
+                    let code = unsafe {
+                        library.nccl.ncclBroadcast(from, to, count, dtype, root, comm, stream)
+                    };
+                    library.check("ncclBroadcast", code)?;
+                }
+                Ok(())
+            })
         })
     }
 
@@ -199,11 +242,29 @@ impl CudaGroup {
         caller.check_counts(name, "counts", counts)?;
         caller.check_length(name, "input", count(input), counts.iter().sum())?;
         caller.check_length(name, "output", count(output), counts[self.rank()])?;
-        let operation = self.operation(Kind::ReduceScatterV, input.dtype(), count(input), op, 0);
+        let operation =
+            OpDescriptor::new(Kind::ReduceScatterV, input.dtype(), count(input)).reduce(op);
+        let (own_data, ..) = parts(output);
+        let own_rank = self.rank();
         let blocks = blocks_of(input, counts);
-        // SAFETY: as above; the blocks are parts of the buffers.
-        self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_reduces(&blocks, output, op, own)
+        let op = operator(op);
+        // NCCL has no reduce-scatter of uneven blocks: each block is reduced to its rank.
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for block in &blocks {
+                    let (from, count, dtype) = block.parts();
+                    let to = if block.peer == own_rank { own_data } else { std::ptr::null_mut() };
+                    let root = block.peer as i32;
+                    // SAFETY: as above; the blocks are parts of the input, and this rank's is as
+                    // long as `output`. NCCL writes to the root's only.
+                    let code = unsafe {
+                        library.nccl.ncclReduce(from, to, count, dtype, op, root, comm, stream)
+                    };
+                    library.check("ncclReduce", code)?;
+                }
+                Ok(())
+            })
         })
     }
 
@@ -227,48 +288,123 @@ impl CudaGroup {
         caller.check_own_count(name, input_counts, output_counts)?;
         caller.check_length(name, "input", count(input), input_counts.iter().sum())?;
         caller.check_length(name, "output", count(output), output_counts.iter().sum())?;
-        let operation =
-            self.operation(Kind::AllToAllV, input.dtype(), count(input), ReduceOp::Sum, 0);
-        let (sends, receives) =
-            (blocks_of(input, input_counts), blocks_of(&*output, output_counts));
+        let operation = OpDescriptor::new(Kind::AllToAllV, input.dtype(), count(input));
+        let sends = blocks_of(input, input_counts);
+        let receives = blocks_of(&*output, output_counts);
         // SAFETY: as above; the blocks are parts of the buffers.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &receives, own)
+            communicator.exchange(&sends, &receives, own)
         })
     }
 
-    /// Checks that the lengths are in the ratio `(input, output)`, and the types equal.
-    fn check_pair(
-        &self,
-        operation: &str,
-        input: &impl DeviceBuffer,
-        output: &impl DeviceBuffer,
-        ratio: (usize, usize),
-    ) -> Result<()> {
-        let [input, output] = [(input.bytes(), input.dtype()), (output.bytes(), output.dtype())];
-        self.caller().check_pair(operation, input, output, ratio)
+    /// Returns when all ranks have called it and all their earlier operations are over.
+    pub fn barrier(&self) -> Result<()> {
+        self.member(&"barrier")?;
+        let memory = DeviceMemory::allocate(self.device(), DType::F32.size())
+            .map_err(|e| self.system("barrier", e.to_string()))?;
+        let mut word = Word(memory);
+        let operation = OpDescriptor::new(Kind::Barrier, DType::F32, 1);
+        let done = self.enqueue(operation, &[], |communicator, stream| {
+            word.0.fill_zero(stream)?;
+            // SAFETY: freeing the word waits for the device.
+            let op = ReduceOp::Sum;
+            Ok(unsafe { enqueue_all_reduce(communicator, &mut word, op, stream) }?)
+        })?;
+        self.wait("barrier", &done)
     }
 }
 
+/// Checks that the lengths are in the ratio `(input, output)`, and the types equal.
+fn check_pair(
+    caller: Caller,
+    operation: &str,
+    input: &impl DeviceBuffer,
+    output: &impl DeviceBuffer,
+    ratio: (usize, usize),
+) -> Result<()> {
+    let input = (input.bytes(), input.dtype());
+    let output = (output.bytes(), output.dtype());
+    caller.check_pair(operation, input, output, ratio)
+}
+
+/// Enqueues the reduction of `buffer` over all ranks.
+///
+/// # Safety
+///
+/// Until what this enqueues on `stream` is over, nobody else uses the buffer, and it is not freed.
+pub(super) unsafe fn enqueue_all_reduce(
+    communicator: &Communicator,
+    buffer: &mut dyn DeviceBuffer,
+    op: ReduceOp,
+    stream: &Stream,
+) -> Result<(), CommunicatorError> {
+    let (data, count, dtype) = parts(buffer);
+    let op = operator(op);
+    let stream = stream.handle().cast();
+    communicator.call("ncclAllReduce", |nccl, comm| {
+        // SAFETY: the memory holds `count` elements; the caller's promise.
+        unsafe { nccl.ncclAllReduce(data, data, count, dtype, op, comm, stream) }
+    })
+}
+
+/// Enqueues the copy of rank `root`'s buffer to all ranks'.
+///
+/// # Safety
+///
+/// As for [`enqueue_all_reduce`].
+pub(super) unsafe fn enqueue_broadcast(
+    communicator: &Communicator,
+    buffer: &mut dyn DeviceBuffer,
+    root: usize,
+    stream: &Stream,
+) -> Result<(), CommunicatorError> {
+    let (data, count, dtype) = parts(buffer);
+    let root = root as i32;
+    let stream = stream.handle().cast();
+    communicator.call("ncclBroadcast", |nccl, comm| {
+        // SAFETY: the memory holds `count` elements; the caller's promise.
+        unsafe { nccl.ncclBroadcast(data, data, count, dtype, root, comm, stream) }
+    })
+}
+
+/// The number of elements.
 pub(super) fn count(buffer: &impl DeviceBuffer) -> usize {
     buffer.bytes() / buffer.dtype().size()
 }
 
 /// A buffer's equal blocks, one for each of `peers`.
-fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<P2pBlock<'_>> {
+fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
     let bytes = buffer.bytes() / peers;
-    (0..peers).map(|peer| P2pBlock { buffer, start: peer * bytes, bytes, peer }).collect()
+    (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
 }
 
 /// A buffer's blocks, of `counts[peer]` elements each; those that are empty are left out.
-fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<P2pBlock<'a>> {
+fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<Block<'a>> {
     let size = buffer.dtype().size();
     let mut start = 0;
     let mut blocks = Vec::new();
     for (peer, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
         let bytes = count * size;
-        blocks.push(P2pBlock { buffer, start, bytes, peer });
+        blocks.push(Block { buffer, start, bytes, peer });
         start += bytes;
     }
     blocks
+}
+
+/// One element for a barrier.
+struct Word(DeviceMemory);
+
+// SAFETY: the memory holds one f32 and is freed when the device has done all its work.
+unsafe impl DeviceBuffer for Word {
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
 }

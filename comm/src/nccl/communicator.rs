@@ -107,8 +107,9 @@ impl Communicator {
         let root = split(self.library, self.root, color, key, &config, cancelled)?;
         let Some(root) = root else { return Ok(None) };
         // SAFETY: the new communicator is ready, and nobody else has it.
-        let (rank, size) =
-            unsafe { (self.library.comm_user_rank(root.0)?, self.library.comm_count(root.0)?) };
+        let rank = unsafe { self.library.comm_user_rank(root.0)? };
+        // SAFETY: as above.
+        let size = unsafe { self.library.comm_count(root.0)? };
         Self::of(self.library, &self.device, root, rank, size, cancelled).map(Some)
     }
 
@@ -144,15 +145,17 @@ impl Communicator {
         }
     }
 
+    /// This rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// What went wrong on the device or between ranks since the last look.
+    /// Returns the error of the device, or between ranks, since the last look.
     pub fn check(&self) -> Result<(), CommunicatorError> {
         let _call = self.enter()?;
         // SAFETY: the handle is valid as long as the communicator is not aborted, which waits for
@@ -199,10 +202,10 @@ impl Communicator {
     fn enter(&self) -> Result<ActiveCall<'_>, CommunicatorError> {
         self.active_calls.fetch_add(1, Ordering::SeqCst);
         let call = ActiveCall(self);
-        match self.aborted.load(Ordering::SeqCst) {
-            true => Err(CommunicatorError::Aborted),
-            false => Ok(call),
+        if self.aborted.load(Ordering::SeqCst) {
+            return Err(CommunicatorError::Aborted);
         }
+        Ok(call)
     }
 }
 
@@ -213,31 +216,17 @@ impl Drop for Communicator {
         if self.aborted.load(Ordering::SeqCst) {
             return;
         }
-        let (library, device, work, root) =
-            (self.library, Arc::clone(&self.device), self.work, self.root);
+        let library = self.library;
+        let device = Arc::clone(&self.device);
+        let work = self.work;
+        let root = self.root;
         let (done, outcome) = mpsc::channel();
-        let finalize = move || {
+        let thread = std::thread::Builder::new().name("flow-nccl-end".into()).spawn(move || {
             let _ = bind(&device);
-            let (Handle(work), Handle(root)) = (work, root);
             // SAFETY: nobody else has the handles any more.
-            let result = unsafe {
-                library
-                    .comm_finalize(work)
-                    .and_then(|()| library.comm_destroy(work))
-                    .and_then(|()| library.comm_finalize(root))
-                    .and_then(|()| {
-                        let begin = Instant::now();
-                        while matches!(library.async_error(root), Ok(CommState::InProgress))
-                            && begin.elapsed() < FINALIZE_TIMEOUT
-                        {
-                            std::thread::sleep(POLL_INTERVALS.1);
-                        }
-                        library.comm_destroy(root)
-                    })
-            };
-            let _ = done.send(result);
-        };
-        if std::thread::Builder::new().name("flow-nccl-end".into()).spawn(finalize).is_err() {
+            let _ = done.send(unsafe { finalize(library, work, root) });
+        });
+        if thread.is_err() {
             return;
         }
         match outcome.recv_timeout(FINALIZE_TIMEOUT) {
@@ -252,6 +241,27 @@ impl Drop for Communicator {
     }
 }
 
+/// Finalizes and frees a communicator together with the other ranks.
+///
+/// # Safety
+///
+/// Nobody else has the handles any more.
+unsafe fn finalize(library: &Library, work: Handle, root: Handle) -> Result<(), NcclError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        library.comm_finalize(work.0)?;
+        library.comm_destroy(work.0)?;
+        library.comm_finalize(root.0)?;
+        let begin = Instant::now();
+        while matches!(library.async_error(root.0), Ok(CommState::InProgress))
+            && begin.elapsed() < FINALIZE_TIMEOUT
+        {
+            std::thread::sleep(POLL_INTERVALS.1);
+        }
+        library.comm_destroy(root.0)
+    }
+}
+
 /// A call of NCCL that a thread is in.
 pub(super) struct ActiveCall<'a>(&'a Communicator);
 
@@ -261,6 +271,7 @@ impl Drop for ActiveCall<'_> {
     }
 }
 
+/// Makes the device the thread's current one.
 pub(super) fn bind(device: &Device) -> Result<(), NcclError> {
     device.make_current().map_err(|error| NcclError::missing(error.to_string()))
 }

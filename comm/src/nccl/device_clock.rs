@@ -12,7 +12,7 @@ const MAX_AGE: Duration = Duration::from_secs(10);
 
 /// A moment on both clocks, renewed now and then.
 pub struct DeviceClock {
-    /// Of its own, so that an event on it happens at once.
+    /// A stream of its own, so that an event on it happens at once.
     stream: Stream,
     reference: Event,
     ticks: u64,
@@ -20,9 +20,14 @@ pub struct DeviceClock {
 }
 
 impl DeviceClock {
+    /// A clock with a reference of now.
     pub fn new(device: &Arc<Device>) -> Result<Self, Error> {
-        let (stream, reference) = (Stream::high_priority(device)?, Event::timed(device)?);
-        let mut clock = Self { stream, reference, ticks: 0, made: Instant::now() };
+        let mut clock = Self {
+            stream: Stream::high_priority(device)?,
+            reference: Event::timed(device)?,
+            ticks: 0,
+            made: Instant::now(),
+        };
         clock.renew()?;
         Ok(clock)
     }
@@ -44,7 +49,8 @@ impl DeviceClock {
     fn renew(&mut self) -> Result<(), Error> {
         self.reference.record(&self.stream)?;
         self.stream.synchronize()?;
-        (self.ticks, self.made) = (trace::ticks(), Instant::now());
+        self.ticks = trace::ticks();
+        self.made = Instant::now();
         Ok(())
     }
 }

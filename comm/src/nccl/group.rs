@@ -5,24 +5,21 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Event, Stream};
-use flow_kernels::{DType, ReduceOp};
+use flow_kernels::cuda::{Device, Event, Stream};
 use flow_store::fork::ForkSafe;
 
 use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
 use super::communicator::{Communicator, CommunicatorError};
 use super::error::{system_error, EnqueueError};
-use super::memory::{FlatMemory, Registration};
+use super::memory::FlatMemory;
 use super::progress::{CudaOp, EnqueuedOp};
 use super::watchdog::Watchdog;
 use crate::arguments::Caller;
-use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::kind::Kind;
 use crate::trace::{self, Start};
 
-/// What a process group does on one GPU, over NCCL.
+/// A process group's part on one GPU, over NCCL.
 ///
 /// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on
 /// the group's own stream and returns at once: it begins when the work that was enqueued on
@@ -37,7 +34,7 @@ use crate::trace::{self, Start};
 pub struct CudaGroup {
     /// Before the communicator: it uses that.
     watchdog: ForkSafe<Watchdog>,
-    communicator: ForkSafe<Arc<Communicator>>,
+    pub(super) communicator: ForkSafe<Arc<Communicator>>,
     pub(super) failure: ForkSafe<Arc<Failure>>,
     device: ForkSafe<Arc<Device>>,
     stream: ForkSafe<Stream>,
@@ -46,7 +43,7 @@ pub struct CudaGroup {
     prefix: String,
 }
 
-/// What changes with each operation: operations are enqueued one at a time.
+/// The state that changes with each operation: operations are enqueued one at a time.
 struct IssueState {
     /// How many operations were enqueued.
     enqueued: u64,
@@ -72,17 +69,23 @@ impl CudaGroup {
         communicator: Communicator,
         prefix: String,
     ) -> Result<Self> {
-        let system = |reason: String| failure.fail(system_error(&failure, JOINING, reason));
-        let cuda = |error: flow_kernels::cuda::Error| system(error.to_string());
-        let stream = Stream::high_priority(&device).map_err(cuda)?;
-        let ready = Event::new(&device).map_err(cuda)?;
+        let stream = Stream::high_priority(&device)
+            .map_err(|error| cannot_join(&failure, error.to_string()))?;
+        let ready =
+            Event::new(&device).map_err(|error| cannot_join(&failure, error.to_string()))?;
         let communicator = Arc::new(communicator);
         let watchdog =
             Watchdog::start(Arc::clone(&failure), Arc::clone(&communicator), prefix.clone())
-                .map_err(|error| system(format!("cannot start a thread: {error}")))?;
-        let events = VecDeque::new();
-        let state =
-            Mutex::new(IssueState { enqueued: 0, collectives: 0, splits: 0, ready, events });
+                .map_err(|error| {
+                    cannot_join(&failure, format!("cannot start a thread: {error}"))
+                })?;
+        let state = Mutex::new(IssueState {
+            enqueued: 0,
+            collectives: 0,
+            splits: 0,
+            ready,
+            events: VecDeque::new(),
+        });
         Ok(Self {
             watchdog: ForkSafe::new(watchdog),
             communicator: ForkSafe::new(communicator),
@@ -133,21 +136,6 @@ impl CudaGroup {
         self.communicator.rank()
     }
 
-    /// Returns when all ranks have called it and all their earlier operations are over.
-    pub fn barrier(&self) -> Result<()> {
-        self.member(&"barrier")?;
-        let memory = DeviceMemory::allocate(&self.device, DType::F32.size())
-            .map_err(|e| self.system("barrier", e.to_string()))?;
-        let mut word = Word(memory);
-        let operation = self.operation(Kind::Barrier, DType::F32, 1, ReduceOp::Sum, 0);
-        let done = self.enqueue(operation, &[], |communicator, stream| {
-            word.0.fill_zero(stream)?;
-            // SAFETY: freeing the word waits for the device.
-            Ok(unsafe { communicator.all_reduce(&mut word, ReduceOp::Sum, stream) }?)
-        })?;
-        self.wait("barrier", &done)
-    }
-
     /// Waits until all operations that have been enqueued are over. To know that before results are
     /// kept: after a failure, what is in device memory is of no use.
     ///
@@ -161,7 +149,7 @@ impl CudaGroup {
     }
 
     /// Has the host wait for an event; the watchdog bounds that.
-    fn wait(&self, operation: &str, done: &Event) -> Result<()> {
+    pub(super) fn wait(&self, operation: &str, done: &Event) -> Result<()> {
         let mut pause = Duration::from_micros(20);
         while !done.is_done().map_err(|error| self.system(operation, error.to_string()))? {
             self.check()?;
@@ -190,8 +178,12 @@ impl CudaGroup {
         }
         self.failure.abort(cause);
         let rank = self.failure.core.world.rank;
-        let (operation, cause) = ("NCCL".into(), cause.into());
-        self.watchdog.fail(Error::Poisoned { rank, operation, cause, is_mismatch: false });
+        self.watchdog.fail(Error::Poisoned {
+            rank,
+            operation: "NCCL".into(),
+            cause: cause.into(),
+            is_mismatch: false,
+        });
     }
 
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
@@ -208,8 +200,8 @@ impl CudaGroup {
             return Err(self.caller().argument(operation.descriptor.kind.name(), reason));
         }
         let after = std::slice::from_ref(stream);
-        let issue = |communicator: &Communicator, own: &Stream| Ok(issue(communicator, own)?);
-        let done = self.enqueue(operation.clone(), after, issue)?;
+        let done = self
+            .enqueue(operation.clone(), after, |communicator, own| Ok(issue(communicator, own)?))?;
         stream.wait(&done).map_err(|error| self.system(&operation.to_string(), error.to_string()))
     }
 
@@ -225,10 +217,8 @@ impl CudaGroup {
         let mut state = self.issue_state(&operation.kind.name())?;
         let recorder = &self.failure.core.recorder;
         let is_message = operation.kind.is_message();
-        operation.sequence = match is_message {
-            true => recorder.next_message(),
-            false => recorder.next_collective(),
-        };
+        operation.sequence =
+            if is_message { recorder.next_message() } else { recorder.next_collective() };
         let start = Start { is_cuda: true, ..operation.record(None) };
         self.watchdog.check(&op)?;
         state.collectives += u64::from(!is_message);
@@ -261,16 +251,15 @@ impl CudaGroup {
             state.ready.record(stream)?;
             self.stream.wait(&state.ready)?;
         }
-        let mut mark = || {
-            let event = state.take_event(&self.device)?;
-            event.record(&self.stream)?;
-            Ok::<_, EnqueueError>(event)
-        };
-        let started = trace::is_on().then(&mut mark).transpose()?;
+        let mut started = None;
+        if trace::is_on() {
+            started = Some(state.mark(&self.stream)?);
+        }
         issue(&self.communicator, &self.stream)?;
-        Ok((started, mark()?))
+        Ok((started, state.mark(&self.stream)?))
     }
 
+    /// An event that nobody else uses.
     pub(super) fn event(&self) -> Result<Arc<Event>> {
         let mut state = self.issue_state(&"making an event")?;
         let event = state
@@ -280,24 +269,19 @@ impl CudaGroup {
         Ok(event)
     }
 
+    /// Allocates memory that NCCL can register.
     pub(super) fn allocate(&self, bytes: usize) -> Result<FlatMemory> {
         self.member(&"allocating device memory")?.communicator.allocate(bytes).map_err(|failure| {
             self.system("allocating device memory", EnqueueError::from(failure).0)
         })
     }
 
-    pub(super) fn register(&self, memory: &Arc<FlatMemory>) -> Result<Option<Registration>> {
-        let registered = self.member(&"registering device memory")?.communicator.register(memory);
-        registered.map_err(|failure| {
-            self.system("registering device memory", EnqueueError::from(failure).0)
-        })
-    }
-
     /// The group, for an operation that takes a member, and not a process that was forked from it.
-    fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
-        match self.failure.is_ours() {
-            true => Ok(self),
-            false => Err(self.failure.core.world.forked(operation)),
+    pub(super) fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
+        if self.failure.is_ours() {
+            Ok(self)
+        } else {
+            Err(self.failure.core.world.forked(operation))
         }
     }
 
@@ -305,37 +289,20 @@ impl CudaGroup {
         Ok(self.member(operation)?.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// An operation that is about to be enqueued: its number comes then.
-    pub(super) fn operation(
-        &self,
-        kind: Kind,
-        dtype: DType,
-        count: usize,
-        reduce: ReduceOp,
-        root: usize,
-    ) -> OpDescriptor {
-        let (root, count) = (root as u32, count as u64);
-        OpDescriptor {
-            sequence: 0,
-            kind,
-            dtype,
-            reduce,
-            root,
-            count,
-            bucket: None,
-            step: 0,
-            layout: 0,
-            label: None,
-        }
-    }
-
+    /// The error of an operation that the system refuses.
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {
         system_error(&self.failure, operation, reason)
     }
 
+    /// This rank, for checks of its arguments.
     pub(super) fn caller(&self) -> Caller {
         self.failure.core.caller()
     }
+}
+
+/// Fails the group because this rank cannot join it on its GPU.
+fn cannot_join(failure: &Failure, reason: String) -> Error {
+    failure.fail(system_error(failure, JOINING, reason))
 }
 
 impl Drop for CudaGroup {
@@ -354,6 +321,13 @@ impl fmt::Debug for CudaGroup {
 }
 
 impl IssueState {
+    /// An event that is over when all that has been enqueued on the stream is.
+    fn mark(&mut self, stream: &Stream) -> Result<Arc<Event>, EnqueueError> {
+        let event = self.take_event(stream.device())?;
+        event.record(stream)?;
+        Ok(event)
+    }
+
     /// An event that nobody uses any more, or a new one.
     fn take_event(
         &mut self,
@@ -364,23 +338,5 @@ impl IssueState {
             Some(event) => Ok(event),
             None => Event::timed(device).map(Arc::new),
         }
-    }
-}
-
-/// One element for a barrier.
-struct Word(DeviceMemory);
-
-// SAFETY: the memory holds one f32 and is freed when the device has done all its work.
-unsafe impl DeviceBuffer for Word {
-    fn address(&self) -> u64 {
-        self.0.address()
-    }
-
-    fn bytes(&self) -> usize {
-        self.0.bytes()
-    }
-
-    fn dtype(&self) -> DType {
-        DType::F32
     }
 }

@@ -115,26 +115,28 @@ impl fmt::Display for Version {
 
 fn find() -> Result<Library, Error> {
     let mut refused = Vec::new();
-    let mut open = |(origin, name): (&str, OsString)| {
-        Library::open(&name).map_err(|reason| refused.push(format!("{origin}{reason}"))).ok()
-    };
-    let is_nccl = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so"))
-    };
-    let loaded = mappings().into_iter().map(|(_, path)| path).find(is_nccl);
-    let found = if let Some(path) = loaded {
-        // libtorch's: there must not be two in a process.
-        open(("loaded already: ", path.into()))
-    } else {
-        let names =
-            ["libnccl.so.2".into(), "libnccl.so".into()].into_iter().chain(beside_libtorch());
-        let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
-        names
-            .map(|name| ("", name))
-            .chain(path.map(|path| ("FLOW_NCCL_PATH: ", path)))
-            .find_map(&mut open)
-    };
-    found.ok_or_else(|| Error(refused.join("; ")))
+    for (origin, name) in candidates() {
+        match Library::open(&name) {
+            Ok(library) => return Ok(library),
+            Err(reason) => refused.push(format!("{origin}{reason}")),
+        }
+    }
+    Err(Error(refused.join("; ")))
+}
+
+/// The files that may be NCCL, and for messages where each is from.
+fn candidates() -> Vec<(&'static str, OsString)> {
+    for (_, path) in mappings() {
+        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so")) {
+            // libtorch's: there must not be two in a process.
+            return vec![("loaded already: ", path.into())];
+        }
+    }
+    let mut names = vec![("", "libnccl.so.2".into()), ("", "libnccl.so".into())];
+    names.extend(beside_libtorch().map(|name| ("", name)));
+    let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
+    names.extend(path.map(|path| ("FLOW_NCCL_PATH: ", path)));
+    names
 }
 
 /// Where PyTorch's wheels have NCCL, if this process has loaded libtorch.
@@ -147,7 +149,7 @@ fn beside_libtorch() -> Option<OsString> {
     Some(packages.join("nvidia/nccl/lib/libnccl.so.2").into())
 }
 
-/// What the dynamic loader says.
+/// The reason that the dynamic loader gives.
 fn reason(error: libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -159,11 +161,14 @@ fn file_at(address: usize) -> Option<PathBuf> {
 
 /// The files that are mapped into this process, and where.
 fn mappings() -> Vec<(std::ops::Range<usize>, PathBuf)> {
-    let parse = |line: &str| {
-        let (begin, end) = line.split_once(' ')?.0.split_once('-')?;
-        let address = |hexadecimal| usize::from_str_radix(hexadecimal, 16).ok();
-        Some((address(begin)?..address(end)?, line[line.find('/')?..].into()))
-    };
     let maps = fs::read("/proc/self/maps").unwrap_or_default();
-    String::from_utf8_lossy(&maps).lines().filter_map(parse).collect()
+    String::from_utf8_lossy(&maps).lines().filter_map(mapping).collect()
+}
+
+/// A line of `/proc/self/maps`; None if no file is mapped there.
+fn mapping(line: &str) -> Option<(std::ops::Range<usize>, PathBuf)> {
+    let (begin, end) = line.split_once(' ')?.0.split_once('-')?;
+    let begin = usize::from_str_radix(begin, 16).ok()?;
+    let end = usize::from_str_radix(end, 16).ok()?;
+    Some((begin..end, line[line.find('/')?..].into()))
 }

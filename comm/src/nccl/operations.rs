@@ -1,4 +1,4 @@
-//! What ranks of a communicator enqueue: collectives and messages, by NCCL's functions.
+//! Calls of NCCL that enqueue: how they are made, and what they are given.
 
 use std::ffi::c_void;
 
@@ -6,254 +6,79 @@ use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::{DType, ReduceOp};
 
 use super::communicator::{Communicator, CommunicatorError};
+use super::library::Library;
 use super::result::NcclError;
-use super::sys::{ncclDataType_t, ncclRedOp_t};
+use super::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, Nccl};
 
 impl Communicator {
-    /// # Safety
-    ///
-    /// As for all operations: until what it enqueues on `stream` is over, nobody else uses the
-    /// buffers, and they are not freed.
-    pub unsafe fn all_reduce(
+    /// Calls the function `name` of NCCL, which enqueues one operation.
+    pub fn call(
         &self,
-        buffer: &mut dyn DeviceBuffer,
-        op: ReduceOp,
-        stream: &Stream,
+        name: &'static str,
+        function: impl FnOnce(&Nccl, ncclComm_t) -> ncclResult_t,
     ) -> Result<(), CommunicatorError> {
         let _lock = self.lock_calls()?;
-        let (data, count, dtype) = parts(buffer);
-        // SAFETY: the memory holds `count` elements; the caller's promise.
-        unsafe {
-            self.library.all_reduce(
-                data,
-                data,
-                count,
-                dtype,
-                operator(op),
-                self.work.0,
-                stream.handle(),
-            )?
-        };
-        Ok(())
+        Ok(self.library.check(name, function(&self.library.nccl, self.work.0))?)
     }
 
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`].
-    pub unsafe fn reduce(
+    /// Makes one operation of those that `body` enqueues.
+    pub fn grouped(
         &self,
-        buffer: &mut dyn DeviceBuffer,
-        op: ReduceOp,
-        root: usize,
-        stream: &Stream,
+        body: impl FnOnce(&Library, ncclComm_t) -> Result<(), NcclError>,
     ) -> Result<(), CommunicatorError> {
         let _lock = self.lock_calls()?;
-        let (data, count, dtype) = parts(buffer);
-        // SAFETY: the memory holds `count` elements; NCCL writes to the root's only.
-        unsafe {
-            self.library.reduce(
-                data,
-                data,
-                count,
-                dtype,
-                operator(op),
-                root,
-                self.work.0,
-                stream.handle(),
-            )?
-        };
-        Ok(())
+        self.library.group_start()?;
+        let result = body(self.library, self.work.0);
+        let end = self.library.group_end(); // in any case
+        Ok(result.and(end)?)
     }
 
-    /// Broadcasts all buffers as one operation.
+    /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap.
     ///
     /// # Safety
     ///
-    /// See [`Communicator::all_reduce`].
-    pub unsafe fn broadcast<B: DeviceBuffer>(
+    /// Blocks lie within their buffers. Until what this enqueues on `stream` is over, nobody else
+    /// uses the buffers, and they are not freed.
+    pub unsafe fn exchange(
         &self,
-        buffers: &mut [B],
-        root: usize,
+        sends: &[Block<'_>],
+        receives: &[Block<'_>],
         stream: &Stream,
     ) -> Result<(), CommunicatorError> {
-        self.grouped(|| {
-            buffers.iter_mut().try_for_each(|buffer| {
-                let (data, count, dtype) = parts(buffer);
-                // SAFETY: the memory holds `count` elements; the caller's promise.
-                unsafe {
-                    self.library.broadcast(
-                        data,
-                        data,
-                        count,
-                        dtype,
-                        root,
-                        self.work.0,
-                        stream.handle(),
-                    )
-                }
-            })
-        })
-    }
-
-    /// `output` holds one block like `input` for each rank.
-    ///
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`].
-    pub unsafe fn all_gather(
-        &self,
-        input: &dyn DeviceBuffer,
-        output: &mut dyn DeviceBuffer,
-        stream: &Stream,
-    ) -> Result<(), CommunicatorError> {
-        let _lock = self.lock_calls()?;
-        let (from, count, dtype) = parts(input);
-        // SAFETY: `output` holds `count` elements for each rank; the caller's promise.
-        unsafe {
-            self.library.all_gather(
-                from,
-                parts(output).0,
-                count,
-                dtype,
-                self.work.0,
-                stream.handle(),
-            )?
-        };
-        Ok(())
-    }
-
-    /// `input` holds one block like `output` for each rank.
-    ///
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`].
-    pub unsafe fn reduce_scatter(
-        &self,
-        input: &dyn DeviceBuffer,
-        output: &mut dyn DeviceBuffer,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<(), CommunicatorError> {
-        let _lock = self.lock_calls()?;
-        let (to, count, dtype) = parts(output);
-        // SAFETY: `input` holds `count` elements for each rank; the caller's promise.
-        unsafe {
-            self.library.reduce_scatter(
-                parts(input).0,
-                to,
-                count,
-                dtype,
-                operator(op),
-                self.work.0,
-                stream.handle(),
-            )?;
-        }
-        Ok(())
-    }
-
-    /// Broadcasts each of `blocks`, one of `input` for each rank that has any, from its rank, as
-    /// one operation: NCCL has no gather of uneven blocks.
-    ///
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as
-    /// long as `input`.
-    pub unsafe fn grouped_broadcasts(
-        &self,
-        input: &dyn DeviceBuffer,
-        blocks: &[P2pBlock<'_>],
-        stream: &Stream,
-    ) -> Result<(), CommunicatorError> {
-        let (comm, stream) = (self.work.0, stream.handle());
-        self.grouped(|| {
-            blocks.iter().try_for_each(|block| {
-                let (to, count, dtype) = block.parts();
-                let from = if block.peer == self.rank { parts(input).0 } else { to };
-                // SAFETY: both hold `count` elements, and NCCL reads the root's only; the caller's
-                // promise.
-                unsafe { self.library.broadcast(from, to, count, dtype, block.peer, comm, stream) }
-            })
-        })
-    }
-
-    /// Reduces each of `blocks`, one for each rank that has any, to its rank's `output`, as one
-    /// operation: NCCL has no reduce-scatter of uneven blocks.
-    ///
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`]; blocks lie within their buffers, and this rank's is as
-    /// long as `output`.
-    pub unsafe fn grouped_reduces(
-        &self,
-        blocks: &[P2pBlock<'_>],
-        output: &mut dyn DeviceBuffer,
-        op: ReduceOp,
-        stream: &Stream,
-    ) -> Result<(), CommunicatorError> {
-        let (comm, stream, to) = (self.work.0, stream.handle(), parts(output).0);
-        self.grouped(|| {
-            blocks.iter().try_for_each(|block| {
-                let (from, count, dtype) = block.parts();
-                let to = if block.peer == self.rank { to } else { std::ptr::null_mut() };
-                let op = operator(op);
-                // SAFETY: `from` holds `count` elements, and so does `to` of the root, the only one
-                // that NCCL writes to; the caller's promise.
-                unsafe { self.library.reduce(from, to, count, dtype, op, block.peer, comm, stream) }
-            })
-        })
-    }
-
-    /// Sends and receives blocks as one operation: NCCL has no other way to let them overlap. A
-    /// block is a buffer, the number of its first byte, and how many bytes it has.
-    ///
-    /// # Safety
-    ///
-    /// See [`Communicator::all_reduce`]; blocks lie within their buffers.
-    pub unsafe fn grouped_p2p(
-        &self,
-        sends: &[P2pBlock<'_>],
-        receives: &[P2pBlock<'_>],
-        stream: &Stream,
-    ) -> Result<(), CommunicatorError> {
-        let (comm, stream) = (self.work.0, stream.handle());
-        self.grouped(|| {
+        let stream = stream.handle().cast();
+        self.grouped(|library, comm| {
             for block in sends {
                 let (data, count, dtype) = block.parts();
+                let peer = block.peer as i32;
                 // SAFETY: the memory holds `count` elements; the caller's promise.
-                unsafe { self.library.send(data, count, dtype, block.peer, comm, stream)? };
+                let sent = unsafe { library.nccl.ncclSend(data, count, dtype, peer, comm, stream) };
+                library.check("ncclSend", sent)?;
             }
             for block in receives {
                 let (data, count, dtype) = block.parts();
+                let peer = block.peer as i32;
                 // SAFETY: as above.
-                unsafe { self.library.recv(data, count, dtype, block.peer, comm, stream)? };
+                let received =
+                    unsafe { library.nccl.ncclRecv(data, count, dtype, peer, comm, stream) };
+                library.check("ncclRecv", received)?;
             }
             Ok(())
         })
     }
-
-    /// Makes one operation of those that `body` enqueues.
-    fn grouped(
-        &self,
-        body: impl FnOnce() -> Result<(), NcclError>,
-    ) -> Result<(), CommunicatorError> {
-        let _lock = self.lock_calls()?;
-        self.library.group_start()?;
-        let result = body();
-        let end = self.library.group_end(); // in any case
-        Ok(result.and(end)?)
-    }
 }
 
 /// A part of a buffer, to or from `peer`.
-pub struct P2pBlock<'a> {
+pub struct Block<'a> {
     pub buffer: &'a dyn DeviceBuffer,
+    /// Its first byte.
     pub start: usize,
     pub bytes: usize,
     pub peer: usize,
 }
 
-impl P2pBlock<'_> {
-    fn parts(&self) -> (*mut c_void, usize, ncclDataType_t) {
+impl Block<'_> {
+    /// Address, number of elements and type.
+    pub fn parts(&self) -> (*mut c_void, usize, ncclDataType_t) {
         let dtype = self.buffer.dtype();
         (
             (self.buffer.address() as usize + self.start) as *mut _,
@@ -264,7 +89,7 @@ impl P2pBlock<'_> {
 }
 
 /// Address, number of elements and type.
-fn parts<B: DeviceBuffer + ?Sized>(buffer: &B) -> (*mut c_void, usize, ncclDataType_t) {
+pub fn parts<B: DeviceBuffer + ?Sized>(buffer: &B) -> (*mut c_void, usize, ncclDataType_t) {
     let dtype = buffer.dtype();
     (buffer.address() as usize as *mut _, buffer.bytes() / dtype.size(), data_type(dtype))
 }
@@ -281,7 +106,8 @@ fn data_type(dtype: DType) -> ncclDataType_t {
     }
 }
 
-fn operator(op: ReduceOp) -> ncclRedOp_t {
+/// NCCL's name of a reduction.
+pub fn operator(op: ReduceOp) -> ncclRedOp_t {
     match op {
         ReduceOp::Sum => ncclRedOp_t::ncclSum,
         ReduceOp::Avg => ncclRedOp_t::ncclAvg,

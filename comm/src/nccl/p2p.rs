@@ -1,12 +1,13 @@
 //! Messages between the GPUs of a group.
 
 use flow_kernels::cuda::{DeviceBuffer, Stream};
-use flow_kernels::ReduceOp;
+use flow_kernels::DType;
 
 use super::collectives::count;
 use super::group::CudaGroup;
-use super::operations::P2pBlock;
+use super::operations::Block;
 use super::progress::{Batch, CudaOp};
+use crate::descriptor::OpDescriptor;
 use crate::error::Result;
 use crate::kind::Kind;
 use crate::p2p::P2pOp;
@@ -17,23 +18,22 @@ impl CudaGroup {
     /// for each other.
     pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("send", to)?;
-        let operation = self.operation(Kind::Send, data.dtype(), count(data), ReduceOp::Sum, to);
-        let block = P2pBlock { buffer: data, start: 0, bytes: data.bytes(), peer: to };
+        let operation = OpDescriptor::new(Kind::Send, data.dtype(), count(data)).peer(to, 0);
+        let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[block], &[], own)
+            communicator.exchange(&[block], &[], own)
         })
     }
 
     /// Receives what rank `from` sends next.
     pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("recv", from)?;
-        let operation =
-            self.operation(Kind::Recv, buffer.dtype(), count(buffer), ReduceOp::Sum, from);
-        let block = P2pBlock { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
+        let operation = OpDescriptor::new(Kind::Recv, buffer.dtype(), count(buffer)).peer(from, 0);
+        let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&[], &[block], own)
+            communicator.exchange(&[], &[block], own)
         })
     }
 
@@ -45,7 +45,9 @@ impl CudaGroup {
         ops: &mut [P2pOp<&mut B>],
         stream: &Stream,
     ) -> Result<()> {
-        let (mut sends, mut receives, mut messages) = (Vec::new(), Vec::new(), Vec::new());
+        let mut sends = Vec::new();
+        let mut receives = Vec::new();
+        let mut messages = Vec::new();
         for op in ops.iter() {
             let (name, verb, blocks, buffer, peer) = match op {
                 P2pOp::Send { data, to } => ("send", "send to", &mut sends, &**data, *to),
@@ -55,19 +57,18 @@ impl CudaGroup {
             };
             self.caller().check_peer(name, peer)?;
             messages.push((verb, peer));
-            blocks.push(P2pBlock { buffer, start: 0, bytes: buffer.bytes(), peer });
+            blocks.push(Block { buffer, start: 0, bytes: buffer.bytes(), peer });
         }
         if ops.is_empty() {
             return Ok(());
         }
         let bytes = sends.iter().chain(&receives).map(|block| block.bytes).sum();
-        let descriptor =
-            self.operation(Kind::BatchSendRecv, flow_kernels::DType::U8, bytes, ReduceOp::Sum, 0);
+        let descriptor = OpDescriptor::new(Kind::BatchSendRecv, DType::U8, bytes);
         let batch = Some(Batch::new(&messages, &self.failure.core.ranks).into());
         let operation = CudaOp { descriptor, batch };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
-            communicator.grouped_p2p(&sends, &receives, own)
+            communicator.exchange(&sends, &receives, own)
         })
     }
 }

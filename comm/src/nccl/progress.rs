@@ -13,7 +13,7 @@ use crate::trace::RecordId;
 #[derive(Clone)]
 pub struct CudaOp {
     pub descriptor: OpDescriptor,
-    /// Of messages that are sent and received together.
+    /// The messages that are sent and received together.
     pub batch: Option<Arc<Batch>>,
 }
 
@@ -39,12 +39,12 @@ pub struct EnqueuedOp {
     pub record: RecordId,
 }
 
-/// What a rank publishes of its last operation.
+/// The last operation of a rank, as it publishes that.
 #[derive(Serialize, Deserialize)]
 pub struct Progress {
     number: u64,
     collectives: u64,
-    /// What all ranks of a collective must agree on; None for a message.
+    /// The part of a collective that all ranks must agree on; None for a message.
     agreed: Option<String>,
     /// The operation, for people.
     pub text: String,
@@ -57,7 +57,7 @@ impl From<OpDescriptor> for CudaOp {
 }
 
 impl Batch {
-    /// Of verbs with peers, whose ranks in the job are in `ranks`.
+    /// A batch of verbs with peers, whose ranks in the job are in `ranks`.
     pub fn new(messages: &[(&str, usize)], ranks: &[usize]) -> Self {
         let mut texts: Vec<String> = Vec::new();
         for (verb, peer) in messages {
@@ -87,6 +87,7 @@ impl fmt::Display for CudaOp {
 }
 
 impl EnqueuedOp {
+    /// The operation as this rank publishes it.
     pub fn progress(&self) -> Progress {
         Progress {
             number: self.number,
@@ -96,9 +97,9 @@ impl EnqueuedOp {
         }
     }
 
-    /// What all ranks of a collective must agree on. The sequence number counts the collectives on
-    /// the host too, which other threads may call. Each rank has its own count in an all-to-all of
-    /// uneven blocks.
+    /// The part of a collective that all ranks must agree on. The sequence number counts the
+    /// collectives on the host too, which other threads may call. Each rank has its own count in an
+    /// all-to-all of uneven blocks.
     fn agreed(&self) -> Option<String> {
         let mut common = OpDescriptor { sequence: 0, ..self.op.descriptor };
         if common.kind == Kind::AllToAllV {
@@ -117,7 +118,7 @@ impl EnqueuedOp {
     pub fn may_need(&self, rank: usize) -> bool {
         let descriptor = &self.op.descriptor;
         match (descriptor.kind, &self.op.batch) {
-            (Kind::Send | Kind::Recv, _) => rank == descriptor.root as usize,
+            (Kind::Send | Kind::Recv, _) => rank == descriptor.peer as usize,
             (_, Some(batch)) => batch.peers.contains(&rank),
             _ => true,
         }
@@ -126,9 +127,10 @@ impl EnqueuedOp {
     /// Whether the rank of `progress` has begun this operation. Ranks count their messages alone,
     /// so for a message this is a guess.
     pub fn is_begun_by(&self, progress: &Progress) -> bool {
-        match self.op.descriptor.kind.is_message() {
-            true => progress.number >= self.number,
-            false => progress.collectives >= self.collectives,
+        if self.op.descriptor.kind.is_message() {
+            progress.number >= self.number
+        } else {
+            progress.collectives >= self.collectives
         }
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_void, CStr};
 use std::ptr;
 
 use super::library::Library;
-use super::sys::{self, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t};
+use super::sys::{self, ncclComm_t, ncclConfig_t, ncclResult_t};
 
 /// A call to NCCL that failed.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -12,9 +12,9 @@ use super::sys::{self, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, nc
 pub struct NcclError {
     /// The function's name.
     pub call: &'static str,
-    /// What it returned.
+    /// The code that it returned.
     pub code: ncclResult_t,
-    /// What that means, and what NCCL says about it.
+    /// The meaning of the code, and what NCCL says about it.
     pub text: String,
 }
 
@@ -35,7 +35,7 @@ pub enum CommState {
     InProgress,
 }
 
-/// What the ranks of a new communicator find each other by. Whoever has it can join.
+/// The id by which the ranks of a new communicator find each other. Whoever has it can join.
 #[derive(Clone, Copy)]
 pub struct UniqueId(sys::ncclUniqueId);
 
@@ -97,15 +97,13 @@ macro_rules! call {
     }};
 }
 
-/// NCCL's functions, each by its name. A non-blocking communicator that is not ready is no error:
-/// see `async_error`.
+/// NCCL's functions but those that enqueue, each by its name. A non-blocking communicator that is
+/// not ready is no error: see `async_error`.
 ///
 /// # Safety
 ///
-/// Of the `unsafe` ones, as NCCL has it: a communicator is this library's, and neither destroyed
-/// nor aborted. Results can be written where they are to go. Buffers are memory of the
-/// communicator's device with that many elements, and nobody else uses or frees them before
-/// `stream`, which is of the same device, has done the work.
+/// The `unsafe` ones ask for what NCCL asks for: a communicator is this library's, and neither
+/// destroyed nor aborted. Results can be written where they are to go.
 impl Library {
     /// The id of a new communicator. One of its ranks makes it, and must stay until all have
     /// joined.
@@ -146,14 +144,17 @@ impl Library {
         call!(self, self.nccl, ncclCommSplit(comm, color, number(key), child, &mut config))
     }
 
+    /// Ends what is under way, together with the other ranks.
     pub(super) unsafe fn comm_finalize(&self, comm: ncclComm_t) -> Result<()> {
         call!(self, self.nccl, ncclCommFinalize(comm))
     }
 
+    /// Frees a communicator.
     pub(super) unsafe fn comm_destroy(&self, comm: ncclComm_t) -> Result<()> {
         call!(self, self.nccl, ncclCommDestroy(comm))
     }
 
+    /// Ends and frees a communicator at once.
     pub(super) unsafe fn comm_abort(&self, comm: ncclComm_t) -> Result<()> {
         call!(self, self.nccl, ncclCommAbort(comm))
     }
@@ -170,16 +171,19 @@ impl Library {
         })
     }
 
+    /// The number of ranks.
     pub(super) unsafe fn comm_count(&self, comm: ncclComm_t) -> Result<usize> {
         let mut count = 0;
         call!(self, self.nccl, ncclCommCount(comm, &mut count)).map(|()| count as usize)
     }
 
+    /// This rank.
     pub(super) unsafe fn comm_user_rank(&self, comm: ncclComm_t) -> Result<usize> {
         let mut rank = 0;
         call!(self, self.nccl, ncclCommUserRank(comm, &mut rank)).map(|()| rank as usize)
     }
 
+    /// Registers memory with a communicator.
     pub(super) unsafe fn comm_register(
         &self,
         comm: ncclComm_t,
@@ -190,6 +194,7 @@ impl Library {
         call!(self, self.registration()?, ncclCommRegister(comm, data, bytes, handle))
     }
 
+    /// Undoes a registration.
     pub(super) unsafe fn comm_deregister(
         &self,
         comm: ncclComm_t,
@@ -198,115 +203,14 @@ impl Library {
         call!(self, self.registration()?, ncclCommDeregister(comm, handle))
     }
 
+    /// Allocates memory that can be registered.
     pub(super) unsafe fn mem_alloc(&self, data: &mut *mut c_void, bytes: usize) -> Result<()> {
         call!(self, self.registration()?, ncclMemAlloc(data, bytes))
     }
 
+    /// Frees such memory.
     pub(super) unsafe fn mem_free(&self, data: *mut c_void) -> Result<()> {
         call!(self, self.registration()?, ncclMemFree(data))
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    pub(super) unsafe fn all_reduce(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        op: ncclRedOp_t,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(self, self.nccl, ncclAllReduce(from, to, count, dtype, op, comm, stream.cast()))
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    pub(super) unsafe fn reduce(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        op: ncclRedOp_t,
-        root: usize,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(
-            self,
-            self.nccl,
-            ncclReduce(from, to, count, dtype, op, number(root), comm, stream.cast())
-        )
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    pub(super) unsafe fn broadcast(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        root: usize,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(
-            self,
-            self.nccl,
-            ncclBroadcast(from, to, count, dtype, number(root), comm, stream.cast())
-        )
-    }
-
-    /// `count` elements from each rank.
-    pub(super) unsafe fn all_gather(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(self, self.nccl, ncclAllGather(from, to, count, dtype, comm, stream.cast()))
-    }
-
-    /// `count` elements to each rank.
-    #[allow(clippy::too_many_arguments)]
-    pub(super) unsafe fn reduce_scatter(
-        &self,
-        from: *const c_void,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        op: ncclRedOp_t,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(self, self.nccl, ncclReduceScatter(from, to, count, dtype, op, comm, stream.cast()))
-    }
-
-    pub(super) unsafe fn send(
-        &self,
-        from: *const c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        peer: usize,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(self, self.nccl, ncclSend(from, count, dtype, number(peer), comm, stream.cast()))
-    }
-
-    pub(super) unsafe fn recv(
-        &self,
-        to: *mut c_void,
-        count: usize,
-        dtype: ncclDataType_t,
-        peer: usize,
-        comm: ncclComm_t,
-        stream: *mut c_void,
-    ) -> Result<()> {
-        call!(self, self.nccl, ncclRecv(to, count, dtype, number(peer), comm, stream.cast()))
     }
 
     /// Begins a group: the calls of this thread until `group_end` become one.
@@ -321,14 +225,16 @@ impl Library {
 
     fn registration(&self) -> Result<&sys::Registration> {
         self.registration.as_ref().ok_or_else(|| {
-            let (version, path) = (self.version(), self.path().display());
             NcclError::missing(format!(
-                "NCCL {version} ({path}) cannot register memory: install 2.19 or newer"
+                "NCCL {} ({}) cannot register memory: install 2.19 or newer",
+                self.version(),
+                self.path().display()
             ))
         })
     }
 
-    fn check(&self, call: &'static str, code: ncclResult_t) -> Result<()> {
+    /// Turns what the function `call` has returned into a result.
+    pub(super) fn check(&self, call: &'static str, code: ncclResult_t) -> Result<()> {
         if matches!(code, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
             return Ok(());
         }

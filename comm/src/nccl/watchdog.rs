@@ -54,6 +54,14 @@ struct Pending {
     started: Option<Arc<Event>>,
 }
 
+impl Pending {
+    /// When it began and ended on the device, in ticks.
+    fn times(&self, clock: &DeviceClock) -> Option<(u64, u64)> {
+        let started = clock.ticks(self.started.as_ref()?)?;
+        Some((started, clock.ticks(self.done.as_ref()?)?))
+    }
+}
+
 struct WatchState {
     pending: VecDeque<Pending>,
     /// The last operation that was begun.
@@ -79,12 +87,14 @@ struct Shared {
     change: Condvar,
 }
 
+/// Watches what a group has enqueued, on threads of its own.
 pub struct Watchdog {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Watchdog {
+    /// Starts the threads.
     pub fn start(
         failure: Arc<Failure>,
         communicator: Arc<Communicator>,
@@ -110,9 +120,10 @@ impl Watchdog {
         let shared = Arc::new(shared);
         let [watched, guarded] = [Arc::clone(&shared), Arc::clone(&shared)];
         let mut watch = Self { shared, threads: Vec::new() };
-        let start = |name: &str| std::thread::Builder::new().name(name.into());
-        watch.threads.push(start("flow-nccl").spawn(move || watched.run())?);
-        watch.threads.push(start("flow-nccl-guard").spawn(move || guarded.terminate_if_stuck())?);
+        let thread = std::thread::Builder::new().name("flow-nccl".into());
+        watch.threads.push(thread.spawn(move || watched.run())?);
+        let thread = std::thread::Builder::new().name("flow-nccl-guard".into());
+        watch.threads.push(thread.spawn(move || guarded.terminate_if_stuck())?);
         Ok(watch)
     }
 
@@ -157,7 +168,8 @@ impl Watchdog {
     /// The operation that began last has been enqueued. It is over when `done` is.
     pub fn enqueued(&self, started: Option<Arc<Event>>, done: Arc<Event>) {
         if let Some(pending) = self.shared.state().pending.back_mut() {
-            (pending.started, pending.done) = (started, Some(done));
+            pending.started = started;
+            pending.done = Some(done);
         }
     }
 
@@ -173,8 +185,11 @@ impl Watchdog {
     /// Waits until all operations that began are over, or the group has failed.
     pub fn drain(&self) {
         let state = self.shared.state();
-        let busy = |state: &mut WatchState| !state.pending.is_empty() && state.failure.is_none();
-        drop(self.shared.change.wait_while(state, busy).unwrap_or_else(PoisonError::into_inner));
+        let over = self
+            .shared
+            .change
+            .wait_while(state, |state| !state.pending.is_empty() && state.failure.is_none());
+        drop(over.unwrap_or_else(PoisonError::into_inner));
     }
 }
 
@@ -195,7 +210,9 @@ impl Shared {
     }
 
     fn run(&self) {
-        let (mut published, mut last_publish, mut gone_since) = (None, Instant::now(), None);
+        let mut published = None;
+        let mut last_publish = Instant::now();
+        let mut gone_since = None;
         // Of the oldest operation, if flow-launch asks for reports.
         let mut long: Option<Stall> = None;
         let device = &self.communicator.device;
@@ -228,7 +245,8 @@ impl Shared {
                     );
                 } else if news {
                     drop(state);
-                    (published, last_publish) = (self.publish(last), Instant::now());
+                    published = self.publish(last);
+                    last_publish = Instant::now();
                 } else {
                     drop(self.change.wait(state).unwrap_or_else(PoisonError::into_inner));
                 }
@@ -250,7 +268,8 @@ impl Shared {
                 break;
             }
             if news && due {
-                (published, last_publish) = (self.publish(last), Instant::now());
+                published = self.publish(last);
+                last_publish = Instant::now();
             }
             if long.is_none() {
                 long = self.failure.core.world.long_wait();
@@ -317,23 +336,22 @@ impl Shared {
 
     fn pop_completed(&self, operation: &EnqueuedOp, clock: Option<&DeviceClock>) {
         let mut state = self.state();
-        let is_oldest = |oldest: &Pending| oldest.operation.number == operation.number;
-        if !state.pending.front().is_some_and(is_oldest) {
-            return;
+        match state.pending.front() {
+            Some(oldest) if oldest.operation.number == operation.number => {}
+            _ => return,
         }
         let Some(completed) = state.pending.pop_front() else { return };
         state.warned = false;
         drop(state);
         let recorder = &self.failure.core.recorder;
-        let ticks = |event: &Option<Arc<Event>>| clock?.ticks(event.as_ref()?);
-        match (ticks(&completed.started), ticks(&completed.done)) {
-            (Some(started), Some(done)) => recorder.finish_at(operation.record, started, done),
-            _ => recorder.finish(operation.record),
+        match clock.and_then(|clock| completed.times(clock)) {
+            Some((started, done)) => recorder.finish_at(operation.record, started, done),
+            None => recorder.finish(operation.record),
         }
     }
 
-    /// What is wrong with the oldest operation, if anything is. `gone_since` is set when a peer is
-    /// first found to be gone.
+    /// Returns what is wrong with the oldest operation, if anything is. `gone_since` is set when a
+    /// peer is first found to be gone.
     fn diagnose(
         &self,
         operation: &EnqueuedOp,
@@ -341,7 +359,8 @@ impl Shared {
         done: Option<&Event>,
         gone_since: &mut Option<Instant>,
     ) -> Option<Error> {
-        let (failure, rank) = (&self.failure, self.failure.core.world.rank);
+        let failure = &self.failure;
+        let rank = failure.core.world.rank;
         if let Err(error) = failure.check_failure(operation, true) {
             return Some(error);
         }
@@ -356,12 +375,14 @@ impl Shared {
             let late = gone_since.get_or_insert_with(Instant::now).elapsed() > PEER_EXIT_GRACE;
             // Nobody knows which ranks have begun their part of a batch.
             let is_batch = operation.op.descriptor.kind == Kind::BatchSendRecv;
-            let is_missed = |&peer: &usize| late || !is_batch && !self.has_begun(peer, operation);
-            if let Some(peer) = gone.into_iter().find(is_missed) {
-                return Some(failure.fail_peer_lost(peer, operation));
+            for peer in gone {
+                if late || !is_batch && !self.has_begun(peer, operation) {
+                    return Some(failure.fail_peer_lost(peer, operation));
+                }
             }
         }
-        let (age, timeout) = (begun.elapsed(), failure.core.timeout());
+        let age = begun.elapsed();
+        let timeout = failure.core.timeout();
         if age >= timeout {
             return Some(self.timed_out(operation, timeout));
         }
@@ -406,17 +427,16 @@ impl Shared {
 
     fn timed_out(&self, operation: &EnqueuedOp, timeout: Duration) -> Error {
         let rank = self.failure.core.world.rank;
-        let others = (0..self.failure.core.size()).filter(|&r| r != self.failure.core.rank);
-        let differs = |r: usize| {
-            let progress = self.progress(r)?;
-            operation.disagrees(&progress).then_some((r, progress.text))
-        };
-        if let Some((other, theirs)) = others.filter_map(differs).next() {
-            let other = self.failure.core.ranks[other];
-            return Error::Mismatch {
-                rank,
-                detail: format!("rank {rank} called {operation}, rank {other} called {theirs}"),
-            };
+        for other in (0..self.failure.core.size()).filter(|&r| r != self.failure.core.rank) {
+            let Some(progress) = self.progress(other) else { continue };
+            if operation.disagrees(&progress) {
+                let other = self.failure.core.ranks[other];
+                let theirs = progress.text;
+                return Error::Mismatch {
+                    rank,
+                    detail: format!("rank {rank} called {operation}, rank {other} called {theirs}"),
+                };
+            }
         }
         Error::Timeout {
             rank,
@@ -433,26 +453,30 @@ impl Shared {
     /// The ranks that have not begun the operation, according to the store; the other ranks of
     /// messages.
     fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
-        let is_late = move |&r: &usize| match operation.op.descriptor.kind.is_message() {
-            true => operation.may_need(r),
-            false => r != self.failure.core.rank && !self.has_begun(r, operation),
-        };
-        (0..self.failure.core.size()).filter(is_late)
+        (0..self.failure.core.size()).filter(move |&rank| {
+            if operation.op.descriptor.kind.is_message() {
+                operation.may_need(rank)
+            } else {
+                rank != self.failure.core.rank && !self.has_begun(rank, operation)
+            }
+        })
     }
 
-    /// As [`Shared::late`], in words.
+    /// Describes the ranks of [`Shared::late`].
     fn missing(&self, operation: &EnqueuedOp) -> String {
-        let describe = |r: usize| {
-            let at = self.progress(r).map_or("which has begun nothing".into(), |progress| {
-                format!("which is at {}", progress.text)
+        let core = &self.failure.core;
+        let mut late = Vec::new();
+        for rank in self.late(operation) {
+            let peer = core.world.describe(core.ranks[rank]);
+            late.push(match self.progress(rank) {
+                Some(progress) => format!("{peer}, which is at {}", progress.text),
+                None => format!("{peer}, which has begun nothing"),
             });
-            format!("{}, {at}", self.failure.core.world.describe(self.failure.core.ranks[r]))
-        };
-        let late: Vec<String> = self.late(operation).map(describe).collect();
-        match late.is_empty() {
-            true => "the device or the network: all ranks have begun it".into(),
-            false => late.join("; "),
         }
+        if late.is_empty() {
+            return "the device or the network: all ranks have begun it".into();
+        }
+        late.join("; ")
     }
 
     fn has_begun(&self, rank: usize, operation: &EnqueuedOp) -> bool {
@@ -465,7 +489,8 @@ impl Shared {
 
     /// Publishes this rank's last operation. Returns its number.
     fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
-        let (store, last) = (self.store()?, last?);
+        let store = self.store()?;
+        let last = last?;
         let key = format!("{}at/{}", self.prefix, self.failure.core.rank);
         let progress = serde_json::to_vec(&last.progress()).unwrap_or_default();
         if let Err(error) = store.set(&key, &progress) {

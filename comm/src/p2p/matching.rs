@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 
 use super::message::{pieces, transfer, Endpoints, PIECE};
 use super::queue::{Incoming, Message, MessageQueue, Open};
-use crate::backend::BufferView;
 use crate::descriptor::{DescriptorWords, Elements, Location, MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::internode::connect::{progress, Connector};
 use crate::label::Label;
+use crate::memory::BufferView;
 use crate::shm::bytes;
 use crate::shm::control::{Control, Counter};
 use crate::shm::io_segment::IoSegment;
@@ -33,7 +33,7 @@ pub enum Found<'a> {
     Next(Open<'a>, OpDescriptor, Location),
 }
 
-/// What there is from a sender, as MPI's matched probe has it.
+/// The result of a look for a message of a sender, as of MPI's matched probe.
 pub enum Probe<'a> {
     Found(Found<'a>),
     /// Nothing yet. The next message makes `sent` this, unless it comes from another node.
@@ -52,7 +52,7 @@ pub enum ProbeWait {
     None,
 }
 
-/// What comes from each rank.
+/// Matches what comes from each rank with what is asked for.
 pub struct Matcher {
     pub core: Arc<GroupCore>,
     pub failure: Arc<Failure>,
@@ -62,10 +62,12 @@ pub struct Matcher {
 }
 
 impl Matcher {
+    /// A matcher that has received nothing.
     pub fn new(failure: &Arc<Failure>) -> Self {
         let core = Arc::clone(&failure.core);
-        let local = |rank: usize| core.locals.iter().position(|&local| local == rank);
-        let queues = (0..core.size()).map(|rank| MessageQueue::new(local(rank))).collect();
+        let queues = (0..core.size())
+            .map(|rank| MessageQueue::new(core.locals.iter().position(|&local| local == rank)))
+            .collect();
         Self {
             failure: Arc::clone(failure),
             control: Arc::clone(&failure.control),
@@ -114,7 +116,7 @@ impl Matcher {
             let mut message = match open.unfinished.take() {
                 Some(message) => message,
                 None => match self.read_descriptor(from, &mailbox.descriptor)? {
-                    (operation, location) if operation.tag() == what.tag => {
+                    (operation, location) if operation.tag == what.tag => {
                         return Ok(Probe::Found(Found::Next(open, operation, location)));
                     }
                     (operation, location) => self.keep(from, operation, location, what)?,
@@ -185,7 +187,7 @@ impl Matcher {
             let message = match unfinished.take() {
                 Some(message) => message,
                 None => match self.read_descriptor(from, descriptor)? {
-                    (operation, location) if operation.tag() == what.tag => {
+                    (operation, location) if operation.tag == what.tag => {
                         return Ok(Probe::Found(Found::Next(open, operation, location)));
                     }
                     (operation, location) => self.keep(from, operation, location, what)?,
@@ -318,14 +320,17 @@ impl Matcher {
         what: &MessageDescriptor,
     ) -> Result<Message> {
         Message::new(operation, location).ok_or_else(|| {
-            let (rank, sender) = (self.core.world.rank, self.core.ranks[from]);
             let OpDescriptor { count, dtype, .. } = operation;
             let reason = format!(
-                "no memory to keep {count} x {dtype} with tag {} of rank {sender} until they are asked for: receive \
-                 them earlier",
-                operation.tag()
+                "no memory to keep {count} x {dtype} with tag {} of rank {} until they are asked \
+                 for: receive them earlier",
+                operation.tag, self.core.ranks[from]
             );
-            self.failure.fail(Error::System { rank, operation: what.to_string(), reason })
+            self.failure.fail(Error::System {
+                rank: self.core.world.rank,
+                operation: what.to_string(),
+                reason,
+            })
         })
     }
 
@@ -338,11 +343,12 @@ impl Matcher {
     pub fn has_nothing(&self, from: usize, tag: u32) -> bool {
         let queue = &self.queues[from];
         let Some(_open) = queue.open(self.doorbell()) else { return false };
-        let has_sent = |sender| {
-            let mailbox = self.control.mailbox(sender, self.core.local);
-            mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
-        };
-        !queue.has(tag) && !queue.sender.is_some_and(has_sent)
+        if queue.has(tag) {
+            return false;
+        }
+        let Some(sender) = queue.sender else { return true };
+        let mailbox = self.control.mailbox(sender, self.core.local);
+        !mailbox.sent.reached(mailbox.taken.value.load(Ordering::Relaxed).wrapping_add(1))
     }
 
     /// Whether a rank on another node has not sent this one anything in the group.

@@ -1,10 +1,10 @@
 //! A message on its way between nodes.
 
-use crate::backend::BufferView;
 use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::internode::connect::{progress, Connector};
+use crate::memory::BufferView;
 use crate::shm::io_segment::IoSegment;
 use crate::transport::Connections;
 
@@ -22,10 +22,12 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
+    /// The name of the channel between the two.
     pub fn channel(self) -> String {
         format!("messages/{}-{}", self.sender, self.receiver)
     }
 
+    /// The two ranks, by their positions in the channel.
     pub fn members(self) -> [usize; 2] {
         [self.receiver, self.sender]
     }
@@ -57,10 +59,11 @@ pub fn transfer(
         None => connector.connect(&ends.channel(), &ends.members(), position, what)?,
     };
     for segment in segments {
-        match is_sender {
-            true => connections.send(0, segment),
-            false => connections.receive(1, segment),
-        };
+        if is_sender {
+            connections.send(0, segment);
+        } else {
+            connections.receive(1, segment);
+        }
     }
     let mut departure = None;
     let moved = failure.wait_until(what, &|| vec![peer], &|| None, &mut |time| {

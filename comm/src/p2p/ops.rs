@@ -8,7 +8,7 @@
 pub enum P2pOp<B> {
     /// Sends `data` to rank `to` of the group.
     Send {
-        /// What is sent.
+        /// The data that is sent.
         data: B,
         /// The receiver.
         to: usize,
@@ -23,6 +23,11 @@ pub enum P2pOp<B> {
 }
 
 impl<B> P2pOp<B> {
+    /// Whether this rank sends the message.
+    pub(crate) fn is_send(&self) -> bool {
+        matches!(self, P2pOp::Send { .. })
+    }
+
     /// The rank at the other end.
     pub fn peer(&self) -> usize {
         match self {

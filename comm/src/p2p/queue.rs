@@ -17,7 +17,7 @@ use crate::shm::bytes;
 use crate::shm::control::Counter;
 use crate::shm::io_segment::IoSegment;
 
-/// What comes from one rank.
+/// The messages of one rank.
 pub struct MessageQueue {
     /// The sender's number among the members on this node; None for one on another node.
     pub sender: Option<usize>,
@@ -32,7 +32,7 @@ pub struct MessageQueue {
 /// By tag, in the order in which they were sent; no queue is empty.
 type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
 
-/// What is still to come.
+/// The state of the messages that are still to come.
 #[derive(Default)]
 pub struct Incoming {
     /// From a rank on another node. It is declared before the memory that it may be about to fill:
@@ -72,6 +72,7 @@ struct Closing<'a> {
 }
 
 impl MessageQueue {
+    /// An empty queue; `sender` is the rank's number among those on this node, if it is here.
     pub fn new(sender: Option<usize>) -> Self {
         Self {
             sender,
@@ -84,16 +85,19 @@ impl MessageQueue {
 
     /// None while another thread has it open, which rings the doorbell when it closes it.
     pub fn open<'a>(&'a self, doorbell: &'a Counter) -> Option<Open<'a>> {
-        let try_open = || match self.incoming.try_lock() {
+        let incoming = self.try_lock().or_else(|| {
+            self.is_wanted.store(true, Ordering::SeqCst);
+            self.try_lock()
+        })?;
+        Some(Open { incoming, closing: Closing { queue: self, doorbell } })
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, Incoming>> {
+        match self.incoming.try_lock() {
             Ok(incoming) => Some(incoming),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
-        };
-        let incoming = try_open().or_else(|| {
-            self.is_wanted.store(true, Ordering::SeqCst);
-            try_open()
-        })?;
-        Some(Open { incoming, closing: Closing { queue: self, doorbell } })
+        }
     }
 
     /// The first message with this tag that was kept.
@@ -127,7 +131,7 @@ impl Open<'_> {
         }
         let Closing { queue, doorbell } = self.closing;
         let mut kept = queue.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.entry(message.operation.tag()).or_default().push_back(message);
+        kept.entry(message.operation.tag).or_default().push_back(message);
         queue.count.fetch_add(1, Ordering::SeqCst);
         drop(kept);
         doorbell.ring();
@@ -189,7 +193,8 @@ impl Message {
     ///
     /// Until the segment is filled or dropped, the message lives and nobody else looks at it.
     pub unsafe fn next_segment(&mut self, most: usize) -> IoSegment {
-        let (start, count) = (self.data.len(), self.missing().min(most));
+        let start = self.data.len();
+        let count = self.missing().min(most);
         self.data.resize(start + count, 0);
         // SAFETY: the range is inside the data, whose memory was reserved for all of it, so that it
         // does not move.

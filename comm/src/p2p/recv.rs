@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::matching::{Found, Matcher, Probe, ProbeWait};
-use crate::backend::BufferView;
 use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
+use crate::memory::BufferView;
 use crate::shm::control::{sleep_on, Counter};
 use crate::transport::DisconnectReason;
 
@@ -17,10 +17,12 @@ pub struct Receiver {
 }
 
 impl Receiver {
+    /// Receives what `matcher` finds.
     pub fn new(matcher: Arc<Matcher>) -> Self {
         Self { matcher }
     }
 
+    /// Receives the next message that fits.
     pub fn recv(&self, data: BufferView, what: &MessageDescriptor, from: usize) -> Result<()> {
         let found = match self.matcher.probe(from, what, ProbeWait::None)? {
             Probe::Found(found) => found,

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::matching::{Found, Matcher, Probe, ProbeWait};
-use crate::backend::BufferView;
 use crate::descriptor::MessageDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::remote::POLL_INTERVAL;
+use crate::memory::BufferView;
 use crate::transport::DisconnectReason;
 
 /// How long a receive from any rank sleeps at most before it looks at its connections to other
@@ -18,7 +18,7 @@ const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// flow-launch's report of a process that exited with success.
 const ENDED_WELL: &str = "exit code 0";
 
-/// What is known of senders on other nodes that have never sent anything.
+/// Senders on other nodes that have never sent anything, as far as they are known.
 #[derive(Default)]
 struct NeverSent {
     asked: Option<Instant>,
@@ -34,6 +34,7 @@ pub struct AnyReceiver {
 }
 
 impl AnyReceiver {
+    /// Receives what `matcher` finds.
     pub fn new(matcher: Arc<Matcher>) -> Self {
         Self { matcher, next_sender: AtomicUsize::new(0) }
     }
@@ -51,7 +52,8 @@ impl AnyReceiver {
 
     fn wait_for_any<'a>(&'a self, what: &MessageDescriptor) -> Result<(usize, Found<'a>)> {
         let mut outcome = None;
-        let (absent, deserted) = (RefCell::default(), Cell::new(false));
+        let absent = RefCell::default();
+        let deserted = Cell::new(false);
         let missing = || {
             self.matcher.core.ranks_where(|rank| {
                 rank != self.matcher.core.rank && !self.matcher.failure.has_left(rank)
@@ -95,7 +97,7 @@ impl AnyReceiver {
         }
     }
 
-    /// What there is from any rank, beginning with the one after that which was served last.
+    /// Looks for a message of any rank, beginning with the one after that which was served last.
     fn probe_all(&self, what: &MessageDescriptor) -> Result<Option<(usize, Found<'_>)>> {
         let first = self.next_sender.load(Ordering::Relaxed);
         let mut died = None;
@@ -129,33 +131,66 @@ impl AnyReceiver {
         self.ask(absent);
         let ended = self.matcher.core.world.ended(&self.matcher.core.ranks, Duration::ZERO);
         // Only now is it certain that a rank that has ended, and has not left, has died.
-        let how = |rank: usize| match self.matcher.queues[rank].sender {
-            Some(_) if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
-            Some(_) => {
-                ended.contains(&self.matcher.core.ranks[rank]).then_some(DisconnectReason::Ended)
-            }
-            None if self.matcher.queues[rank].open(self.matcher.doorbell())?.has_left => {
-                Some(DisconnectReason::Left)
-            }
-            None => absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone()),
-        };
         let senders = self.matcher.core.ranks_where(|rank| rank != self.matcher.core.rank);
-        let gone = senders.iter().filter_map(|&rank| Some((rank, how(rank)?)));
-        let (mut gone, died): (Vec<_>, Vec<_>) =
-            gone.partition(|(_, how)| matches!(how, DisconnectReason::Left));
+        let mut gone = Vec::new();
+        let mut died = Vec::new();
+        for &rank in &senders {
+            match self.end_of_sender(rank, &ended, absent) {
+                Some(DisconnectReason::Left) => gone.push((rank, DisconnectReason::Left)),
+                Some(how) => died.push((rank, how)),
+                None => {}
+            }
+        }
         if died.is_empty() {
             // The others may have left as well: one after the other is asked, until one is there.
-            let is_known = |rank: &usize| gone.iter().any(|(known, _)| known == rank);
-            let others: Vec<_> = senders.iter().copied().filter(|rank| !is_known(rank)).collect();
-            let asked = others
-                .iter()
-                .map_while(|&rank| Some((rank, self.matcher.connect_to_silent(rank)?)));
-            gone.extend(asked);
+            for &rank in &senders {
+                if gone.iter().any(|(known, _)| *known == rank) {
+                    continue;
+                }
+                let Some(how) = self.matcher.connect_to_silent(rank) else { break };
+                gone.push((rank, how));
+            }
         }
         let is_last = gone.len() + died.len() == senders.len();
         let lost = died.first().or(gone.last().filter(|_| is_last))?;
         let is_silent = died.iter().chain(&gone).all(|&(r, _)| self.matcher.has_nothing(r, tag));
         is_silent.then(|| (lost.clone(), is_last))
+    }
+
+    /// How a sender has gone, as far as this rank knows; `ended` are the ranks of the job on this
+    /// node that have ended.
+    fn end_of_sender(
+        &self,
+        rank: usize,
+        ended: &[usize],
+        absent: &NeverSent,
+    ) -> Option<DisconnectReason> {
+        let queue = &self.matcher.queues[rank];
+        if queue.sender.is_some() {
+            if self.matcher.failure.has_left(rank) {
+                return Some(DisconnectReason::Left);
+            }
+            let has_ended = ended.contains(&self.matcher.core.ranks[rank]);
+            return has_ended.then_some(DisconnectReason::Ended);
+        }
+        if queue.open(self.matcher.doorbell())?.has_left {
+            return Some(DisconnectReason::Left);
+        }
+        absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone())
+    }
+
+    /// How a rank that has never sent has gone, if it has.
+    fn end_of_silent(&self, rank: usize) -> Option<DisconnectReason> {
+        let core = &self.matcher.core;
+        let report = core.world.exit_report(core.ranks[rank], Duration::ZERO);
+        if self.matcher.failure.has_left(rank) {
+            return Some(DisconnectReason::Left);
+        }
+        match report {
+            Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
+            Some(_) => Some(DisconnectReason::Ended),
+            None => self.matcher.failure.disconnect_reason(rank),
+        }
     }
 
     /// Asks, every [`POLL_INTERVAL`], which members on other nodes are gone and have never sent.
@@ -167,18 +202,8 @@ impl AnyReceiver {
         }
         absent.asked = Some(Instant::now());
         let silent = self.matcher.core.ranks_where(|rank| self.matcher.has_never_sent(rank));
-        let how = |rank: usize| match self
-            .matcher
-            .core
-            .world
-            .exit_report(self.matcher.core.ranks[rank], Duration::ZERO)
-        {
-            _ if self.matcher.failure.has_left(rank) => Some(DisconnectReason::Left),
-            Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
-            Some(_) => Some(DisconnectReason::Ended),
-            None => self.matcher.failure.disconnect_reason(rank),
-        };
-        let gone: Vec<_> = silent.into_iter().filter_map(|rank| Some((rank, how(rank)?))).collect();
+        let gone: Vec<_> =
+            silent.into_iter().filter_map(|rank| Some((rank, self.end_of_silent(rank)?))).collect();
         // It may have sent before it ended: its connection is looked at once more in between.
         let suspects = gone.iter().map(|(rank, _)| *rank).collect();
         let suspects = std::mem::replace(&mut absent.suspects, suspects);

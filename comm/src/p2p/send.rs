@@ -10,13 +10,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::message::{pieces, transfer, Endpoints, PeerConnection};
-use crate::backend::BufferView;
 use crate::descriptor::{DescriptorWords, Location, MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::internode::connect::Connector;
 use crate::kind::Kind;
+use crate::memory::BufferView;
 use crate::shm::bytes;
 use crate::shm::control::Control;
 use crate::shm::io_segment::IoSegment;
@@ -32,6 +32,7 @@ pub struct Sender {
 }
 
 impl Sender {
+    /// A sender that has sent nothing.
     pub fn new(failure: &Arc<Failure>) -> Self {
         Self {
             core: Arc::clone(&failure.core),
@@ -42,10 +43,11 @@ impl Sender {
         }
     }
 
+    /// Sends a message, which may be on its way when this returns.
     pub fn send(&self, data: BufferView, what: &MessageDescriptor, to: usize) -> Result<()> {
         let mut connection = self.outgoing[to].lock().unwrap_or_else(PoisonError::into_inner);
-        let mut operation = OpDescriptor::new(Kind::Send, what.dtype, what.count).root(to);
-        operation.layout = u64::from(what.tag);
+        let mut operation =
+            OpDescriptor::new(Kind::Send, what.dtype, what.count).peer(to, what.tag);
         operation.label = what.label;
         match self.core.locals.iter().position(|&local| local == to) {
             Some(receiver) => self.send_on_node(data, operation, (to, receiver), what),
@@ -61,7 +63,9 @@ impl Sender {
         (to, receiver): (usize, usize),
         what: &MessageDescriptor,
     ) -> Result<()> {
-        let (core, control, failure) = (&self.core, &self.control, &self.failure);
+        let core = &self.core;
+        let control = &self.control;
+        let failure = &self.failure;
         let mailbox = control.mailbox(core.local, receiver);
         let own = core.locate(data.data, data.bytes);
         let mut part = mailbox.sent.value.load(Ordering::Relaxed);

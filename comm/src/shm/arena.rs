@@ -21,7 +21,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 /// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
 const PAGE: usize = 4096;
 const CACHE_LINE: usize = 64;
-/// What a process maps at most, all mappings together: a quarter of the address space.
+/// The most that a process maps, all mappings together: a quarter of the address space.
 const ADDRESS_SPACE: usize = 1 << 45;
 /// The least shared memory of a rank.
 const MIN_REGION: usize = 64 << 20;
@@ -277,7 +277,7 @@ impl Arena {
         Some((size, offset))
     }
 
-    /// As [`Arena::allocate`], all bytes zero.
+    /// Allocates as [`Arena::allocate`] does, all bytes zero.
     pub fn allocate_zeroed(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         let block = self.allocate(bytes)?;
         if block.size < PAGE || !self.discard(block.offset, block.size) {

@@ -20,7 +20,7 @@ pub struct ArenaHeader {
 }
 
 impl ArenaHeader {
-    /// What the header takes for so many ranks.
+    /// The size in bytes of the header for this many ranks.
     pub fn bytes(ranks: usize) -> usize {
         std::mem::size_of::<Self>() + ranks * std::mem::size_of::<AtomicU32>()
     }

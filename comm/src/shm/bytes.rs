@@ -3,7 +3,7 @@
 use flow_kernels::Element;
 
 use super::arena::Block;
-use crate::backend::BufferView;
+use crate::memory::BufferView;
 
 /// The bytes of a slice of numbers.
 pub fn as_bytes<T: Element>(slice: &[T]) -> &[u8] {
@@ -51,8 +51,8 @@ impl BufferView {
     }
 }
 
-/// As `copy_nonoverlapping`, in pieces small enough for the C library to move them by vector
-/// registers: its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
+/// Copies as `copy_nonoverlapping` does, in pieces small enough for the C library to move them by
+/// vector registers: its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
 /// addresses that lie badly to each other.
 ///
 /// # Safety

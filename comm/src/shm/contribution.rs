@@ -1,9 +1,6 @@
 //! What the ranks contribute to a collective in which each reads from the others.
 
-use std::hash::{Hash, Hasher};
 use std::ops::Range;
-
-use fnv::FnvHasher;
 
 /// Address of the range at hand in a rank's block: `at(rank, block)`.
 pub type AddressOf<'a> = &'a dyn Fn(usize, usize) -> *const u8;
@@ -16,6 +13,7 @@ pub enum Contributors {
 }
 
 impl Contributors {
+    /// Whether a rank contributes.
     pub fn includes(self, rank: usize) -> bool {
         match self {
             Contributors::All => true,
@@ -86,23 +84,17 @@ pub fn equal_extents(block_bytes: usize) -> impl Fn(usize, usize) -> Range<usize
 
 /// Where each of several blocks that follow each other lies, in bytes.
 pub fn extents_of(counts: &[usize], element: usize) -> Vec<Range<usize>> {
-    let mut end = 0;
-    let mut next = |&count: &usize| {
-        let start = end;
-        end += count * element;
-        start..end
-    };
-    counts.iter().map(&mut next).collect()
+    let mut extents = Vec::with_capacity(counts.len());
+    let mut start = 0;
+    for count in counts {
+        let end = start + count * element;
+        extents.push(start..end);
+        start = end;
+    }
+    extents
 }
 
 /// Bytes of the longest block.
 pub fn longest(extents: &[Range<usize>]) -> usize {
     extents.iter().map(Range::len).max().unwrap_or(0)
-}
-
-/// Tells lists of counts apart.
-pub fn digest(counts: &[usize]) -> u64 {
-    let mut hasher = FnvHasher::default();
-    counts.hash(&mut hasher);
-    hasher.finish()
 }

@@ -57,6 +57,7 @@ impl Counter {
         }
     }
 
+    /// Wakes all who wait.
     pub fn wake(&self) {
         if self.waiters.load(Ordering::SeqCst) != 0 {
             let _ = rustix::thread::futex::wake(
@@ -67,7 +68,7 @@ impl Counter {
         }
     }
 
-    /// As a doorbell: wakes those who sleep by [`Counter::sleep_unless`]. It costs nothing while
+    /// Rings a doorbell: wakes those who sleep by [`Counter::sleep_unless`]. It costs nothing while
     /// nobody does.
     pub fn ring(&self) {
         if self.waiters.load(Ordering::SeqCst) != 0 {
@@ -126,6 +127,7 @@ impl Note {
         true
     }
 
+    /// Whether the note can be read.
     pub fn is_set(&self) -> bool {
         self.state.load(Ordering::SeqCst) == 2
     }
@@ -141,7 +143,7 @@ impl Note {
     }
 }
 
-/// What every rank may know of another.
+/// The state that a rank shows the others.
 #[repr(C, align(64))]
 pub struct RankState {
     /// 1 more than the last round in which this rank arrived, and in which it was done, for each
@@ -156,10 +158,11 @@ pub struct RankState {
     pub left: AtomicU32,
     /// Rung for the threads of this rank that wait for a message from any rank, or for their turn.
     pub doorbell: Counter,
-    /// What this rank has to say about a failure.
+    /// This rank's details about a failure.
     pub error_detail: Note,
 }
 
+/// The beginning of a control block.
 #[repr(C, align(64))]
 pub struct Header {
     /// Ranks that still use this memory.
@@ -168,6 +171,7 @@ pub struct Header {
     pub poison: Note,
 }
 
+/// The counters of a round.
 #[repr(C)]
 pub struct Slot {
     pub arrived: Counter,
@@ -247,19 +251,23 @@ impl Control {
         unsafe { &*pointer.cast::<T>() }
     }
 
+    /// The beginning of the block.
     pub fn header(&self) -> &Header {
         self.at(0, 0)
     }
 
+    /// The state that a member shows the others.
     pub fn rank(&self, rank: usize) -> &RankState {
         debug_assert!(rank < self.size);
         self.at(self.layout.ranks, rank)
     }
 
+    /// The counters of a round.
     pub fn slot(&self, round: u64) -> &Slot {
         self.at(self.layout.slots, (round % SLOTS) as usize)
     }
 
+    /// The descriptor that a member publishes in a round.
     pub fn descriptor(&self, round: u64, rank: usize) -> &DescriptorWords {
         debug_assert!(rank < self.size);
         self.at(self.layout.descriptors, (round % SLOTS) as usize * self.size + rank)
@@ -276,6 +284,7 @@ impl Control {
         }
     }
 
+    /// Whether a member has arrived in a round.
     pub fn has_arrived(&self, round: u64, rank: usize) -> bool {
         self.rank(rank).arrived_in[(round % SLOTS) as usize].load(Ordering::Acquire) == round + 1
     }
@@ -285,6 +294,7 @@ impl Control {
         self.rank(rank).done_in[(round % SLOTS) as usize].store(round + 1, Ordering::Release);
     }
 
+    /// Whether a member is done with a round.
     pub fn is_done(&self, round: u64, rank: usize) -> bool {
         self.rank(rank).done_in[(round % SLOTS) as usize].load(Ordering::Acquire) == round + 1
     }

@@ -10,13 +10,11 @@
 //! | `rounds` | the protocol beneath all collectives: publishing, arriving, waiting |
 //! | `contribution` | what ranks contribute to a collective, and who reads it |
 //! | `io_segment` | memory that is lent to a transport |
-//! | `backend` | the parts of a group together, as a `HostBackend` |
 //!
 //! `collectives`, `p2p` and `internode` are built on these.
 
 pub mod arena;
 pub mod arena_header;
-pub mod backend;
 pub mod bytes;
 pub mod contribution;
 pub mod control;

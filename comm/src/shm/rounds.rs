@@ -33,9 +33,14 @@ pub struct RoundState {
 }
 
 impl Rounds {
+    /// The rounds of a group, before the first.
     pub fn new(failure: Arc<Failure>) -> Self {
-        let (core, control) = (Arc::clone(&failure.core), Arc::clone(&failure.control));
-        Self { core, failure, control, state: Mutex::default() }
+        Self {
+            core: Arc::clone(&failure.core),
+            control: Arc::clone(&failure.control),
+            failure,
+            state: Mutex::default(),
+        }
     }
 
     /// Held for the length of a collective.
@@ -85,7 +90,8 @@ impl Rounds {
         self.stage_in(state, (round % 2) as usize, round, operation)
     }
 
-    /// As [`Rounds::stage`], with the buffer chosen; `round` is the last round that uses it.
+    /// Waits as [`Rounds::stage`] does, with the buffer chosen; `round` is the last round that uses
+    /// it.
     pub fn stage_in(
         &self,
         state: &mut RoundState,
@@ -102,13 +108,14 @@ impl Rounds {
         Ok(self.control.staging(self.core.rank, which))
     }
 
+    /// Publishes what this rank does in a round, and where its data lies.
     pub fn publish(&self, round: u64, operation: &OpDescriptor, location: Location) {
         operation.write(location, self.control.descriptor(round, self.core.rank));
     }
 
-    // The counter comes first: if a rank is killed in between, the others still miss it.
-
+    /// This rank arrives in a round.
     pub fn arrive(&self, round: u64) {
+        // The counter comes first: if a rank is killed in between, the others still miss it.
         let targets = [self.control.target(round), self.control.local_target(round)];
         self.control.slot(round).arrived.raise_by(1, &targets);
         self.control.set_arrived(round, self.core.rank);
@@ -123,12 +130,14 @@ impl Rounds {
         }
     }
 
+    /// This rank is done with a round: it no longer touches others' memory of the round.
     pub fn done(&self, round: u64) {
         let count = if self.core.is_leader() { 1 + self.core.remote_size() as u32 } else { 1 };
         self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
         self.control.set_done(round, self.core.rank);
     }
 
+    /// Whether all ranks have arrived in a round.
     pub fn all_arrived(&self, round: u64) -> bool {
         self.control.slot(round).arrived.reached(self.control.target(round))
     }
@@ -138,28 +147,34 @@ impl Rounds {
         self.control.slot(round).arrived.reached(self.control.local_target(round))
     }
 
+    /// Whether all ranks are done with a round.
     pub fn all_done(&self, round: u64) -> bool {
         self.control.slot(round).done.reached(self.control.target(round))
     }
 
+    /// Waits until all ranks have arrived in a round.
     pub fn wait_all_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
-        let missing = || self.core.ranks_where(|r| !self.control.has_arrived(round, r));
-        let (arrived, target) = (&self.control.slot(round).arrived, self.control.target(round));
-        self.failure.wait(arrived, target, operation, &missing)
-    }
-
-    pub fn wait_locals_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
-        let here = |r| self.core.locals.contains(&r) && !self.control.has_arrived(round, r);
-        let missing = || self.core.ranks_where(here);
         let arrived = &self.control.slot(round).arrived;
-        self.failure.wait(arrived, self.control.local_target(round), operation, &missing)
+        self.failure.wait(arrived, self.control.target(round), operation, &|| {
+            self.core.ranks_where(|rank| !self.control.has_arrived(round, rank))
+        })
     }
 
+    /// Waits until all members on this node have arrived in a round.
+    pub fn wait_locals_arrived(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
+        let arrived = &self.control.slot(round).arrived;
+        self.failure.wait(arrived, self.control.local_target(round), operation, &|| {
+            self.core.locals_where(|rank| !self.control.has_arrived(round, rank))
+        })
+    }
+
+    /// Waits until all ranks are done with a round. The leader is done for members on other nodes,
+    /// so only those on this node can be missing.
     pub fn wait_done(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
-        let here = |r| self.core.locals.contains(&r) && !self.control.is_done(round, r);
-        let missing = || self.core.ranks_where(here);
-        let (done, target) = (&self.control.slot(round).done, self.control.target(round));
-        self.failure.wait(done, target, operation, &missing)
+        let done = &self.control.slot(round).done;
+        self.failure.wait(done, self.control.target(round), operation, &|| {
+            self.core.locals_where(|rank| !self.control.is_done(round, rank))
+        })
     }
 
     /// Where every rank's data of a round lies, once all have arrived and their descriptors agree
@@ -173,7 +188,7 @@ impl Rounds {
         self.published_by(&mut (0..self.core.size()), round, operation, bytes)
     }
 
-    /// As [`Rounds::locations`], of the members on this node, once these have arrived.
+    /// The same as [`Rounds::locations`] of the members on this node, once these have arrived.
     pub fn local_locations(
         &self,
         round: u64,
@@ -190,10 +205,10 @@ impl Rounds {
 
     /// The error of ranks that differ, once all have arrived, where no data is shared.
     pub fn check_agreement(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
-        match self.all_agree(round, operation) {
-            true => Ok(()),
-            false => self.locations(round, operation, &|_| 0).map(drop),
+        if self.all_agree(round, operation) {
+            return Ok(());
         }
+        self.locations(round, operation, &|_| 0).map(drop)
     }
 
     fn published_by(
@@ -203,37 +218,52 @@ impl Rounds {
         operation: &OpDescriptor,
         bytes: &dyn Fn(usize) -> usize,
     ) -> Result<Vec<Location>> {
-        let read = |rank| {
-            let peer = self.core.ranks[rank];
-            match OpDescriptor::read(self.control.descriptor(round, rank)) {
-                Ok((theirs, location)) if theirs.agrees(operation) => match location {
-                    Location::Shared(offset)
-                        if self.core.locals.contains(&rank)
-                            && !self.core.is_reachable(rank, offset, bytes(rank)) =>
-                    {
-                        Err(format!("rank {peer} published {theirs} outside the shared memory"))
-                    }
-                    _ => Ok(location),
-                },
-                Ok((theirs, _)) => Err(self.difference(operation, &theirs, peer)),
-                Err(unknown) => Err(format!("rank {peer} published {unknown}")),
+        ranks
+            .map(|rank| self.location(rank, round, operation, bytes(rank)))
+            .collect::<Result<_, String>>()
+            .map_err(|detail| {
+                self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
+            })
+    }
+
+    /// Where a rank's data of a round lies; `bytes` is how much a shared location must hold.
+    ///
+    /// # Errors
+    /// How what the rank has published differs from this rank's `operation`.
+    fn location(
+        &self,
+        rank: usize,
+        round: u64,
+        operation: &OpDescriptor,
+        bytes: usize,
+    ) -> Result<Location, String> {
+        let peer = self.core.ranks[rank];
+        let (theirs, location) = OpDescriptor::read(self.control.descriptor(round, rank))
+            .map_err(|unknown| format!("rank {peer} published {unknown}"))?;
+        if !theirs.agrees(operation) {
+            return Err(self.difference(operation, &theirs, peer));
+        }
+        match location {
+            Location::Shared(offset)
+                if self.core.locals.contains(&rank)
+                    && !self.core.is_reachable(rank, offset, bytes) =>
+            {
+                Err(format!("rank {peer} published {theirs} outside the shared memory"))
             }
-        };
-        ranks.map(read).collect::<Result<_, String>>().map_err(|detail| {
-            self.failure.fail(Error::Mismatch { rank: self.core.world.rank, detail })
-        })
+            location => Ok(location),
+        }
     }
 
     /// How the operation of `peer`, a rank of the job, differs from this rank's.
     fn difference(&self, operation: &OpDescriptor, theirs: &OpDescriptor, peer: usize) -> String {
         let own = self.core.world.rank;
         if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step {
-            let (step, other) = (operation.step, theirs.step);
             return format!(
-                "rank {own} is in step {step}, rank {peer} in step {other} (a forward in training \
-                 mode without its backward is a step: one of them skipped a backward, had a loss \
+                "rank {own} is in step {}, rank {peer} in step {} (a forward in training mode \
+                 without its backward is a step: one of them skipped a backward, had a loss \
                  without parameters, caught a backward's error, or had a forward more than the \
-                 others: evaluate with train = false or under no_grad)"
+                 others: evaluate with train = false or under no_grad)",
+                operation.step, theirs.step
             );
         }
         let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);

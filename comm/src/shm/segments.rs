@@ -1,12 +1,10 @@
 //! Pieces of the arena that are reduced as one: a bucket of gradients.
 
-use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use flow_kernels::{DType, ReduceOp};
-use fnv::FnvHasher;
+use flow_kernels::{digest, DType, ReduceOp};
 
 use super::arena::{Arena, Block};
 use crate::descriptor::{Location, OpDescriptor};
@@ -42,6 +40,8 @@ struct PlacedPieces {
 type Owner = Box<dyn AsMut<[u8]> + Send>;
 
 impl Segments {
+    /// Pieces of these lengths, in elements, which have no place yet; None if this rank's region is
+    /// full.
     pub(crate) fn new(
         arena: &Arc<Arena>,
         bucket: u32,
@@ -50,15 +50,14 @@ impl Segments {
     ) -> Option<Self> {
         let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
         total.checked_mul(dtype.size())?;
-        let mut hasher = FnvHasher::default();
-        lengths.hash(&mut hasher);
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
         let pieces = Mutex::new(PlacedPieces {
             owners: lengths.iter().map(|_| None).collect(),
             under_way: false,
             finished: None,
         });
-        let (layout, step) = (hasher.finish(), AtomicU32::new(0));
+        let layout = digest(&lengths);
+        let step = AtomicU32::new(0);
         Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
     }
 
@@ -124,9 +123,13 @@ impl Segments {
 
     /// Where this rank's pieces lie; they stay there while a reduction is under way.
     pub(crate) fn pieces(&self) -> Vec<*mut u8> {
-        // SAFETY: the table is this bucket's own.
-        let offset = |index| unsafe { self.offset_of_piece(self.table.offset(), index) };
-        (0..self.lengths.len()).map(|index| self.arena().at(offset(index))).collect()
+        (0..self.lengths.len())
+            .map(|index| {
+                // SAFETY: the table is this bucket's own.
+                let offset = unsafe { self.offset_of_piece(self.table.offset(), index) };
+                self.arena().at(offset)
+            })
+            .collect()
     }
 
     /// Where all ranks read the offsets of the pieces.
@@ -144,6 +147,7 @@ impl Segments {
         unsafe { self.entry(table, index) }.load(Ordering::Relaxed) as usize
     }
 
+    /// The memory that the pieces lie in.
     pub(crate) fn arena(&self) -> &Arc<Arena> {
         self.table.arena()
     }
@@ -155,7 +159,8 @@ impl Segments {
         if pieces.under_way || !pieces.owners.iter().all(Option::is_some) {
             return false;
         }
-        (pieces.under_way, pieces.finished) = (true, None);
+        pieces.under_way = true;
+        pieces.finished = None;
         true
     }
 

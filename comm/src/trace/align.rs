@@ -15,9 +15,9 @@ const ROUNDS: usize = 8;
 /// How long ranks wait for each other: all are joining the job at the same time.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What rank 0's monotonic clock shows more than this machine's, in nanoseconds. All ranks call
-/// this; `leaders` are the first ranks of their machines, that of rank 0 first, and `leader` is
-/// this rank's.
+/// Returns how far rank 0's monotonic clock is ahead of this machine's, in nanoseconds. All ranks
+/// call this; `leaders` are the first ranks of their machines, that of rank 0 first, and `leader`
+/// is this rank's.
 pub fn clock_offset(
     store: &Store,
     prefix: &str,
@@ -25,13 +25,12 @@ pub fn clock_offset(
     leaders: &[usize],
     leader: usize,
 ) -> Result<i64, Error> {
-    let key =
-        |what: &str, leader: usize, round: usize| format!("{prefix}clock/{what}/{leader}/{round}");
     if rank == 0 {
         for &leader in leaders.iter().skip(1) {
             for round in 0..ROUNDS {
-                store.get(&key("question", leader, round), TIMEOUT)?;
-                store.set(&key("answer", leader, round), now().to_string().as_bytes())?;
+                store.get(&key(prefix, "question", leader, round), TIMEOUT)?;
+                let answer = now().to_string();
+                store.set(&key(prefix, "answer", leader, round), answer.as_bytes())?;
             }
         }
         return Ok(0);
@@ -39,20 +38,25 @@ pub fn clock_offset(
     if Some(&leader) == leaders.first() {
         return Ok(0);
     }
-    let offset = key("offset", leader, 0);
+    let offset = key(prefix, "offset", leader, 0);
     if rank != leader {
         return Ok(number(&store.get(&offset, TIMEOUT)?));
     }
     let mut rounds = [Round::default(); ROUNDS];
     for (index, round) in rounds.iter_mut().enumerate() {
         round.asked = now();
-        store.set(&key("question", leader, index), b"")?;
-        round.theirs = number(&store.get(&key("answer", leader, index), TIMEOUT)?);
+        store.set(&key(prefix, "question", leader, index), b"")?;
+        round.theirs = number(&store.get(&key(prefix, "answer", leader, index), TIMEOUT)?);
         round.answered = now();
     }
     let found = best_offset(&rounds);
     store.set(&offset, found.to_string().as_bytes())?;
     Ok(found)
+}
+
+/// The key of what a leader asks rank 0, or is answered.
+fn key(prefix: &str, what: &str, leader: usize, round: usize) -> String {
+    format!("{prefix}clock/{what}/{leader}/{round}")
 }
 
 /// One question to rank 0, in nanoseconds on this machine's clock and, `theirs`, on rank 0's.
@@ -63,7 +67,7 @@ struct Round {
     answered: i64,
 }
 
-/// What rank 0's clock shows more than this machine's, by the fastest round.
+/// Returns how far rank 0's clock is ahead of this machine's, by the fastest round.
 fn best_offset(rounds: &[Round]) -> i64 {
     let fastest = rounds.iter().min_by_key(|round| round.answered - round.asked);
     fastest.map_or(0, |round| round.theirs - (round.asked + round.answered) / 2)

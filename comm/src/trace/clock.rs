@@ -83,12 +83,18 @@ pub fn monotonic_of(instant: Instant) -> Duration {
 
 /// A moment on both clocks: of some readings the one that was interrupted least.
 fn moment() -> (u64, Instant) {
-    let read = || {
-        let (before, instant, after) = (counter(), Instant::now(), counter());
-        (after - before, before + (after - before) / 2, instant)
-    };
-    let best = (0..5).map(|_| read()).min_by_key(|reading| reading.0);
-    best.map_or_else(|| (counter(), Instant::now()), |(_, ticks, instant)| (ticks, instant))
+    let mut shortest = u64::MAX;
+    let mut moment = (counter(), Instant::now());
+    for _ in 0..5 {
+        let before = counter();
+        let instant = Instant::now();
+        let took = counter() - before;
+        if took < shortest {
+            shortest = took;
+            moment = (before + took / 2, instant);
+        }
+    }
+    moment
 }
 
 #[inline]
@@ -98,7 +104,8 @@ fn origin() -> &'static Origin {
         let source = std::fs::read_to_string(CLOCK_SOURCE).unwrap_or_default();
         let has_counter = cfg!(target_arch = "x86_64") && source.trim() == "tsc";
         let (ticks, instant) = moment();
-        let (time, since) = (clock_gettime(ClockId::Monotonic), instant.elapsed());
+        let time = clock_gettime(ClockId::Monotonic);
+        let since = instant.elapsed();
         let monotonic = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
         let monotonic = monotonic.saturating_sub(since);
         Origin { has_counter, ticks: if has_counter { ticks } else { 0 }, instant, monotonic }

@@ -2,7 +2,7 @@
 //!
 //! | here | what it is |
 //! |---|---|
-//! | [`ProcessGroup::flight_recorder`](crate::ProcessGroup::flight_recorder) | a group's last operations; always on |
+//! | [`ProcessGroup::flight_recorder`](crate::Member::flight_recorder) | a group's last operations; always on |
 //! | `FLOW_TRACE=DIR` | a file `DIR/rank<R>.json` with everything that rank R did, for Perfetto |
 //! | [`phase`], [`wait`] | what the program does meanwhile, for the same file |
 //!

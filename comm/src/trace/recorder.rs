@@ -7,7 +7,6 @@
 //! An operation keeps its slot until it is over. One that begins while as many as there are slots are
 //! under way is not recorded, and counts as lost in the timeline.
 
-use std::cell::Cell;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,8 +17,9 @@ use super::ring::{name, RecordId, Ring, Slot, FAILED, WRITING};
 use super::{registry, timeline};
 use crate::error::Result;
 use crate::kind::Kind;
+use crate::operation_context::{OperationContext, Queued};
 
-/// What is known of an operation when it begins.
+/// The facts of an operation that are known when it begins.
 #[derive(Debug, Clone, Copy)]
 pub struct Start {
     pub kind: Kind,
@@ -30,29 +30,6 @@ pub struct Start {
     pub is_cuda: bool,
     /// When the program asked for it, in ticks; None for now.
     pub queued: Option<u64>,
-}
-
-/// An operation that the program has asked for, and that begins later on another thread.
-#[derive(Debug, Clone, Copy)]
-pub struct Queued {
-    pub sequence: u64,
-    /// When, in ticks.
-    pub at: u64,
-}
-
-thread_local! {
-    static QUEUED: Cell<Option<Queued>> = const { Cell::new(None) };
-    static CURRENT: Cell<Option<RecordId>> = const { Cell::new(None) };
-}
-
-impl Queued {
-    /// Runs the operation: all that `run` begins on this thread has its number.
-    pub fn run<T>(self, run: impl FnOnce() -> T) -> T {
-        QUEUED.set(Some(self));
-        let result = run();
-        QUEUED.set(None);
-        result
-    }
 }
 
 /// The last operations of one group.
@@ -77,11 +54,15 @@ impl Recorder {
             slots: std::array::from_fn(|_| Slot::default()),
         });
         registry::register(&ring);
-        let [collectives, messages] = [AtomicU64::new(0), AtomicU64::new(0)];
-        Self { ring, collectives, messages, has_failed: AtomicBool::new(false) }
+        Self {
+            ring,
+            collectives: AtomicU64::new(0),
+            messages: AtomicU64::new(0),
+            has_failed: AtomicBool::new(false),
+        }
     }
 
-    /// The number of the group's next collective, which takes it.
+    /// Takes the number of the group's next collective.
     pub fn next_collective(&self) -> u64 {
         self.collectives.fetch_add(1, Ordering::Relaxed)
     }
@@ -90,13 +71,13 @@ impl Recorder {
     /// that was earlier.
     #[inline]
     pub fn begin_collective(&self) -> (u64, Option<u64>) {
-        match QUEUED.get() {
+        match OperationContext::queued() {
             Some(Queued { sequence, at }) => (sequence, Some(at)),
             None => (self.next_collective(), None),
         }
     }
 
-    /// The number of this rank's next message, which takes it.
+    /// Takes the number of this rank's next message.
     pub fn next_message(&self) -> u64 {
         self.messages.fetch_add(1, Ordering::Relaxed)
     }
@@ -120,21 +101,27 @@ impl Recorder {
     /// An operation of this thread begins on the host, in [`Recorder::run`].
     #[inline]
     pub fn begin(&self, start: &Start) {
-        CURRENT.set(Some(self.start(start)));
+        OperationContext::set_record(self.start(start));
     }
 
     /// A message of this thread begins on the host, as [`Recorder::begin`] has it.
     pub fn begin_message(&self, kind: Kind, bytes: usize) {
-        let queued = QUEUED.get();
+        let queued = OperationContext::queued();
         let sequence = queued.map_or_else(|| self.next_message(), |queued| queued.sequence);
-        let (bytes, queued) = (bytes as u64, queued.map(|queued| queued.at));
-        self.begin(&Start { kind, sequence, bytes, bucket: None, is_cuda: false, queued });
+        self.begin(&Start {
+            kind,
+            sequence,
+            bytes: bytes as u64,
+            bucket: None,
+            is_cuda: false,
+            queued: queued.map(|queued| queued.at),
+        });
     }
 
     /// The operation that this thread has begun, if any, is over, or has failed.
     #[inline]
     fn end(&self, is_ok: bool) {
-        match CURRENT.take() {
+        match OperationContext::take_record() {
             Some(id) if is_ok => self.finish(id),
             Some(id) => self.fail([id]),
             None => {}
@@ -170,8 +157,8 @@ impl Recorder {
         self.add_to_timeline(id, is_end);
     }
 
-    /// These operations have failed. The timeline is written at once, as the program may not come to
-    /// its end, but for one failure of the group only.
+    /// These operations have failed. The timeline is written at once, as the program may not come
+    /// to its end, but for one failure of the group only.
     pub fn fail(&self, ids: impl IntoIterator<Item = RecordId>) {
         let mut any = false;
         for id in ids {
@@ -190,12 +177,13 @@ impl Recorder {
         self.add_to_timeline(id, is_end);
     }
 
-    /// What is kept, the oldest first.
+    /// Returns the records that are kept, the oldest first.
     pub fn records(&self) -> Vec<Record> {
         self.ring.records()
     }
 
-    /// What this rank is in, and what it did last, for errors of operations that take too long.
+    /// Says which operations this rank is in, and which was its last, for errors of operations that
+    /// take too long.
     pub fn summary(&self) -> String {
         let records = self.records();
         let now = clock::monotonic_of(Instant::now());
@@ -204,8 +192,8 @@ impl Recorder {
             format!("{} for {time:.1} s", name(record))
         });
         let under_way = under_way.collect::<Vec<_>>().join("; ");
-        let is_completed = |record: &&Record| record.done.is_some() && !record.has_failed;
-        match records.iter().filter(is_completed).max_by_key(|last| last.done) {
+        let completed = records.iter().filter(|record| record.done.is_some() && !record.has_failed);
+        match completed.max_by_key(|last| last.done) {
             Some(last) => format!("in {under_way}; last completed {}", name(last)),
             None => format!("in {under_way}; has completed nothing before"),
         }
@@ -251,8 +239,14 @@ pub fn record_cost(operations: u32) -> Duration {
     let recorder = Recorder::new("bench".into(), "shm", false);
     let begin = Instant::now();
     for _ in 0..operations {
-        let (kind, sequence) = (Kind::AllReduce, recorder.next_collective());
-        let start = Start { kind, sequence, bytes: 4, bucket: None, is_cuda: false, queued: None };
+        let start = Start {
+            kind: Kind::AllReduce,
+            sequence: recorder.next_collective(),
+            bytes: 4,
+            bucket: None,
+            is_cuda: false,
+            queued: None,
+        };
         let recorded = recorder.run(|| {
             recorder.begin(&start);
             Ok(())

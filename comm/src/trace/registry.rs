@@ -4,7 +4,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use flow_store::fork::{Once, Process};
 
-use super::record::Record;
 use super::ring::{name, Ring};
 
 /// How many operations that are under way [`activity`] names.
@@ -40,8 +39,8 @@ pub fn register(ring: &Arc<Ring>) {
     rings.push(Arc::downgrade(ring));
 }
 
-/// What this process is in, in all its groups, and what completed and failed last, for the report of
-/// a hang. Empty if nothing is recorded.
+/// Says what this process is in, in all its groups, and what completed and failed last, for the
+/// report of a hang. Empty if nothing is recorded.
 pub fn activity() -> String {
     let rings: Vec<_> = rings().iter().filter_map(Weak::upgrade).collect();
     activity_of(&rings)
@@ -50,26 +49,39 @@ pub fn activity() -> String {
 fn activity_of(rings: &[Arc<Ring>]) -> String {
     let mut records: Vec<_> = rings.iter().flat_map(|ring| ring.records()).collect();
     records.sort_by_key(|record| record.started);
-    let name = |record: &Record| match rings.len() {
-        1 => name(record),
-        _ => format!("{} of group {}", name(record), record.group),
-    };
-    let mut under_way: Vec<_> =
-        records.iter().filter(|record| record.done.is_none()).map(name).collect();
+    // A name says of which group it is where there are several.
+    let names: Vec<String> = records
+        .iter()
+        .map(|record| match rings.len() {
+            1 => name(record),
+            _ => format!("{} of group {}", name(record), record.group),
+        })
+        .collect();
+    let mut under_way = Vec::new();
+    let mut completed = None;
+    let mut failed = None;
+    for (record, name) in records.iter().zip(names) {
+        let Some(done) = record.done else {
+            under_way.push(name);
+            continue;
+        };
+        let last = if record.has_failed { &mut failed } else { &mut completed };
+        if last.as_ref().is_none_or(|(before, _)| *before <= done) {
+            *last = Some((done, name));
+        }
+    }
     if under_way.len() > SHOWN {
         let more = format!("{} more", under_way.len() - SHOWN);
         under_way.truncate(SHOWN);
         under_way.push(more);
     }
-    let last = |has_failed: bool| {
-        let is_over = |record: &&Record| record.done.is_some() && record.has_failed == has_failed;
-        records.iter().filter(is_over).max_by_key(|last| last.done)
-    };
-    let under_way = Some(under_way.join(", ")).filter(|text| !text.is_empty());
-    let under_way = under_way.map(|under_way| format!("under way: {under_way}"));
-    let completed = last(false).map(|last| format!("last completed: {}", name(last)));
-    let failed = last(true).map(|last| format!("last failed: {}", name(last)));
-    under_way.into_iter().chain(completed).chain(failed).collect::<Vec<_>>().join("; ")
+    let mut texts = Vec::new();
+    if !under_way.is_empty() {
+        texts.push(format!("under way: {}", under_way.join(", ")));
+    }
+    texts.extend(completed.map(|(_, name)| format!("last completed: {name}")));
+    texts.extend(failed.map(|(_, name)| format!("last failed: {name}")));
+    texts.join("; ")
 }
 
 #[cfg(test)]

@@ -25,11 +25,11 @@ pub const WRITING: u64 = 0;
 pub struct RecordId(pub u64);
 
 impl RecordId {
-    /// Of an operation for which there was no slot.
+    /// The id of an operation for which there was no slot.
     pub const NONE: RecordId = RecordId(0);
 }
 
-/// One cache line.
+/// The record of one operation, in a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
 pub struct Slot {
@@ -62,7 +62,7 @@ impl Slot {
         self.done.compare_exchange(under_way, done, Ordering::Release, Ordering::Relaxed).is_ok()
     }
 
-    /// As [`Slot::finish`], of an operation that began at `started`.
+    /// Ends operation `id` as [`Slot::finish`] does, and corrects when it began.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) -> bool {
         // Until `started` is written, nobody else ends the operation or takes the slot.
         let is_own = self.finish(id, FINISHING);
@@ -87,7 +87,8 @@ impl Ring {
     pub fn take_slot(&self) -> RecordId {
         for _ in 0..CAPACITY {
             let id = RecordId(self.next.fetch_add(1, Ordering::Relaxed));
-            let (done, claimed) = (&self.slot(id).done, UNDER_WAY | id.0);
+            let done = &self.slot(id).done;
+            let claimed = UNDER_WAY | id.0;
             let last = done.load(Ordering::Relaxed);
             // A thread that is a whole round later may claim the slot first.
             if last & UNDER_WAY == 0
@@ -101,7 +102,7 @@ impl Ring {
         RecordId::NONE
     }
 
-    /// What is kept, the oldest first.
+    /// Returns the records that are kept, the oldest first.
     pub fn records(&self) -> Vec<Record> {
         let stamps = self.slots.iter().map(|slot| slot.stamp.load(Ordering::Acquire));
         let mut ids: Vec<u64> = stamps.filter(|&stamp| stamp != WRITING).collect();
@@ -110,15 +111,15 @@ impl Ring {
         ids.into_iter().filter_map(|id| self.read(RecordId(id), scale)).collect()
     }
 
+    /// The record of an operation; None if its slot has another one by now.
     pub fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
         let slot = self.slot(id);
-        let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
         if id == RecordId::NONE || slot.stamp.load(Ordering::Acquire) != id.0 {
             return None;
         }
         let [sequence, bytes, what, queued, started, done] =
             [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started, &slot.done]
-                .map(load);
+                .map(|word| word.load(Ordering::Relaxed));
         fence(Ordering::Acquire);
         let is_under_way = done & UNDER_WAY != 0;
         // The slot's next operation claims `done` before it writes the stamp.
@@ -141,7 +142,7 @@ impl Ring {
     }
 }
 
-/// As errors and reports name it.
+/// Names an operation, for errors and reports.
 pub fn name(record: &Record) -> String {
     let bucket = record.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
     format!("{} #{}{bucket}", record.operation, record.sequence)

@@ -37,7 +37,7 @@ pub struct Job {
     pub rank: usize,
     pub world_size: usize,
     pub host: String,
-    /// What rank 0's monotonic clock shows more than this machine's, in nanoseconds.
+    /// How far rank 0's monotonic clock is ahead of this machine's, in nanoseconds.
     pub clock_offset: i64,
     /// Where the file goes.
     pub folder: PathBuf,
@@ -76,11 +76,10 @@ pub fn join(job: Job) {
         ON.store(false, Ordering::Relaxed);
         return;
     }
-    let new = || {
+    TIMELINE.get_or_init(|| {
         let timeline = Timeline { job: job.clone(), events: Vec::new(), dropped: 0 };
         ForkSafe::new(Mutex::new(timeline))
-    };
-    TIMELINE.get_or_init(new);
+    });
     if let Some(mut timeline) = timeline() {
         timeline.job = job;
         ON.store(true, Ordering::Relaxed);
@@ -131,10 +130,9 @@ pub fn write() {
 fn write_whole(timeline: &Timeline) -> std::io::Result<()> {
     let job = &timeline.job;
     std::fs::create_dir_all(&job.folder)?;
-    let path = |name: String| -> PathBuf { Path::join(&job.folder, name) };
-    let unfinished = path(format!(".rank{}.json.{}", job.rank, job.pid));
-    let written = write_to(&unfinished, timeline)
-        .and_then(|()| std::fs::rename(&unfinished, path(format!("rank{}.json", job.rank))));
+    let unfinished = job.folder.join(format!(".rank{}.json.{}", job.rank, job.pid));
+    let file = job.folder.join(format!("rank{}.json", job.rank));
+    let written = write_to(&unfinished, timeline).and_then(|()| std::fs::rename(&unfinished, file));
     // A full disk gets its space back.
     written.inspect_err(|_| drop(std::fs::remove_file(&unfinished)))
 }
@@ -170,15 +168,11 @@ impl Timeline {
     /// very many.
     fn write_json(&self, mut out: impl Write) -> std::io::Result<()> {
         let job = &self.job;
-        let name = |kind: &str, thread: u32, name: &str| {
-            let args = json!({ "name": name });
-            json!({ "name": kind, "ph": "M", "pid": job.rank, "tid": thread, "args": args })
-        };
         let process = format!("rank {} on {}", job.rank, job.host);
         let names = [
-            name("process_name", PROGRAM, &process),
-            name("thread_name", PROGRAM, "program"),
-            name("thread_name", COMMUNICATION, "communication"),
+            name_in_file(job, "process_name", PROGRAM, &process),
+            name_in_file(job, "thread_name", PROGRAM, "program"),
+            name_in_file(job, "thread_name", COMMUNICATION, "communication"),
         ];
         out.write_all(b"{\"traceEvents\":[")?;
         for (index, name) in names.iter().enumerate() {
@@ -204,19 +198,20 @@ impl Timeline {
         let mut operations: Vec<usize> = (0..self.events.len())
             .filter(|&index| matches!(self.events[index], Event::Operation(_)))
             .collect();
-        let done = |index: usize| self.events[index].done();
-        operations.sort_by_key(|&index| (begins[index], std::cmp::Reverse(done(index))));
+        operations
+            .sort_by_key(|&index| (begins[index], std::cmp::Reverse(self.events[index].done())));
         let mut open: Vec<Duration> = Vec::new();
         for index in operations {
+            let done = self.events[index].done();
             while let Some(&end) = open.last() {
-                if end > begins[index] && end < done(index) {
+                if end > begins[index] && end < done {
                     begins[index] = end;
                 } else if end > begins[index] {
                     break;
                 }
                 open.pop();
             }
-            open.push(done(index));
+            open.push(done);
         }
         begins
     }
@@ -238,9 +233,6 @@ impl Event {
     }
 
     fn in_file(&self, job: &Job, begin: Duration) -> EventInFile<'_> {
-        let ts = |time: Duration| {
-            (time.as_nanos() as i128 + i128::from(job.clock_offset)) as f64 / 1000.0
-        };
         let (cat, name, tid, args) = match self {
             Event::Operation(record) => {
                 let args = Args::Operation {
@@ -249,8 +241,8 @@ impl Event {
                     bytes: record.bytes,
                     bucket: record.bucket,
                     backend: record.backend,
-                    queued: ts(record.queued),
-                    started: ts(record.started),
+                    queued: job.timestamp(record.queued),
+                    started: job.timestamp(record.started),
                     failed: record.has_failed.then_some(true),
                 };
                 ("comm", record.operation, COMMUNICATION, args)
@@ -262,7 +254,21 @@ impl Event {
             }
         };
         let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
-        EventInFile { name, cat, ph: "X", ts: ts(begin), dur, pid: job.rank, tid, args }
+        let ts = job.timestamp(begin);
+        EventInFile { name, cat, ph: "X", ts, dur, pid: job.rank, tid, args }
+    }
+}
+
+/// The name of the process, or of one of its threads, as Chrome's format has it.
+fn name_in_file(job: &Job, kind: &str, thread: u32, name: &str) -> serde_json::Value {
+    let args = json!({ "name": name });
+    json!({ "name": kind, "ph": "M", "pid": job.rank, "tid": thread, "args": args })
+}
+
+impl Job {
+    /// A time on this machine's monotonic clock in the file: microseconds on rank 0's.
+    fn timestamp(&self, time: Duration) -> f64 {
+        (time.as_nanos() as i128 + i128::from(self.clock_offset)) as f64 / 1000.0
     }
 }
 
@@ -322,9 +328,9 @@ pub struct Span {
     category: &'static str,
     name: &'static str,
     step: u64,
-    /// Of a wait for a bucket.
+    /// The bucket that the span waits for.
     bucket: Option<u32>,
-    /// Of a pipeline: the stage and the micro-batch.
+    /// The stage and the micro-batch, in a pipeline.
     place: Option<(usize, usize)>,
     /// None if no events are kept.
     started: Option<Instant>,

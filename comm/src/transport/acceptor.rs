@@ -24,6 +24,7 @@ const MAX_PENDING: usize = 256;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const CROWDED_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Accepts connections of processes that know the token.
 pub struct Acceptor {
     listener: TcpListener,
     address: SocketAddr,
@@ -38,7 +39,7 @@ struct Pending {
     handshake: Vec<u8>,
 }
 
-/// What became of a connection that was read on.
+/// The result of reading more from a connection.
 enum Outcome {
     Pending,
     Named(String),
@@ -64,15 +65,17 @@ pub fn introduce(
 }
 
 impl Acceptor {
+    /// Listens at a free port of `address`.
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
         // Again, for the longest queue.
         listen(&listener, Backlog::MAXALLOWABLE)?;
         listener.set_nonblocking(true)?;
-        let (address, token) = (listener.local_addr()?, token.into());
-        Ok(Self { listener, address, token, pending: VecDeque::new() })
+        let address = listener.local_addr()?;
+        Ok(Self { listener, address, token: token.into(), pending: VecDeque::new() })
     }
 
+    /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -166,7 +169,7 @@ impl Pending {
         }
     }
 
-    /// Of a complete handshake.
+    /// Checks a complete handshake.
     fn authenticate(&self, token: &str, address: SocketAddr) -> Outcome {
         let (proved, name) = self.handshake[4..].split_at(proof::SIZE);
         match std::str::from_utf8(name) {
@@ -184,8 +187,8 @@ impl Pending {
     }
 }
 
-/// What a handshake at `address` proves to know the token for. The text is longer than what the
-/// store challenges with, so the one proof never passes for the other.
+/// The text for which a handshake at `address` proves to know the token. The text is longer than
+/// what the store challenges with, so the one proof never passes for the other.
 fn proved_message(address: SocketAddr, name: &str) -> Vec<u8> {
     format!("connection to {address}: {name}").into_bytes()
 }

@@ -18,12 +18,10 @@ pub mod mpi;
 mod queue;
 mod registry;
 pub mod tcp;
-#[cfg(test)]
-mod toy;
 
 use std::time::Duration;
 
-use crate::bootstrap::PeerInfo;
+use crate::peer_info::PeerInfo;
 use crate::shm::io_segment::IoSegment;
 use queue::QueuePair;
 pub use registry::open;
@@ -74,7 +72,8 @@ pub trait Connections: Send {
     /// Has a segment sent. Returns the number that the first of [`Connections::moved`] reaches
     /// when the segment has gone.
     fn send(&mut self, to: usize, part: IoSegment) -> u64 {
-        let (mut part, mut number) = (Some(part), 0);
+        let mut part = Some(part);
+        let mut number = 0;
         self.with_queues(to, &mut |queues| {
             number = part.take().map_or(0, |part| queues.sending.push(part));
         });
@@ -84,7 +83,8 @@ pub trait Connections: Send {
     /// Has a segment filled with what `from` sends next. Returns the number that the second of
     /// [`Connections::moved`] comes to when it is.
     fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
-        let (mut part, mut number) = (Some(part), 0);
+        let mut part = Some(part);
+        let mut number = 0;
         self.with_queues(from, &mut |queues| {
             number = part.take().map_or(0, |part| queues.receiving.push(part));
         });

@@ -17,6 +17,8 @@ pub struct Queue {
 }
 
 impl Queue {
+    /// Adds a segment. Returns the number of segments so far, which `done` reaches when it is
+    /// moved.
     pub fn push(&mut self, part: IoSegment) -> u64 {
         self.queued += 1;
         self.bytes += part.bytes().len();
@@ -49,7 +51,7 @@ impl Queue {
         slices.filter(|bytes| !bytes.is_empty())
     }
 
-    /// As [`Queue::slices`], to be filled.
+    /// The unfilled parts of the queued segments, for reading into.
     pub fn slices_mut(&mut self, limit: usize) -> impl Iterator<Item = &mut [u8]> {
         let slices = self.parts.iter_mut().scan((self.offset, limit), |(offset, left), part| {
             let bytes = part.bytes_mut().get_mut(std::mem::take(offset)..).filter(|_| *left > 0)?;
@@ -69,6 +71,7 @@ pub struct QueuePair {
 }
 
 impl QueuePair {
+    /// Whether all segments are moved.
     pub fn is_empty(&self) -> bool {
         self.sending.parts.is_empty() && self.receiving.parts.is_empty()
     }

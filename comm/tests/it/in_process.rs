@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flow_comm::{Axis, Error, Mesh, ProcessGroup, ReduceOp};
+use flow_comm::{Axis, Error, Lane, Mesh, ProcessGroup, ReduceOp};
 
 /// Longer than any wait that is to succeed, on a loaded machine too.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -104,9 +104,15 @@ fn an_operation_may_have_a_timeout_of_its_own() {
         ("barrier", |group| group.barrier()),
         ("recv", |group| group.recv_with_tag(&mut [0_u8], 1, 7)),
         ("recv from any rank", |group| group.recv_any(&mut [0_u8], 7).map(drop)),
-        ("recv", |group| group.recv_async(vec![0_u8], 1)?.wait().map(drop)),
+        ("recv", |group| {
+            let work = group.start(Lane::From(1, 0), "recv", |group| group.recv(&mut [0_u8], 1))?;
+            work.wait()
+        }),
         ("all_reduce", |group| {
-            group.all_reduce_async(vec![0_f32], ReduceOp::Sum)?.wait().map(drop)
+            let work = group.start(Lane::Collectives, "all_reduce", |group| {
+                group.all_reduce(&mut [0_f32], ReduceOp::Sum)
+            })?;
+            work.wait()
         }),
     ];
     for (name, wait) in waits {

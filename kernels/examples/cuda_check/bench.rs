@@ -44,9 +44,10 @@ pub fn run(device: &Arc<Device>, json: bool) -> Outcome {
         for count in [1, 30, 400] {
             for (operation, time, copy) in measure(device, tensors, flat, count)? {
                 let moved = BYTES / flat.size() * (tensors.size() + flat.size());
-                let (rate, copy_rate) =
-                    (gigabytes(moved, time.device), gigabytes(2 * BYTES, copy.device));
-                let (ratio, host) = (rate / copy_rate, time.host.as_secs_f64() * 1e6);
+                let rate = gigabytes(moved, time.device);
+                let copy_rate = gigabytes(2 * BYTES, copy.device);
+                let ratio = rate / copy_rate;
+                let host = time.host.as_secs_f64() * 1e6;
                 if json {
                     lines.push(format!(
                         "{{\"operation\":\"{operation}\",\"tensors\":\"{tensors}\",\"flat\":\"{flat}\",\"count\":{count},\
@@ -80,18 +81,14 @@ fn measure(
     count: usize,
 ) -> Result<[(&'static str, Time, Time); 2], cuda::Error> {
     let lengths = vec![BYTES / flat.size() / count; count];
-    let (packer, stream) =
-        (Packer::new(device, tensors, flat, &lengths)?, Stream::high_priority(device)?);
+    let packer = Packer::new(device, tensors, flat, &lengths)?;
+    let stream = Stream::high_priority(device)?;
     let own = Layout::new(&lengths, tensors)?;
-    let zeros = |bytes| -> Result<Arc<DeviceMemory>, cuda::Error> {
-        let memory = DeviceMemory::allocate(device, bytes)?;
-        memory.fill_zero(&stream)?;
-        Ok(Arc::new(memory))
-    };
     let mut sets = Vec::new();
     for _ in 0..ROTATION {
-        let (arena, buffer, copy) =
-            (zeros(own.bytes())?, zeros(packer.layout().bytes())?, zeros(packer.layout().bytes())?);
+        let arena = zeros(&stream, own.bytes())?;
+        let buffer = zeros(&stream, packer.layout().bytes())?;
+        let copy = zeros(&stream, packer.layout().bytes())?;
         sets.push((View::tensors(&arena, &own, 0), View::all(&buffer, flat), buffer, copy));
     }
     let pack = time(&stream, |i| {
@@ -107,13 +104,22 @@ fn measure(
     Ok([("pack", pack, beside_pack), ("unpack", unpack, beside_unpack)])
 }
 
+/// Memory of `bytes` zeros.
+fn zeros(stream: &Stream, bytes: usize) -> Result<Arc<DeviceMemory>, cuda::Error> {
+    let memory = DeviceMemory::allocate(stream.device(), bytes)?;
+    memory.fill_zero(stream)?;
+    Ok(Arc::new(memory))
+}
+
 /// The time of one `operation`, which is given the number of the buffers to use.
 fn time(
     stream: &Stream,
     mut operation: impl FnMut(usize) -> Result<(), cuda::Error>,
 ) -> Result<Time, cuda::Error> {
-    let (start, end) = (Event::timed(stream.device())?, Event::timed(stream.device())?);
-    let (mut device, mut host) = (Vec::new(), Vec::new());
+    let start = Event::timed(stream.device())?;
+    let end = Event::timed(stream.device())?;
+    let mut device = Vec::new();
+    let mut host = Vec::new();
     for batch in 0..BATCHES + 3 {
         start.record(stream)?;
         for i in 0..BATCH {

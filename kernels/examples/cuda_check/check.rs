@@ -26,7 +26,9 @@ struct Case {
 pub fn run(device: &Arc<Device>) -> Outcome {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64;
     println!("{device:?}, seed {seed:#x}");
-    let (mut random, stream, mut checked) = (Random(seed | 1), Stream::high_priority(device)?, 0);
+    let mut random = Random(seed | 1);
+    let stream = Stream::high_priority(device)?;
+    let mut checked = 0;
     for (tensors, flat) in FLOATS.iter().flat_map(|&tensors| FLOATS.map(|flat| (tensors, flat))) {
         for case in cases(flat, &mut random) {
             let fail = |error| format!("{tensors} -> {flat}, {}: {error}", case.name);

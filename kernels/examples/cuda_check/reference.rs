@@ -24,8 +24,8 @@ pub fn unpack(from: DType, to: DType, elements: &[u8]) -> Vec<u8> {
 
 /// The first element at which the two differ, where any NaN equals any other.
 pub fn first_difference(dtype: DType, left: &[u8], right: &[u8]) -> Option<usize> {
-    let (left, right) = (left.chunks_exact(dtype.size()), right.chunks_exact(dtype.size()));
-    left.zip(right)
+    left.chunks_exact(dtype.size())
+        .zip(right.chunks_exact(dtype.size()))
         .position(|(left, right)| left != right && !(is_nan(dtype, left) && is_nan(dtype, right)))
 }
 

@@ -2,39 +2,35 @@
 
 use std::env;
 use std::fs;
-use std::hash::Hasher;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fnv::FnvHasher;
+use crate::digest;
 
 /// The folder of compiled kernels, where the environment names one.
 pub(super) fn folder() -> Option<PathBuf> {
-    let variable =
-        |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let flow = variable("FLOW_CACHE")
-        .or_else(|| variable("XDG_CACHE_HOME").map(|cache| cache.join("flow")))
-        .or_else(|| variable("HOME").map(|home| home.join(".cache/flow")))?;
+    let flow = folder_in("FLOW_CACHE")
+        .or_else(|| folder_in("XDG_CACHE_HOME").map(|cache| cache.join("flow")))
+        .or_else(|| folder_in("HOME").map(|home| home.join(".cache/flow")))?;
     Some(flow.join("kernels"))
 }
 
-/// A cached file is the compiled code and this hash of it.
-fn hash(image: &[u8]) -> [u8; 8] {
-    let mut hasher = FnvHasher::default();
-    hasher.write(image);
-    hasher.finish().to_le_bytes()
+/// The folder that a variable names.
+fn folder_in(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
 /// The compiled code in `file`, if it is there and whole.
 pub(super) fn read(file: &Path) -> Option<Vec<u8>> {
     let content = fs::read(file).ok()?;
     let (image, expected) = content.split_last_chunk()?;
-    (hash(image) == *expected).then(|| image.to_vec())
+    (digest(image).to_le_bytes() == *expected).then(|| image.to_vec())
 }
 
-/// Other processes may write the same file at the same time, so it appears at once, as a whole.
+/// Writes the compiled code and its digest. Other processes may write the same file at the same
+/// time, so it appears at once, as a whole.
 pub(super) fn write(file: &Path, image: &[u8]) -> io::Result<()> {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = file.parent() {
@@ -45,7 +41,7 @@ pub(super) fn write(file: &Path, image: &[u8]) -> io::Result<()> {
         process::id(),
         COUNTER.fetch_add(1, Ordering::Relaxed)
     ));
-    fs::write(&unfinished, [image, &hash(image)].concat())
+    fs::write(&unfinished, [image, &digest(image).to_le_bytes()].concat())
         .and_then(|()| fs::rename(&unfinished, file))
         .inspect_err(|_| drop(fs::remove_file(&unfinished)))
 }

@@ -1,15 +1,13 @@
 //! Compiles `pack.cu` at run time, and keeps the results in the user's cache folder.
 
 use std::ffi::{c_char, c_int, CStr};
-use std::hash::Hasher;
 use std::path::Path;
 use std::ptr::{null, null_mut};
-
-use fnv::FnvHasher;
 
 use super::cache;
 use super::error::{Error, Result};
 use super::library::{load_compiler, Nvrtc, Program};
+use crate::digest;
 use crate::types::DType;
 
 /// The kernels, as a C string.
@@ -77,7 +75,7 @@ fn compile_with(
     Ok(image)
 }
 
-/// What is taken from a compiled program.
+/// The form in which a compiled program is taken.
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
     Cubin,
@@ -132,14 +130,11 @@ impl Compiler<'_> {
 
     /// A number that is another one whenever the compiled code might be.
     fn key(&self, options: &[String]) -> Result<u64> {
-        let (mut major, mut minor) = (0, 0);
+        let mut major = 0;
+        let mut minor = 0;
         // SAFETY: both are there to be written.
         self.check(unsafe { (self.nvrtc.nvrtcVersion)(&mut major, &mut minor) })?;
-        let mut hasher = FnvHasher::default();
-        hasher.write(SOURCE.as_bytes());
-        options.iter().for_each(|option| hasher.write(option.as_bytes()));
-        hasher.write(format!("{major}.{minor}").as_bytes());
-        Ok(hasher.finish())
+        Ok(digest(&(SOURCE, options, major, minor)))
     }
 
     fn run(&self, options: &[String], form: Form) -> Result<Vec<u8>> {

@@ -79,7 +79,9 @@ impl Device {
 
     /// Retains the primary context of GPU `ordinal`, which exists.
     fn retain(ordinal: usize) -> Result<Device> {
-        let (mut handle, mut context, mut name) = (0, null_mut(), [0 as c_char; 256]);
+        let mut handle = 0;
+        let mut context = null_mut();
+        let mut name = [0 as c_char; 256];
         // SAFETY: the driver is initialized; what is written is there to be written, and `name` is
         // as long as said.
         unsafe {
@@ -89,16 +91,17 @@ impl Device {
                 sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, handle),
             )?;
         }
-        let attribute = |attribute| {
-            let mut value: c_int = 0;
+        let mut architecture = [0; 2];
+        for (value, attribute) in architecture.iter_mut().zip([
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        ]) {
             // SAFETY: as above.
             check("read the GPU's architecture", unsafe {
-                sys::cuDeviceGetAttribute(&mut value, attribute, handle)
+                sys::cuDeviceGetAttribute(value, attribute, handle)
             })?;
-            Ok(value.unsigned_abs())
-        };
-        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        }
+        let [major, minor] = architecture.map(c_int::unsigned_abs);
         // SAFETY: as above; `name` ends with a zero, which the driver could not overwrite.
         let name = unsafe {
             check("open the GPU", sys::cuDevicePrimaryCtxRetain(&mut context, handle))?;

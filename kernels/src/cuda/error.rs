@@ -14,13 +14,13 @@ pub enum Error {
          run on the CPU"
     )]
     NoDriver {
-        /// What is missing.
+        /// The thing that is missing.
         reason: String,
     },
     /// The driver refused or failed an operation, or an earlier kernel failed.
     #[error("CUDA could not {operation}: {reason}")]
     Driver {
-        /// What was asked of the driver.
+        /// The request to the driver.
         operation: &'static str,
         /// The driver's name of the error, and its explanation.
         reason: String,
@@ -40,7 +40,7 @@ pub enum Error {
     Compile {
         /// The name of the kernel.
         kernel: String,
-        /// What the compiler said.
+        /// The compiler's message.
         log: String,
     },
     /// A caller's mistake.

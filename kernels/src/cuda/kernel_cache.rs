@@ -56,7 +56,9 @@ impl KernelCache {
 
 impl Kernels {
     fn load(image: &[u8], tensors: DType, flat: DType) -> Result<Kernels> {
-        let (mut module, mut pack, mut unpack) = (null_mut(), null_mut(), null_mut());
+        let mut module = null_mut();
+        let mut pack = null_mut();
+        let mut unpack = null_mut();
         // SAFETY: the context is current; the image is a whole cubin, or PTX with a zero at its
         // end.
         check("load a kernel", unsafe {

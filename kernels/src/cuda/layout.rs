@@ -9,9 +9,9 @@ use crate::types::DType;
 /// may rely on it.
 const ALIGNMENT: usize = 512;
 
-/// What one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12 blocks
-/// for each of an H100's processors, so that all stay busy to the end, and each thread has 64 bytes
-/// on their way at once.
+/// The part that one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12
+/// blocks for each of an H100's processors, so that all stay busy to the end, and each thread has
+/// 64 bytes on their way at once.
 const CHUNK_BYTES: usize = 16 << 10;
 
 /// The most tensors of one launch: their addresses are passed by value, in at most 4 KB of
@@ -37,12 +37,12 @@ pub struct Chunk {
 pub struct Launch {
     /// The tensors, [`TENSORS_PER_LAUNCH`] at most.
     pub tensors: Range<usize>,
-    /// What each block moves. May be empty.
+    /// The chunks that the blocks move. May be empty.
     pub chunks: Vec<Chunk>,
 }
 
 /// The places of tensors in a flat buffer: one after the other, each at a multiple of 512 bytes.
-/// What lies between them is never touched.
+/// The memory between them is never touched.
 #[derive(Clone, Debug)]
 pub struct Layout {
     flat: DType,
@@ -58,18 +58,15 @@ impl Layout {
     ///
     /// [`Error::Argument`] if that is more than a machine can address.
     pub fn new(lengths: &[usize], flat: DType) -> Result<Layout> {
-        let too_long = || {
-            Error::Argument(format!(
-                "{} tensors are longer together than an address",
-                lengths.len()
-            ))
-        };
-        let (mut places, mut bytes) = (Vec::with_capacity(lengths.len()), 0usize);
+        let mut places = Vec::with_capacity(lengths.len());
+        let mut bytes = 0;
         for &length in lengths {
-            let place = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_long)?;
+            let (place, end) = placed(bytes, length, flat.size()).ok_or_else(|| {
+                let count = lengths.len();
+                Error::Argument(format!("{count} tensors are longer together than an address"))
+            })?;
             places.push(place / flat.size());
-            let end = length.checked_mul(flat.size()).and_then(|tensor| place.checked_add(tensor));
-            bytes = end.filter(|&end| end <= isize::MAX as usize).ok_or_else(too_long)?;
+            bytes = end;
         }
         Ok(Layout { flat, lengths: lengths.to_vec(), places, bytes })
     }
@@ -109,8 +106,9 @@ impl Layout {
 
     /// The chunks of `tensor`, which is `number` in its launch.
     fn chunks(&self, tensor: usize, number: u32) -> impl Iterator<Item = Chunk> {
-        let (length, place, step) =
-            (self.lengths[tensor], self.places[tensor], CHUNK_BYTES / self.flat.size());
+        let length = self.lengths[tensor];
+        let place = self.places[tensor];
+        let step = CHUNK_BYTES / self.flat.size();
         (0..length).step_by(step).map(move |start| Chunk {
             flat_start: (place + start) as u64,
             tensor_start: start as u64,
@@ -118,6 +116,14 @@ impl Layout {
             tensor: number,
         })
     }
+}
+
+/// Where a tensor of `length` elements of `size` bytes begins and ends in a buffer that is full up
+/// to `bytes`; None if there is no such address.
+fn placed(bytes: usize, length: usize, size: usize) -> Option<(usize, usize)> {
+    let place = bytes.checked_next_multiple_of(ALIGNMENT)?;
+    let end = place.checked_add(length.checked_mul(size)?)?;
+    (end <= isize::MAX as usize).then_some((place, end))
 }
 
 #[cfg(test)]

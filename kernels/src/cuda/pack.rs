@@ -74,7 +74,9 @@ impl Packer {
             device.bind()?;
             Ok(image)
         })?;
-        let (mut content, mut launches, mut start) = (Vec::new(), Vec::new(), 0);
+        let mut content = Vec::new();
+        let mut launches = Vec::new();
+        let mut start = 0;
         for launch in layout.launches().filter(|launch| !launch.chunks.is_empty()) {
             let end = start + launch.chunks.len();
             content.extend(launch.chunks.iter().flat_map(bytes_of));
@@ -184,9 +186,6 @@ impl Packer {
         flat: &impl DeviceBuffer,
         stream: &Stream,
     ) -> Result<()> {
-        let wrong = |what: String| {
-            Err(Error::Argument(format!("cannot move tensors to or from a flat buffer: {what}")))
-        };
         if !Arc::ptr_eq(stream.device(), &self.device) {
             return wrong(format!(
                 "the stream is on {:?}, the kernels on {:?}",
@@ -204,22 +203,30 @@ impl Packer {
         for (i, (tensor, length)) in tensors.iter().zip(self.layout.lengths()).enumerate() {
             let bytes = length * self.tensors.size();
             if tensor.dtype() != self.tensors || tensor.bytes() != bytes {
-                let (dtype, got) = (tensor.dtype(), tensor.bytes());
                 return wrong(format!(
-                    "tensor {i} has {got} bytes of {dtype} instead of {bytes} of {}",
+                    "tensor {i} has {} bytes of {} instead of {bytes} of {}",
+                    tensor.bytes(),
+                    tensor.dtype(),
                     self.tensors
                 ));
             }
         }
         if flat.dtype() != self.layout.flat() || flat.bytes() < self.layout.bytes() {
-            let (dtype, got, bytes) = (flat.dtype(), flat.bytes(), self.layout.bytes());
             return wrong(format!(
-                "the buffer has {got} bytes of {dtype} instead of {bytes} of {}",
+                "the buffer has {} bytes of {} instead of {} of {}",
+                flat.bytes(),
+                flat.dtype(),
+                self.layout.bytes(),
                 self.layout.flat()
             ));
         }
         Ok(())
     }
+}
+
+/// The error of arguments that do not fit.
+fn wrong(what: String) -> Result<()> {
+    Err(Error::Argument(format!("cannot move tensors to or from a flat buffer: {what}")))
 }
 
 /// A chunk as the device reads it.

@@ -34,7 +34,9 @@ impl Stream {
     /// [`Error::Driver`](super::Error::Driver).
     pub fn high_priority(device: &Arc<Device>) -> Result<Stream> {
         device.bind()?;
-        let (mut least, mut greatest, mut handle) = (0, 0, null_mut());
+        let mut least = 0;
+        let mut greatest = 0;
+        let mut handle = null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current; what is written is there to be written.
         unsafe {

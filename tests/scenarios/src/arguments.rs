@@ -3,6 +3,7 @@
 use anyhow::{bail, ensure, Context, Result};
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 
+use crate::beside;
 use crate::groups::sum_of_ranks;
 use crate::registry::{by_hand, launched, scenario, Scenario};
 
@@ -36,7 +37,7 @@ fn arguments(group: &ProcessGroup) -> Result<()> {
     let itself = format!("rank {rank} is this rank itself: a peer is another one");
     refused("send", &itself, group.send(&four, rank))?;
     refused("recv", &itself, group.recv(&mut four, rank))?;
-    refused("send", &itself, group.send_async(vec![1_u8], rank)?.wait().map(drop))?;
+    refused("send", &itself, beside::send(group, vec![1_u8], rank, 0)?.wait().map(drop))?;
 
     let lengths = |input, output, right| {
         format!(

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
 
+use crate::beside;
 use crate::registry::{by_hand, in_process, launched, scenario, Job, Scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -226,10 +227,10 @@ fn several(group: &ProcessGroup) -> Result<()> {
 /// A hook may start a collective of its own before it launches its bucket.
 fn in_turn(group: &ProcessGroup) -> Result<()> {
     for _step in 0..100 {
-        let started = group.all_reduce_async(vec![1_i64], ReduceOp::Sum)?;
+        let started = beside::all_reduce(group, vec![1_i64], ReduceOp::Sum)?;
         let (segments, results) = gradients(group, 0, &[100])?;
         ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
-        let after = group.all_reduce_async(vec![2_i64], ReduceOp::Sum)?;
+        let after = beside::all_reduce(group, vec![2_i64], ReduceOp::Sum)?;
         ensure!((started.wait()?, after.wait()?) == (vec![3], vec![6]));
         group.wait_bucket(&segments)?;
         ensure!(results.recv()? == sums(100));

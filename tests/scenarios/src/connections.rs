@@ -4,6 +4,7 @@ use std::fs;
 use std::thread;
 use std::time::Duration;
 
+use crate::beside;
 use crate::registry::{by_hand, scenario, Scenario};
 use anyhow::{bail, ensure, Result};
 use flow_comm::{ProcessGroup, ReduceOp};
@@ -83,7 +84,7 @@ fn at_once(group: &ProcessGroup) -> Result<()> {
     thread::scope(|scope| {
         let exchange = scope.spawn(|| -> Result<()> {
             for round in 0..5_u8 {
-                let sent = messages.send_async(vec![rank as u8 + round; LARGE], next)?;
+                let sent = beside::send(&messages, vec![rank as u8 + round; LARGE], next, 0)?;
                 let mut received = vec![0; LARGE];
                 messages.recv(&mut received, previous)?;
                 ensure!(received.iter().all(|&byte| byte == previous as u8 + round));

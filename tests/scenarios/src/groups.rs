@@ -9,6 +9,7 @@ use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::{f16, Error, ProcessGroup, ReduceOp};
 use flow_harness::net::{Agent, Net};
 
+use crate::beside;
 use crate::registry::{by_hand, launched, machines, scenario, Scenario, Test};
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -49,8 +50,8 @@ pub fn sum_of_ranks(group: &ProcessGroup) -> Result<i64> {
 pub fn use_all(group: &ProcessGroup) -> Result<()> {
     let (rank, size) = (group.rank(), group.world_size());
     ensure!(sum_of_ranks(group)? == (0..size as i64).sum::<i64>());
-    let reduced = group.all_reduce_async(vec![1.0_f32; 100_000], ReduceOp::Sum)?;
-    let sent = group.send_async(vec![rank as u8; 5000], (rank + 1) % size)?;
+    let reduced = beside::all_reduce(group, vec![1.0_f32; 100_000], ReduceOp::Sum)?;
+    let sent = beside::send(group, vec![rank as u8; 5000], (rank + 1) % size, 0)?;
     let mut received = group.alloc_shared::<u8>(5000)?;
     group.recv(&mut received, (rank + size - 1) % size)?;
     ensure!(received.iter().all(|&from| usize::from(from) == (rank + size - 1) % size));
@@ -101,8 +102,8 @@ fn sub_groups(world: &ProcessGroup) -> Result<()> {
     // What is under way in one group does not hold up another.
     let twin = world.duplicate()?;
     ensure!(twin.ranks() == world.ranks());
-    let slow = world.all_reduce_async(vec![1.0_f32; 300_000], ReduceOp::Sum)?;
-    let fast = twin.all_reduce_async(vec![1_i32; 3], ReduceOp::Sum)?;
+    let slow = beside::all_reduce(world, vec![1.0_f32; 300_000], ReduceOp::Sum)?;
+    let fast = beside::all_reduce(&twin, vec![1_i32; 3], ReduceOp::Sum)?;
     ensure!(sum_of_ranks(&twin)? == 10);
     ensure!(fast.wait()? == [5; 3] && slow.wait()?.iter().all(|&element| element == 5.0));
 

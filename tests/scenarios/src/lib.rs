@@ -2,6 +2,7 @@
 //! written, started and tested. The programs `worker` and `mpi_worker` run them.
 
 mod arguments;
+mod beside;
 mod buckets;
 mod collectives;
 mod connections;

@@ -8,6 +8,7 @@ use flow_comm::store::Store;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::{assert_contains, TEST_TIMEOUT};
 
+use crate::beside;
 use crate::groups::sum_of_ranks;
 use crate::registry::{by_hand, launched, scenario, Scenario, Test};
 
@@ -66,7 +67,7 @@ fn members(world: &ProcessGroup) -> Result<()> {
             upper.all_reduce(&mut data, ReduceOp::Sum)?;
             ensure!(data[99_999] == 3.0 * order[round % 3] as f32);
         }
-        let sent = upper.send_async(vec![rank as i64; 50_000], (upper.rank() + 1) % 3)?;
+        let sent = beside::send(&upper, vec![rank as i64; 50_000], (upper.rank() + 1) % 3, 0)?;
         let mut received = vec![0_i64; 50_000];
         upper.recv(&mut received, (upper.rank() + 2) % 3)?;
         ensure!(

@@ -3,6 +3,7 @@
 use anyhow::{ensure, Context, Result};
 use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
 
+use crate::beside;
 use crate::groups::sum_of_ranks;
 use crate::registry::{by_hand, in_process, launched, scenario, Scenario};
 
@@ -50,7 +51,7 @@ fn ordered(world: &ProcessGroup) -> Result<()> {
     let mut scattered = [0.0_f32];
     group.reduce_scatter(&[0.0_f32, 1.0, 2.0, 3.0], &mut scattered, ReduceOp::Sum)?;
     ensure!(scattered == [4.0 * rank as f32]);
-    let sent = group.send_async(vec![own; 50_000], (rank + 1) % 4)?;
+    let sent = beside::send(&group, vec![own; 50_000], (rank + 1) % 4, 0)?;
     let mut received = vec![0_i64; 50_000];
     group.recv(&mut received, (rank + 3) % 4)?;
     sent.wait()?;

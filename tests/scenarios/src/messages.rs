@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use anyhow::{ensure, Context, Result};
-use flow_comm::{Error, ProcessGroup, Work};
+use flow_comm::{Error, Lane, ProcessGroup, Work};
 
+use crate::beside;
 use crate::registry::{by_hand, in_process, launched, mpirun, scenario, Scenario};
 
 /// Elements of messages that go in one part, in several, and in many.
@@ -208,20 +209,23 @@ fn threads(group: &ProcessGroup) -> Result<()> {
 
 /// Two ranks. What waits for one tag does not hold up another.
 fn asynchronous(group: &ProcessGroup) -> Result<()> {
-    let start =
-        |tag| -> Result<Work<Vec<i64>>, Error> { group.recv_with_tag_async(vec![0; 9], 0, tag) };
+    let start = |tag| -> Result<Work<Vec<i64>>, Error> { beside::recv(group, vec![0; 9], 0, tag) };
     if group.rank() == 0 {
         for tag in [2, 3, 1] {
-            group.send_with_tag_async(contents(9, tag, 0), 1, tag)?.wait()?;
+            beside::send(group, contents(9, tag, 0), 1, tag)?.wait()?;
             // The other says that it has it before the next is sent.
             group.recv(&mut [0_u8], 1)?;
         }
         for tag in 0..500 {
-            drop(group.send_with_tag_async(contents(9, tag, 1), 1, tag)?);
+            drop(beside::send(group, contents(9, tag, 1), 1, tag)?);
         }
     } else {
         let [one, two] = [start(1)?, start(2)?];
-        let any = group.recv_any_async(vec![0; 9], 3)?;
+        let any = group.start(Lane::FromAny(3), "recv_any", |group| {
+            let mut buffer = vec![0; 9];
+            let from = group.recv_any(&mut buffer, 3)?;
+            Ok((buffer, from))
+        })?;
         check(&two.wait()?, 9, 2, 0)?;
         group.send(&[0_u8], 0)?;
         let (three, from) = any.wait()?;

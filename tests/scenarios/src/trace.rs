@@ -5,13 +5,14 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{ensure, Context, Result};
-use flow_comm::{DType, ProcessGroup, ReduceOp};
+use flow_comm::{DType, Lane, ProcessGroup, ReduceOp};
 use flow_harness::{Process, DETECTION_LIMIT};
 use nix::sys::signal::{kill, Signal};
 use nix::sys::wait::{wait, WaitStatus};
 use nix::unistd::{fork, ForkResult, Pid};
 use serde_json::Value;
 
+use crate::beside;
 use crate::nccl::memory::Gpu;
 use crate::registry::{by_hand, launched, process, scenario, Job, Scenario, Test};
 
@@ -65,7 +66,7 @@ fn records(group: &ProcessGroup) -> Result<()> {
     }
     // One is under way until the other rank comes to it.
     if group.rank() == 0 {
-        let work = group.all_reduce_async(vec![1.0_f32; 10], ReduceOp::Sum)?;
+        let work = beside::all_reduce(&group, vec![1.0_f32; 10], ReduceOp::Sum)?;
         // A thread begins it.
         let last = loop {
             let records = group.flight_recorder();
@@ -95,11 +96,15 @@ fn records(group: &ProcessGroup) -> Result<()> {
 /// On both ranks all operations have the same numbers, each once, in whatever form they are called.
 fn numbers(group: &ProcessGroup) -> Result<()> {
     let group = group.duplicate()?;
-    let counts = || vec![1, 1];
-    let uneven = || group.all_to_all_v_async(vec![1_i64, 2], counts(), vec![0_i64; 2], counts());
+    let uneven = || {
+        group.start(Lane::Collectives, "all_to_all_v", |group| {
+            group.all_to_all_v(&[1_i64, 2], &[1, 1], &mut [0_i64; 2], &[1, 1])
+        })
+    };
     // Queued beside others, whose numbers are taken meanwhile.
     let works = (0..3).map(|_| uneven()).collect::<flow_comm::Result<Vec<_>>>()?;
-    let barriers = (0..3).map(|_| group.barrier_async()).collect::<flow_comm::Result<Vec<_>>>()?;
+    let barriers =
+        (0..3).map(|_| beside::barrier(&group)).collect::<flow_comm::Result<Vec<_>>>()?;
     for work in works {
         work.wait()?;
     }
@@ -107,10 +112,14 @@ fn numbers(group: &ProcessGroup) -> Result<()> {
         work.wait()?;
     }
     group.all_to_all_v(&[1_i64, 2], &[1, 1], &mut [0_i64; 2], &[1, 1])?;
-    group.all_gather_v_async(vec![1_i64], vec![0_i64; 2], counts())?.wait()?;
-    group
-        .reduce_scatter_v_async(vec![1_i64, 2], vec![0_i64; 1], counts(), ReduceOp::Sum)?
-        .wait()?;
+    let gathered = group.start(Lane::Collectives, "all_gather_v", |group| {
+        group.all_gather_v(&[1_i64], &mut [0_i64; 2], &[1, 1])
+    })?;
+    gathered.wait()?;
+    let reduced = group.start(Lane::Collectives, "reduce_scatter_v", |group| {
+        group.reduce_scatter_v(&[1_i64, 2], &mut [0_i64], &[1, 1], ReduceOp::Sum)
+    })?;
+    reduced.wait()?;
     let records = group.flight_recorder();
     let found: Vec<(u64, &str)> =
         records.iter().map(|record| (record.sequence, record.operation)).collect();

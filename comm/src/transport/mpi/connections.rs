@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use super::session::{
     with_session, BackgroundRequest, Message, Session, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE,
 };
-use crate::bootstrap::PeerInfo;
 use crate::env::Membership;
+use crate::peer_info::PeerInfo;
 use crate::transport::queue::QueuePair;
 use crate::transport::{Connections, DisconnectReason, PeerDown, Transport};
 
@@ -79,15 +79,16 @@ impl Transport for MpiTransport {
             member: others.clone().next().unwrap_or(own),
             how: DisconnectReason::OutOfReach(error),
         })?;
-        let peer = |member: usize| (member != own).then(|| Peer::new(members[member] as c_int));
-        let peers = (0..members.len()).map(peer).collect();
+        let peers = (0..members.len())
+            .map(|member| (member != own).then(|| Peer::new(members[member] as c_int)))
+            .collect();
         Ok(Box::new(MpiConnections { channel: channel.into(), tag, peers, has_ended: false }))
     }
 }
 
 struct MpiConnections {
     channel: String,
-    /// Of what this rank sends.
+    /// The tag of the messages that this rank sends.
     tag: c_int,
     /// By position; None for this rank.
     peers: Vec<Option<Peer>>,

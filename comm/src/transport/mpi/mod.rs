@@ -54,14 +54,17 @@ pub fn exchange_store_address(
 
 /// Whether MPI gives this process the place that it has in the job.
 fn check_place(membership: &Membership) -> Result<(), String> {
-    let (rank, size) = (membership.rank, membership.world_size);
-    with_session(|session| match (session.rank, session.size) {
-        place if place == (rank, size) => Ok(()),
-        (own, of) => Err(format!(
-            "this is rank {rank} of {size}, but rank {own} of {of} to MPI: start the job with the \
+    let Membership { rank, world_size: size, .. } = *membership;
+    with_session(|session| {
+        if session.rank == rank && session.size == size {
+            return Ok(());
+        }
+        Err(format!(
+            "this is rank {rank} of {size}, but rank {} of {} to MPI: start the job with the \
              mpirun of the MPI that the program is built with, or with a srun that knows it (srun \
-             --mpi=list), or set FLOW_TRANSPORT=tcp"
-        )),
+             --mpi=list), or set FLOW_TRANSPORT=tcp",
+            session.rank, session.size
+        ))
     })
 }
 
@@ -79,7 +82,9 @@ fn serve(buffer: &mut [u8]) -> std::io::Result<Server> {
     let (_, port) = at.rsplit_once(':').unwrap_or_default();
     let host = local.unwrap_or_else(host_name);
     let text = serde_json::json!([token, format!("{host}:{port}")]).to_string();
-    let too_long = || std::io::Error::other(format!("{host:?} is too long for the name of a host"));
-    buffer.get_mut(..text.len()).ok_or_else(too_long)?.copy_from_slice(text.as_bytes());
+    let place = buffer.get_mut(..text.len()).ok_or_else(|| {
+        std::io::Error::other(format!("{host:?} is too long for the name of a host"))
+    })?;
+    place.copy_from_slice(text.as_bytes());
     Ok(server)
 }

@@ -32,9 +32,11 @@ use mpi::Threading;
 
 /// The tag of handshakes, which no link has, and the longest handshake.
 pub const HANDSHAKE_TAG: c_int = 0;
+/// The size in bytes of the longest handshake.
 pub const MAX_HANDSHAKE: usize = 2048;
 /// How often MPI is called while no rank waits, and the longest sleep of one that does.
 const TICK: Duration = Duration::from_millis(2);
+/// The longest pause between two looks.
 pub const MAX_BACKOFF: Duration = Duration::from_millis(1);
 
 /// How long the end waits for what is still to be done.
@@ -68,7 +70,7 @@ pub struct Session {
     universe: Option<Universe>,
 }
 
-/// What is still to be done, though nobody waits for that.
+/// Requests that are still to be completed, though nobody waits for them.
 pub trait BackgroundRequest: Send {
     /// Does what can be done now; whether that was all.
     fn is_done(&mut self, session: &mut Session) -> bool;
@@ -81,7 +83,7 @@ pub trait BackgroundRequest: Send {
 // come with them.
 unsafe impl Send for Session {}
 
-/// What MPI sends or fills.
+/// The memory that MPI sends or fills.
 pub struct Message {
     request: ffi::MPI_Request,
     pub buffer: Vec<u8>,
@@ -100,14 +102,14 @@ impl Drop for Message {
     }
 }
 
-/// Of a message that is through.
+/// The facts of a message that is through.
 pub struct Status {
     pub source: c_int,
     pub bytes: usize,
 }
 
 extern "C" {
-    /// As `atexit`, but `function` gets the exit status.
+    /// Registers a function as `atexit` does; it gets the exit status.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
@@ -218,7 +220,8 @@ impl Session {
         // Apart from what the program itself may send.
         let own = SimpleCommunicator::world().duplicate();
         let communicator = own.as_raw();
-        let (rank, size) = (own.rank() as usize, own.size() as usize);
+        let rank = own.rank() as usize;
+        let size = own.size() as usize;
         std::mem::forget(own); // lives as long as MPI does
         let max_tag = SimpleCommunicator::world().get_attr::<MaxTag>().map_or(0, |tag| tag.0);
         // SAFETY: the communicator was just made.
@@ -227,30 +230,21 @@ impl Session {
         if universe.is_some() && unsafe { on_exit(finalize, std::ptr::null_mut()) } != 0 {
             return Err("there is no room for a function to be called at exit".into());
         }
-        let tick = || loop {
-            std::thread::sleep(TICK);
-            match &mut *lock() {
-                // The thread that uses a connection reports what goes wrong.
-                State::Open(session) => drop(session.progress()),
-                _ => break,
-            }
-        };
         std::thread::Builder::new()
             .name("flow-mpi".into())
-            .spawn(tick)
-            .map_err(|e| e.to_string())?;
+            .spawn(progress_until_closed)
+            .map_err(|error| error.to_string())?;
         // Not before all else is well: to drop the universe here must not end the session.
         SimpleCommunicator::self_comm().set_attr(FinalizeHook);
-        let (tags, background) = (HashMap::new(), Vec::new());
         Ok(Self {
             communicator,
             rank,
             size,
             tag: HANDSHAKE_TAG,
             max_tag,
-            tags,
+            tags: HashMap::new(),
             handshake: None,
-            background,
+            background: Vec::new(),
             universe,
         })
     }
@@ -286,8 +280,10 @@ impl Session {
         Ok(self.tag)
     }
 
+    /// Begins to send a buffer.
     pub fn send(&self, mut buffer: Vec<u8>, to: c_int, tag: c_int) -> Result<Message, String> {
-        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        let data = buffer.as_mut_ptr().cast::<c_void>();
+        let count = buffer.len() as c_int;
         Message::begin(buffer, |request| {
             // SAFETY: the buffer is that long, and lives until the message is through.
             unsafe {
@@ -296,8 +292,10 @@ impl Session {
         })
     }
 
+    /// Begins to fill a buffer.
     pub fn receive(&self, mut buffer: Vec<u8>, from: c_int, tag: c_int) -> Result<Message, String> {
-        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        let data = buffer.as_mut_ptr().cast::<c_void>();
+        let count = buffer.len() as c_int;
         Message::begin(buffer, |request| {
             // SAFETY: as above, and nobody else uses it.
             unsafe {
@@ -316,7 +314,8 @@ impl Session {
 
     /// Rank 0's buffer to all, which are as long.
     pub fn broadcast(&self, mut buffer: Vec<u8>) -> Result<Message, String> {
-        let (data, count) = (buffer.as_mut_ptr().cast::<c_void>(), buffer.len() as c_int);
+        let data = buffer.as_mut_ptr().cast::<c_void>();
+        let count = buffer.len() as c_int;
         Message::begin(buffer, |request| {
             // SAFETY: as above.
             unsafe {
@@ -327,7 +326,9 @@ impl Session {
 
     /// Whether the message is through.
     pub fn test(&self, message: &mut Message) -> Result<Option<Status>, String> {
-        let (mut flag, mut status, mut count) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed(), 0);
+        let mut flag = 0;
+        let mut status = MaybeUninit::<ffi::MPI_Status>::zeroed();
+        let mut count = 0;
         // SAFETY: the request is under way, or null after an error: whoever has heard that it is
         // through drops it.
         check(unsafe { ffi::MPI_Test(&mut message.request, &mut flag, status.as_mut_ptr()) })?;
@@ -397,5 +398,17 @@ impl Message {
 impl BackgroundRequest for Message {
     fn is_done(&mut self, session: &mut Session) -> bool {
         !matches!(session.test(self), Ok(None))
+    }
+}
+
+/// The thread that moves what nobody waits for, as long as the session is open.
+fn progress_until_closed() {
+    loop {
+        std::thread::sleep(TICK);
+        match &mut *lock() {
+            // The thread that uses a connection reports what goes wrong.
+            State::Open(session) => drop(session.progress()),
+            _ => break,
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
+use fnv::FnvHashMap;
 
 use super::control::{ChannelId, GroupId};
 use super::waker::Waker;
@@ -13,8 +13,10 @@ use crate::transport::DisconnectReason;
 /// Bytes that a channel takes from its sender before its receiver expects any.
 pub const WINDOW: u64 = 32 << 20;
 
-pub type Channels = FxHashMap<ChannelId, Channel>;
+/// The channels of a connection.
+pub type Channels = FnvHashMap<ChannelId, Channel>;
 
+/// The bytes that two ranks of one group have under way.
 pub struct Channel {
     /// None until this process, or the other, has opened the channel.
     pub group: Option<GroupId>,
@@ -25,7 +27,7 @@ pub struct Channel {
     /// Bytes that have come, and how many the other process may send in all.
     pub arrived: u64,
     pub granted: u64,
-    /// What came before it was expected.
+    /// Bytes that came before they were expected.
     pub kept: VecDeque<u8>,
     /// How this rank, and the other, has left the channel; that one after so many bytes.
     pub own_end: Option<DisconnectReason>,
@@ -70,6 +72,7 @@ impl Channel {
         self.kept.is_empty() && !self.is_closed
     }
 
+    /// Wakes the thread that waits for the channel.
     pub fn wake(&self) {
         if let Some(waker) = &self.waker {
             waker.wake();

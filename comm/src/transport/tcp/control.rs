@@ -16,8 +16,10 @@ const PROBES: u32 = 3;
 
 /// A channel's number, and a group's: a hash of its name.
 pub type ChannelId = u64;
+/// The digest of a group's name.
 pub type GroupId = u64;
 
+/// The two sockets of a connection.
 #[derive(Clone)]
 pub struct Sockets {
     pub data: Arc<TcpStream>,
@@ -25,6 +27,7 @@ pub struct Sockets {
 }
 
 impl Sockets {
+    /// Sockets that do not block and send at once.
     pub fn new(data: TcpStream, control: TcpStream) -> io::Result<Self> {
         data.set_nodelay(true)?;
         control.set_nodelay(true)?;
@@ -53,7 +56,7 @@ pub fn reason(error: &io::Error) -> DisconnectReason {
     }
 }
 
-/// What one process tells the other about a channel.
+/// A message of one process to the other about a channel.
 pub enum Notice {
     /// It uses the channel, which is one of this group: it wants to know if the other is not, or no
     /// longer, in the group.
@@ -73,6 +76,7 @@ const FAILED: u8 = 2;
 const OPEN: u8 = 3;
 
 impl Notice {
+    /// Appends the notice about a channel to `out`.
     pub fn encode(&self, channel: ChannelId, out: &mut Vec<u8>) {
         let (kind, number, text) = match self {
             Self::Open(group) => (OPEN, group, ""),
@@ -101,7 +105,8 @@ impl Notice {
         let (length, rest) = rest.split_first_chunk()?;
         let length = u32::from_le_bytes(*length) as usize;
         let text = String::from_utf8_lossy(rest.get(..length)?).into_owned();
-        let (channel, number) = (u64::from_le_bytes(*channel), u64::from_le_bytes(*number));
+        let channel = u64::from_le_bytes(*channel);
+        let number = u64::from_le_bytes(*number);
         bytes.drain(..HEAD + length);
         let notice = match kind {
             OPEN => Self::Open(number),

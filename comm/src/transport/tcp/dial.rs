@@ -18,8 +18,9 @@ const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
 /// When to look again whether the other's connection has come.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The answer to who connects: this connection is used, or another one is.
+/// The answer to who connects: this connection is used.
 pub const ACCEPTED: u8 = 1;
+/// The answer to who connects: another connection is used.
 pub const OTHER: u8 = 2;
 
 /// A connection that is being made.
@@ -71,12 +72,13 @@ impl Half {
 }
 
 impl Dial {
+    /// Begins to connect to a rank.
     pub fn new(rank: usize, address: SocketAddr) -> Self {
         let begin = Instant::now();
         Self { rank, address, begin, attempts: 0, phase: Phase::Pause(begin) }
     }
 
-    /// What to wait for.
+    /// The sockets to wait for.
     pub fn sockets(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         match &self.phase {
             Phase::Pause(_) => Vec::new(),
@@ -127,10 +129,10 @@ impl Dial {
                 }
                 Phase::Pause(_) => {
                     self.attempts += 1;
-                    let half = |kind: &str| {
-                        Half::new(self.address, format!("{kind}/{own}/{}", self.attempts))
-                    };
-                    Phase::Connecting([half("data")?, half("control")?], now)
+                    let name = format!("{own}/{}", self.attempts);
+                    let data = Half::new(self.address, format!("data/{name}"))?;
+                    let control = Half::new(self.address, format!("control/{name}"))?;
+                    Phase::Connecting([data, control], now)
                 }
                 Phase::Connecting(mut halves, since) => {
                     let mut is_through = true;

@@ -30,11 +30,12 @@ const CLOSE_INTERVAL: Duration = Duration::from_millis(1);
 /// How long the thread sleeps at most while somebody has not said who it is.
 const PENDING_INTERVAL: Duration = Duration::from_secs(1);
 
+/// A process' connections to all others.
 pub struct Endpoint {
     rank: usize,
     token: String,
     address: SocketAddr,
-    /// Of all ranks.
+    /// The addresses of all ranks.
     pub addresses: OnceLock<Vec<SocketAddr>>,
     /// By rank.
     pairs: Vec<Mutex<Pair>>,
@@ -81,10 +82,12 @@ impl Endpoint {
         Ok((endpoint, thread))
     }
 
+    /// Where this process listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
+    /// Locks the connection to a rank.
     pub fn pair(&self, rank: usize) -> MutexGuard<'_, Pair> {
         self.pairs[rank].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -93,6 +96,7 @@ impl Endpoint {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// This process is a member of the group from here on.
     pub fn join_group(&self, group: GroupId) {
         self.groups().insert(group);
     }
@@ -114,12 +118,10 @@ impl Endpoint {
     /// learn how this process has left its channels: else it would seem to have died.
     pub fn close(&self) {
         let begin = Instant::now();
-        let owes_ends = || (0..self.pairs.len()).any(|rank| self.pair(rank).owes_ends());
-        while owes_ends() && begin.elapsed() < CONNECT_TIMEOUT {
+        while self.owes_ends() && begin.elapsed() < CONNECT_TIMEOUT {
             thread::sleep(CLOSE_INTERVAL);
         }
-        let drain = || (0..self.pairs.len()).filter(|&rank| self.pair(rank).drain()).count() > 0;
-        while drain() && begin.elapsed() < CONNECT_TIMEOUT {
+        while self.drain() && begin.elapsed() < CONNECT_TIMEOUT {
             thread::sleep(CLOSE_INTERVAL);
         }
         self.is_closed.store(true, Ordering::SeqCst);
@@ -127,6 +129,20 @@ impl Endpoint {
         for rank in 0..self.pairs.len() {
             self.pair(rank).down(DisconnectReason::Ended);
         }
+    }
+
+    /// Whether another rank has yet to be told how this one has left a channel.
+    fn owes_ends(&self) -> bool {
+        (0..self.pairs.len()).any(|rank| self.pair(rank).owes_ends())
+    }
+
+    /// Discards what comes from all ranks. Returns whether any may send more.
+    fn drain(&self) -> bool {
+        let mut is_more = false;
+        for rank in 0..self.pairs.len() {
+            is_more |= self.pair(rank).drain();
+        }
+        is_more
     }
 
     /// Has the thread look at what is to be done.
@@ -172,7 +188,8 @@ impl Endpoint {
     }
 
     fn serve(&self, mut acceptor: Acceptor) {
-        let (mut halves, mut dials) = (HashMap::new(), Vec::<Dial>::new());
+        let mut halves = HashMap::new();
+        let mut dials: Vec<Dial> = Vec::new();
         while !self.is_closed() {
             self.sleep(&acceptor, &dials);
             let _ = rustix::io::read(&self.bell, &mut [0_u8; 8]);

@@ -12,9 +12,10 @@ const MIN_FRAME: usize = 4096;
 const MAX_FRAME: usize = 1 << 20;
 /// The most frames that one call to the kernel moves, and pieces of memory.
 pub const MAX_FRAMES: usize = 4;
+/// The most pieces of memory of one call to the system.
 pub const MAX_SLICES: usize = 64;
 
-/// What a frame begins with.
+/// The beginning of a frame.
 #[derive(Default)]
 pub struct Header {
     pub channel: ChannelId,

@@ -22,7 +22,7 @@ pub struct Incoming {
     channel: ChannelId,
     /// Bytes of the frame that are still to be given to the channel.
     rest: usize,
-    /// What was read ahead: those bytes, or a header.
+    /// Bytes that were read ahead: those of the frame, or a header.
     ahead: Vec<u8>,
     /// Bytes of `ahead` that are given already.
     taken: usize,
@@ -102,9 +102,10 @@ impl Incoming {
             };
         }
         let channel = channels.entry(self.channel).or_default();
-        let is_read = match self.ahead().is_empty() {
-            true => self.read_rest(channel, data)?,
-            false => self.give(channel),
+        let is_read = if self.ahead().is_empty() {
+            self.read_rest(channel, data)?
+        } else {
+            self.give(channel)
         };
         if self.channel != own {
             channel.wake();
@@ -115,7 +116,8 @@ impl Incoming {
     /// Takes a header that was read. Returns how many bytes this process may send in its channel.
     fn take_header(&mut self) -> Option<u64> {
         let header = Header::decode(self.ahead())?;
-        (self.channel, self.rest) = (header.channel, header.bytes);
+        self.channel = header.channel;
+        self.rest = header.bytes;
         self.taken += HEADER;
         Some(header.limit)
     }
@@ -152,7 +154,8 @@ impl Incoming {
         let mut slices: SmallVec<[IoSliceMut; MAX_SLICES]> = SmallVec::new();
         let mut headers = headers.iter_mut();
         slices.extend(headers.next().map(|header| IoSliceMut::new(header)));
-        let (mut frame, mut left) = (0, lengths[0]);
+        let mut frame = 0;
+        let mut left = lengths[0];
         'segments: for mut segment in receiving.slices_mut(guess) {
             while !segment.is_empty() {
                 if slices.len() + 2 > MAX_SLICES {
@@ -179,12 +182,14 @@ impl Incoming {
         let mut read = Read { slices: slices.iter(), slice: &[], rest: bytes };
         self.ahead.drain(..self.taken);
         self.taken = 0;
-        let (mut direct, mut foreign) = (0, None);
+        let mut direct = 0;
+        let mut foreign = None;
         for length in lengths {
             read.take(HEADER, |bytes| self.ahead.extend_from_slice(bytes));
             let Some(header) = Header::decode(&self.ahead) else { break };
             self.ahead.drain(..HEADER);
-            (self.channel, self.rest) = (header.channel, header.bytes);
+            self.channel = header.channel;
+            self.rest = header.bytes;
             if self.channel != own {
                 foreign = Some(header.limit);
                 break;
@@ -239,9 +244,10 @@ impl Incoming {
             let _ = bytes.read_exact(segment);
         }
         channel.queues.receiving.skip(direct);
-        match channel.is_closed {
-            true => self.discarded.push(self.channel),
-            false => channel.kept.extend(&bytes[..count - direct]),
+        if channel.is_closed {
+            self.discarded.push(self.channel);
+        } else {
+            channel.kept.extend(&bytes[..count - direct]);
         }
         self.taken += count;
         self.rest -= count;
@@ -250,7 +256,7 @@ impl Incoming {
     }
 }
 
-/// What one call has read, in order.
+/// The bytes that one call has read, in order.
 struct Read<'a> {
     slices: std::slice::Iter<'a, IoSliceMut<'a>>,
     slice: &'a [u8],

@@ -22,7 +22,6 @@ mod pair;
 mod tests;
 mod waker;
 
-use std::hash::Hasher;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -34,8 +33,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::queue::QueuePair;
 use super::{Connections, DisconnectReason, PeerDown, Transport};
-use crate::bootstrap::PeerInfo;
+use flow_kernels::digest;
+
 use crate::env::{Membership, Rendezvous};
+use crate::peer_info::PeerInfo;
 use crate::settings::{self, LOCAL_ADDRESS};
 use control::ChannelId;
 use endpoint::Endpoint;
@@ -71,7 +72,7 @@ pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
             local_address_for(store).map_err(|e| format!("no way to the store at {store}: {e}"))?
         }
     };
-    let (rank, size) = (membership.rank, membership.world_size);
+    let Membership { rank, world_size: size, .. } = *membership;
     let (endpoint, thread) = Endpoint::open(rank, size, own, token).map_err(|e| {
         format!(
             "cannot listen at {own} for other nodes: {e}; set {LOCAL_ADDRESS} to an address of \
@@ -91,40 +92,21 @@ impl Transport for TcpTransport {
     }
 
     fn set_peers(&mut self, peers: &[PeerInfo], own: &PeerInfo) -> Result<(), String> {
-        let address = |(rank, peer): (usize, &PeerInfo)| {
-            let text = String::from_utf8_lossy(&peer.address);
-            match text.parse::<SocketAddr>() {
-                Ok(address) if address.ip().is_loopback() && peer.host_id != own.host_id => {
-                    Err(format!(
-                        "rank {rank} on {} says that it is at {address}, where only its own host \
-                         can reach it: set {LOCAL_ADDRESS} there to the address of its network",
-                        peer.host
-                    ))
-                }
-                Ok(address) => Ok(address),
-                Err(_) if text.is_empty() => Err(format!(
-                    "rank {rank} on {} takes its node for the only one: check its LOCAL_WORLD_SIZE",
-                    peer.host
-                )),
-                Err(_) => Err(format!(
-                    "malformed address of rank {rank} on {}: got {text:?}; do all ranks use the \
-                     same transport?",
-                    peer.host
-                )),
-            }
-        };
-        let addresses = peers.iter().enumerate().map(address).collect::<Result<_, _>>()?;
+        let mut addresses = Vec::with_capacity(peers.len());
+        for (rank, peer) in peers.iter().enumerate() {
+            addresses.push(address_of(rank, peer, own)?);
+        }
         // They are set once.
         let _ = self.endpoint.addresses.set(addresses);
         Ok(())
     }
 
     fn join_group(&self, group: &str) {
-        self.endpoint.join_group(hash(group));
+        self.endpoint.join_group(digest(group));
     }
 
     fn leave_group(&self, group: &str) {
-        self.endpoint.leave_group(hash(group));
+        self.endpoint.leave_group(digest(group));
     }
 
     fn connect(
@@ -134,7 +116,9 @@ impl Transport for TcpTransport {
         members: &[usize],
         own: usize,
     ) -> Result<Box<dyn Connections>, PeerDown> {
-        let (id, group, waker) = (hash(channel), hash(group), Arc::<Waker>::default());
+        let id = digest(channel);
+        let group = digest(group);
+        let waker = Arc::<Waker>::default();
         let others = (0..members.len()).filter(|&member| member != own);
         for member in others.clone() {
             let mut pair = self.endpoint.pair(members[member]);
@@ -155,10 +139,24 @@ impl Transport for TcpTransport {
     }
 }
 
-fn hash(name: &str) -> u64 {
-    let mut hasher = fnv::FnvHasher::default();
-    hasher.write(name.as_bytes());
-    hasher.finish()
+/// Where a rank says that it is.
+fn address_of(rank: usize, peer: &PeerInfo, own: &PeerInfo) -> Result<SocketAddr, String> {
+    let text = String::from_utf8_lossy(&peer.address);
+    let host = &peer.host;
+    match text.parse::<SocketAddr>() {
+        Ok(address) if address.ip().is_loopback() && peer.host_id != own.host_id => Err(format!(
+            "rank {rank} on {host} says that it is at {address}, where only its own host can reach \
+             it: set {LOCAL_ADDRESS} there to the address of its network"
+        )),
+        Ok(address) => Ok(address),
+        Err(_) if text.is_empty() => Err(format!(
+            "rank {rank} on {host} takes its node for the only one: check its LOCAL_WORLD_SIZE"
+        )),
+        Err(_) => Err(format!(
+            "malformed address of rank {rank} on {host}: got {text:?}; do all ranks use the same \
+             transport?"
+        )),
+    }
 }
 
 impl Drop for TcpTransport {
@@ -184,7 +182,7 @@ struct TcpConnections {
     events: u64,
 }
 
-/// What this thread knows of a member's queues, without locking the connection.
+/// A member's queues, as far as this thread knows them without locking the connection.
 #[derive(Clone, Copy)]
 struct Queued {
     /// Segments that are sent, and those that are received.

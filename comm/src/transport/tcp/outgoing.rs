@@ -26,8 +26,14 @@ pub struct Outgoing {
 
 impl Default for Outgoing {
     fn default() -> Self {
-        let (header, orphan) = ([0; HEADER], VecDeque::new());
-        Self { channel: 0, header, begun: HEADER, rest: 0, orphan, end: None }
+        Self {
+            channel: 0,
+            header: [0; HEADER],
+            begun: HEADER,
+            rest: 0,
+            orphan: VecDeque::new(),
+            end: None,
+        }
     }
 }
 
@@ -64,8 +70,10 @@ impl Outgoing {
         channel.sent += bytes as u64;
         channel.granted = channel.next_limit();
         let header = Header { channel: id, bytes, limit: channel.granted };
-        (self.channel, self.rest) = (id, bytes);
-        (self.header, self.begun) = (header.encode(), 0);
+        self.channel = id;
+        self.rest = bytes;
+        self.header = header.encode();
+        self.begun = 0;
     }
 
     /// Writes for the thread of channel `own`, or for the endpoint's: the frame under way, and, if
@@ -80,8 +88,10 @@ impl Outgoing {
             return self.write_orphan(data);
         }
         let channel = channels.entry(self.channel).or_default();
-        let (queue, limit) = (&channel.queues.sending, channel.next_limit());
-        let (mut lengths, mut headers) = ([self.rest; MAX_FRAMES], [self.header; MAX_FRAMES]);
+        let queue = &channel.queues.sending;
+        let limit = channel.next_limit();
+        let mut lengths = [self.rest; MAX_FRAMES];
+        let mut headers = [self.header; MAX_FRAMES];
         let credit = if own == Some(self.channel) { channel.credit() } else { 0 };
         let mut frames = 1;
         for bytes in cut(queue, self.rest, self.rest + credit).take(MAX_FRAMES - 1) {
@@ -91,7 +101,8 @@ impl Outgoing {
         }
         let mut slices: SmallVec<[IoSlice; MAX_SLICES]> = SmallVec::new();
         slices.push(IoSlice::new(&headers[0][self.begun..]));
-        let (mut frame, mut left) = (0, self.rest);
+        let mut frame = 0;
+        let mut left = self.rest;
         'segments: for mut segment in queue.slices(lengths[..frames].iter().sum()) {
             while !segment.is_empty() {
                 if slices.len() + 2 > MAX_SLICES {
@@ -162,6 +173,7 @@ impl Outgoing {
         }
     }
 
+    /// Whether the rest of a frame is to be sent whose channel is closed.
     pub fn has_orphan(&self) -> bool {
         !self.orphan.is_empty() && self.end.is_none()
     }

@@ -34,19 +34,22 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
 /// How long what a process has sent before it went may stay away.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The connection to another process.
 #[derive(Default)]
 pub struct Pair {
     pub state: State,
     channels: Channels,
     outgoing: Outgoing,
     incoming: Incoming,
-    /// What the control socket has brought of a notice, and what it is still to take.
+    /// The part of a notice that the control socket has brought, and the notices that it is still
+    /// to take.
     control_in: Vec<u8>,
     control_out: Vec<u8>,
     /// How the control socket has ended, and since when nothing has come from then on.
     control_end: Option<(DisconnectReason, Instant)>,
 }
 
+/// How far a connection is.
 #[derive(Default)]
 pub enum State {
     #[default]
@@ -56,7 +59,7 @@ pub enum State {
     Down(DisconnectReason),
 }
 
-/// What [`Pair::progress`] has come to.
+/// The result of [`Pair::progress`].
 #[derive(Default)]
 pub struct Progress {
     pub moved: bool,
@@ -71,6 +74,7 @@ pub struct Waits {
 }
 
 impl Pair {
+    /// The connection is there.
     pub fn connected(&mut self, sockets: Sockets) {
         self.state = State::Connected(sockets);
         let mut notices = Vec::new();
@@ -83,12 +87,14 @@ impl Pair {
         self.wake_all();
     }
 
+    /// The connection has ended.
     pub fn down(&mut self, how: DisconnectReason) {
         self.state = State::Down(how);
         self.channels.retain(|_, channel| !channel.is_closed);
         self.wake_all();
     }
 
+    /// The number of channels that are not over.
     #[cfg(test)]
     pub fn channel_count(&self) -> usize {
         self.channels.len()
@@ -98,6 +104,7 @@ impl Pair {
         self.channels.values().for_each(Channel::wake);
     }
 
+    /// The socket that data goes over, if it is connected.
     pub fn data(&self) -> Option<Arc<TcpStream>> {
         self.sockets().map(|sockets| sockets.data)
     }
@@ -112,29 +119,30 @@ impl Pair {
     /// Takes part in a channel; `waker` is called when another thread has something for it.
     pub fn open(&mut self, id: ChannelId, group: GroupId, waker: &Arc<Waker>) {
         let channel = self.channels.entry(id).or_default();
-        (channel.group, channel.waker) = (Some(group), Some(Arc::clone(waker)));
+        channel.group = Some(group);
+        channel.waker = Some(Arc::clone(waker));
         self.notify(id, &Notice::Open(group));
     }
 
     /// Closes the channels of a group that this rank has left, also those that only the other
     /// process has opened.
     pub fn leave(&mut self, group: GroupId) {
-        let is_ours = |(_, channel): &(&_, &Channel)| channel.group == Some(group);
-        let ids: Vec<_> = self.channels.iter().filter(is_ours).map(|(&id, _)| id).collect();
+        let channels = self.channels.iter().filter(|(_, channel)| channel.group == Some(group));
+        let ids: Vec<ChannelId> = channels.map(|(&id, _)| id).collect();
         for id in ids {
             self.end(id, &DisconnectReason::Left);
             self.close(id);
             // Who connects later, and opens the channel, learns it from the group.
-            let has_left =
-                |channel: &Channel| matches!(channel.own_end, Some(DisconnectReason::Left));
+            let own_end = self.channels.get(&id).and_then(|channel| channel.own_end.as_ref());
             if matches!(self.state, State::Unconnected)
-                && self.channels.get(&id).is_some_and(has_left)
+                && matches!(own_end, Some(DisconnectReason::Left))
             {
                 self.channels.remove(&id);
             }
         }
     }
 
+    /// The segments that a channel has to send and to receive.
     pub fn queues(&mut self, id: ChannelId) -> &mut QueuePair {
         &mut self.channels.entry(id).or_default().queues
     }
@@ -168,15 +176,16 @@ impl Pair {
 
     /// Removes a channel that both processes have left, and in which nothing is under way.
     fn remove_if_over(&mut self, id: ChannelId) {
-        let is_over = |channel: &Channel| {
-            let has_all = channel.end.as_ref().is_some_and(|(_, sent)| channel.arrived >= *sent);
-            channel.is_closed && channel.own_end.is_some() && has_all
-        };
+        let Some(channel) = self.channels.get(&id) else { return };
         // Once connected, the other process has been sent how this one left.
         let is_settled = match self.state {
             State::Unconnected | State::Connecting => false,
-            State::Connected(_) => self.channels.get(&id).is_some_and(is_over),
-            State::Down(_) => self.channels.get(&id).is_some_and(|channel| channel.is_closed),
+            State::Connected(_) => {
+                channel.is_closed
+                    && channel.own_end.is_some()
+                    && channel.end.as_ref().is_some_and(|(_, sent)| channel.arrived >= *sent)
+            }
+            State::Down(_) => channel.is_closed,
         };
         if is_settled {
             self.channels.remove(&id);
@@ -200,14 +209,15 @@ impl Pair {
     /// Nothing of the channel can be, and something is due in it that will not come, or go, any
     /// more.
     pub fn progress(&mut self, id: ChannelId) -> Result<Progress, DisconnectReason> {
-        let left = |queues: &QueuePair| (queues.sending.bytes, queues.receiving.bytes);
-        let before = left(self.queues(id));
+        let before = self.bytes_left(id);
         let mut progress = Progress { moved: self.take_kept(id), ..Progress::default() };
         if let State::Connected(sockets) = &self.state {
             let (sent, is_full) = self.outgoing.flush(&mut self.channels, id, &sockets.data);
             let (filled, is_empty) = self.incoming.fill(&mut self.channels, id, &sockets.data);
-            if let (true, Some((_, last_receive))) = (filled, &mut self.control_end) {
-                *last_receive = Instant::now();
+            if filled {
+                if let Some((_, last_receive)) = &mut self.control_end {
+                    *last_receive = Instant::now();
+                }
             }
             for id in std::mem::take(&mut self.incoming.discarded) {
                 self.remove_if_over(id);
@@ -216,7 +226,7 @@ impl Pair {
             progress.moved |= sent | filled;
         }
         self.grant(id);
-        if left(self.queues(id)) != before {
+        if self.bytes_left(id) != before {
             return Ok(progress);
         }
         match self.reason_of_due(id) {
@@ -225,10 +235,17 @@ impl Pair {
         }
     }
 
+    /// How many bytes of a channel are still to be sent, and to be received.
+    fn bytes_left(&mut self, id: ChannelId) -> (usize, usize) {
+        let queues = self.queues(id);
+        (queues.sending.bytes, queues.receiving.bytes)
+    }
+
     /// Gives the receiver what was kept.
     fn take_kept(&mut self, id: ChannelId) -> bool {
         let channel = self.channels.entry(id).or_default();
-        let (kept, receiving) = (&mut channel.kept, &mut channel.queues.receiving);
+        let kept = &mut channel.kept;
+        let receiving = &mut channel.queues.receiving;
         let mut moved = false;
         while !kept.is_empty() && !receiving.parts.is_empty() {
             let count = kept.len().min(receiving.bytes);
@@ -252,6 +269,7 @@ impl Pair {
         }
     }
 
+    /// Whether the rest of a frame is to be sent whose channel is closed.
     pub fn has_orphan(&self) -> bool {
         self.outgoing.has_orphan()
     }
@@ -299,6 +317,7 @@ impl Pair {
         }
     }
 
+    /// Whether there is something to tell the other process.
     pub fn has_notices(&self) -> bool {
         !self.control_out.is_empty()
     }

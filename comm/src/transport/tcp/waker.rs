@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use rustix::event::{eventfd, EventfdFlags};
 
+/// Wakes the thread that waits for a channel.
 #[derive(Default)]
 pub struct Waker {
     /// How often there was something.
@@ -16,10 +17,12 @@ pub struct Waker {
 }
 
 impl Waker {
+    /// How often there was something for the thread.
     pub fn events(&self) -> u64 {
         self.events.load(Ordering::SeqCst)
     }
 
+    /// Something has happened: the thread that waits, or is about to, looks.
     pub fn wake(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
         if self.is_asleep.swap(false, Ordering::SeqCst) {
@@ -39,6 +42,7 @@ impl Waker {
         fd.as_ref().map(AsFd::as_fd)
     }
 
+    /// The thread is awake again.
     pub fn wake_up(&self) {
         // Else somebody has woken it, or is about to: at worst the next sleep ends at once.
         if !self.is_asleep.swap(false, Ordering::SeqCst) {

@@ -2,11 +2,12 @@
 //! uneven arguments that are refused.
 
 use anyhow::{ensure, Result};
-use flow_comm::{ProcessGroup, ReduceOp, SharedBuffer, Work};
+use flow_comm::{Lane, ProcessGroup, ReduceOp, SharedBuffer, Work};
 
 use super::backend::Backend;
 use super::host::{Host, Memory, Place};
 use super::reference::{Number, Values};
+use crate::beside;
 
 pub fn all(group: &ProcessGroup) -> Result<()> {
     let host = Host::new(group, Place::Ordinary)?;
@@ -57,13 +58,25 @@ fn uneven_arguments(group: &ProcessGroup) -> Result<()> {
     let mut output = vec![0; size];
     refused(group.all_to_all_v(&all, few, &mut output, &fitting), "input_counts has")?;
     refused(group.all_to_all_v(&all, &vec![usize::MAX; size], &mut output, &fitting), "sum up")?;
-    let gathered = group.all_gather_v_async([7_i32], all, fitting.clone())?.wait()?.1;
-    let reduced =
-        group.reduce_scatter_v_async(gathered.clone(), [0], fitting.clone(), ReduceOp::Sum)?;
-    ensure!(reduced.wait()?.1 == [7 * size as i32]);
-    let exchanged = group.all_to_all_v_async(gathered, fitting.clone(), output, fitting)?;
-    ensure!(exchanged.wait()?.1 == vec![7; size]);
+    group.all_gather_v(&[7_i32], &mut all, &fitting)?;
+    let mut reduced = [0];
+    group.reduce_scatter_v(&all, &mut reduced, &fitting, ReduceOp::Sum)?;
+    ensure!(reduced == [7 * size as i32]);
+    group.all_to_all_v(&all, &fitting, &mut output, &fitting)?;
+    ensure!(output == vec![7; size]);
     Ok(())
+}
+
+/// Starts a collective that writes into `output`, which comes back.
+fn start<O: Send + 'static>(
+    group: &ProcessGroup,
+    mut output: O,
+    run: impl FnOnce(&ProcessGroup, &mut O) -> flow_comm::Result<()> + Send + 'static,
+) -> flow_comm::Result<Work<O>> {
+    group.start(Lane::Collectives, "nonblocking", move |group| {
+        run(group, &mut output)?;
+        Ok(output)
+    })
 }
 
 /// Every collective started before any is waited for, with blocking ones in between.
@@ -78,11 +91,16 @@ fn overlapping<T: Number>(group: &ProcessGroup, nodes: &[u32], count: usize) -> 
         Ok(buffer)
     };
 
-    let all_reduce = group.all_reduce_async(own::<T>(rank, count), ReduceOp::Sum)?;
-    let all_reduce_in_place = group.all_reduce_async(shared(count)?, ReduceOp::Max)?;
-    let reduce = group.reduce_async(own::<T>(rank, count), ReduceOp::Min, root)?;
-    let broadcast = group.broadcast_async(own::<T>(rank, count), root)?;
-    let all_gather = group.all_gather_async(shared(count)?, blank(size * count))?;
+    let all_reduce = beside::all_reduce(group, own::<T>(rank, count), ReduceOp::Sum)?;
+    let all_reduce_in_place = beside::all_reduce(group, shared(count)?, ReduceOp::Max)?;
+    let reduce = start(group, own::<T>(rank, count), move |group, data| {
+        group.reduce(data, ReduceOp::Min, root)
+    })?;
+    let broadcast =
+        start(group, own::<T>(rank, count), move |group, data| group.broadcast(data, root))?;
+    let input = shared(count)?;
+    let all_gather =
+        start(group, blank(size * count), move |group, output| group.all_gather(&input, output))?;
 
     let mut between = own::<T>(rank, count);
     group.all_reduce(&mut between, ReduceOp::Product)?;
@@ -90,36 +108,43 @@ fn overlapping<T: Number>(group: &ProcessGroup, nodes: &[u32], count: usize) -> 
         Values::Any.all_reduced(ReduceOp::Product, nodes, count, index)
     })?;
 
-    let reduce_scatter =
-        group.reduce_scatter_async(own::<T>(rank, size * count), blank(count), ReduceOp::Avg)?;
-    let all_to_all = group.all_to_all_async(own::<T>(rank, size * count), blank(size * count))?;
-    let gather =
-        group.gather_async(own::<T>(rank, count), at_root(rank == root, size * count), root)?;
-    let scatter = group.scatter_async(at_root(rank == root, size * count), blank(count), root)?;
-    let barrier = group.barrier_async()?;
+    let input = own::<T>(rank, size * count);
+    let reduce_scatter = start(group, blank(count), move |group, output| {
+        group.reduce_scatter(&input, output, ReduceOp::Avg)
+    })?;
+    let input = own::<T>(rank, size * count);
+    let all_to_all =
+        start(group, blank(size * count), move |group, output| group.all_to_all(&input, output))?;
+    let input = own::<T>(rank, count);
+    let gather = start(group, at_root(rank == root, size * count), move |group, output| {
+        group.gather(&input, output.as_mut(), root)
+    })?;
+    let input = at_root(rank == root, size * count);
+    let scatter = start(group, blank(count), move |group, output| {
+        group.scatter(input.as_ref(), output, root)
+    })?;
+    let barrier = beside::barrier(group)?;
 
     group.barrier()?;
     barrier.wait()?;
-    check("scatter_async", &scatter.wait()?.1, |index| value(root, rank * count + index))?;
-    let gathered = gather.wait()?.1.unwrap_or_default();
-    check("gather_async", &gathered, |index| value(index / count, index % count))?;
-    check("all_to_all_async", &all_to_all.wait()?.1, |i| {
-        value(i / count, rank * count + i % count)
-    })?;
-    let scattered = reduce_scatter.wait()?.1;
-    check("reduce_scatter_async", &scattered, |index| {
+    check("scatter", &scatter.wait()?, |index| value(root, rank * count + index))?;
+    let gathered = gather.wait()?.unwrap_or_default();
+    check("gather", &gathered, |index| value(index / count, index % count))?;
+    check("all_to_all", &all_to_all.wait()?, |i| value(i / count, rank * count + i % count))?;
+    let scattered = reduce_scatter.wait()?;
+    check("reduce_scatter", &scattered, |index| {
         reduced(ReduceOp::Avg, size, rank * count + index)
     })?;
-    check("all_gather_async", &all_gather.wait()?.1, |index| value(index / count, index % count))?;
-    check("broadcast_async", &broadcast.wait()?, |index| value(root, index))?;
+    check("all_gather", &all_gather.wait()?, |index| value(index / count, index % count))?;
+    check("broadcast", &broadcast.wait()?, |index| value(root, index))?;
     let kept =
         |index| if rank == root { reduced(ReduceOp::Min, size, index) } else { value(rank, index) };
-    check("reduce_async", &reduce.wait()?, kept)?;
+    check("reduce", &reduce.wait()?, kept)?;
     let in_place = all_reduce_in_place.wait()?;
-    check("all_reduce_async, shared", &in_place, |index| {
+    check("all_reduce, shared", &in_place, |index| {
         Values::Any.all_reduced(ReduceOp::Max, nodes, count, index)
     })?;
-    check("all_reduce_async", &all_reduce.wait()?, |index| {
+    check("all_reduce", &all_reduce.wait()?, |index| {
         Values::Any.all_reduced(ReduceOp::Sum, nodes, count, index)
     })
 }
@@ -132,23 +157,23 @@ fn crossing_messages<T: Number>(group: &ProcessGroup, count: usize) -> Result<()
     let mut received: Vec<(usize, Work<Vec<T>>)> = Vec::new();
     let mut sent: Vec<Work<Memory<T>>> = Vec::new();
     for &other in &others {
-        received.push((other, group.recv_async(vec![T::small(0); count], other)?));
+        received.push((other, beside::recv(group, vec![T::small(0); count], other, 0)?));
     }
     for &other in &others {
         let mut first = group.alloc_shared(count)?;
         first.copy_from_slice(&own::<T>(rank, count));
-        sent.push(group.send_async(Memory::Shared(first), other)?);
-        sent.push(group.send_async(Memory::Ordinary(own::<T>(rank + 100, count)), other)?);
+        sent.push(beside::send(group, Memory::Shared(first), other, 0)?);
+        sent.push(beside::send(group, Memory::Ordinary(own::<T>(rank + 100, count)), other, 0)?);
     }
     let mut all = own::<T>(rank, count);
     group.all_reduce(&mut all, ReduceOp::Sum)?;
     for &other in &others {
         let mut second = vec![T::small(0); count];
         group.recv(&mut second, other)?;
-        check("recv after recv_async", &second, |index| value(other + 100, index))?;
+        check("recv after one beside", &second, |index| value(other + 100, index))?;
     }
     for (other, work) in received {
-        check("recv_async", &work.wait()?, |index| value(other, index))?;
+        check("recv beside", &work.wait()?, |index| value(other, index))?;
     }
     sent.into_iter().try_for_each(|work| work.wait().map(drop))?;
     Ok(())

@@ -6,6 +6,7 @@ use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::assert_contains;
 
 use super::report::{report, said, sum, LARGE, THREE};
+use crate::beside;
 use crate::registry::{by_hand, scenario, Scenario, Test};
 
 const SUM: &str = "all_reduce #1 (4 x f32, sum)";
@@ -72,11 +73,11 @@ fn new_group(group: &ProcessGroup) -> Result<(), Error> {
 }
 
 fn sum_async(group: &ProcessGroup) -> Result<(), Error> {
-    group.all_reduce_async(vec![0_u8; 3], ReduceOp::Sum)?.wait().map(drop)
+    beside::all_reduce(group, vec![0_u8; 3], ReduceOp::Sum)?.wait().map(drop)
 }
 
 fn barrier_async(group: &ProcessGroup) -> Result<(), Error> {
-    group.barrier_async()?.wait()
+    beside::barrier(group)?.wait()
 }
 
 fn much_gathered(group: &ProcessGroup) -> Result<()> {

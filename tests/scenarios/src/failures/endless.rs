@@ -5,6 +5,7 @@ use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::Process;
 
 use super::report::{kill_myself, report, LARGE};
+use crate::beside;
 use crate::registry::Test;
 
 /// What ranks do over and over until it fails.
@@ -43,10 +44,10 @@ fn repeat(group: &ProcessGroup, what: Loop, lives: Option<usize>) -> Result<(), 
             Loop::Ordinary => group.all_reduce(&mut ordinary, ReduceOp::Avg)?,
             Loop::Gather => group.all_gather(&ordinary, &mut gathered)?,
             Loop::Async => {
-                ordinary = group.all_reduce_async(ordinary, ReduceOp::Avg)?.wait()?;
+                ordinary = beside::all_reduce(group, ordinary, ReduceOp::Avg)?.wait()?;
             }
             Loop::Messages => {
-                let sent = group.send_async(ordinary, next)?;
+                let sent = beside::send(group, ordinary, next, 0)?;
                 group.recv(&mut gathered[..LARGE], previous % group.world_size())?;
                 ordinary = sent.wait()?;
             }

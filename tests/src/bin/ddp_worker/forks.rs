@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::store::Store;
-use flow_comm::{DType, Error, ProcessGroup, ReduceOp};
+use flow_comm::{DType, Error, Lane, ProcessGroup, ReduceOp};
 use flow_ddp::Ddp;
 use flow_tests::registry::{by_hand, launched, scenario, Scenario};
 use nix::sys::signal::{kill, Signal};
@@ -98,7 +98,9 @@ fn go_on(group: &ProcessGroup) -> Result<()> {
         sum_of_ranks(group)?;
     }
     let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
-    let sent = group.send_async(vec![rank as i64; 300_000], next)?;
+    let sent = group.start(Lane::To(next), "send", move |group| {
+        group.send(&vec![rank as i64; 300_000], next)
+    })?;
     let mut received = vec![0_i64; 300_000];
     group.recv(&mut received, before)?;
     sent.wait()?;
@@ -168,11 +170,10 @@ fn operations(group: &ProcessGroup) -> Result<()> {
             is_forked(all, group.all_reduce(&mut [1.0_f32], ReduceOp::Sum), group)?;
             is_forked(all, group.broadcast(&mut [1.0_f32], 0), group)?;
             is_forked(all, group.barrier(), group)?;
-            is_forked(
-                "all_reduce",
-                group.all_reduce_async(vec![1.0_f32], ReduceOp::Sum).map(drop),
-                group,
-            )?;
+            let started = group.start(Lane::Collectives, "all_reduce", |group| {
+                group.all_reduce(&mut [1.0_f32], ReduceOp::Sum)
+            });
+            is_forked("all_reduce", started.map(drop), group)?;
             is_forked(
                 &format!("send to rank {other} of the group"),
                 group.send(&[1.0_f32], other),
@@ -220,7 +221,11 @@ fn busy(group: &ProcessGroup) -> Result<()> {
     let twin = group.duplicate()?;
     for round in 0..30 {
         let works: Vec<_> = (0..4)
-            .map(|_| twin.all_reduce_async(vec![1.0_f32; 500_000], ReduceOp::Sum))
+            .map(|_| {
+                twin.start(Lane::Collectives, "all_reduce", |group| {
+                    group.all_reduce(&mut vec![1.0_f32; 500_000], ReduceOp::Sum)
+                })
+            })
             .collect::<Result<_, _>>()?;
         let Some(child) = forked()? else {
             allocating.into_iter().for_each(std::mem::forget); // there are no such threads

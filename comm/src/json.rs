@@ -3,6 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde::Serialize;
 
+/// Encodes a value for `from_json`.
 pub fn to_json(value: &impl Serialize) -> Vec<u8> {
     // The types in use have no maps with keys that are not texts, which is all that can fail.
     serde_json::to_vec(value).unwrap_or_default()

@@ -8,11 +8,13 @@ use crate::env::Membership;
 /// One rank, as it describes itself under `rank/<rank>` in the store.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PeerInfo {
+    /// Its process.
     pub pid: u32,
     /// Identifies a host and its process id namespace.
     pub host_id: String,
     /// Identifies a node.
     pub node: String,
+    /// The name of its host, for messages.
     pub host: String,
     /// Where ranks on other nodes reach this one, in a form that only the transport knows; empty on
     /// a single node.
@@ -20,6 +22,7 @@ pub struct PeerInfo {
 }
 
 impl PeerInfo {
+    /// Describes this process.
     pub fn own(membership: &Membership, address: Vec<u8>) -> Self {
         let host = host_name();
         let node = membership.node.map_or_else(|| host.clone(), |node| format!("#{node}"));
