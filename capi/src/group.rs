@@ -269,7 +269,7 @@ macro_rules! numbers_of_group {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(handle: *const Group) -> usize {
             // SAFETY: the caller's promise.
-            unsafe { member(handle) }.map_or(0, ProcessGroup::$method)
+            unsafe { member(handle) }.map_or(0, |group| group.$method())
         }
     )*};
 }
