@@ -15,6 +15,10 @@ demo:
 test:
     scripts/test
 
+# tests again and again under load, with random delays; just repeat 20 [-p flow-launch --test it -- signals]
+repeat N *OPTIONS:
+    scripts/repeat {{N}} {{OPTIONS}}
+
 # the tests of one crate; just crate ddp [FILTER]
 crate NAME *FILTER:
     CARGO_INCREMENTAL=1 cargo test --release -p flow-{{NAME}} {{FILTER}}

@@ -89,7 +89,7 @@ fn accelerate() {
         return;
     }
     let lines = same_as_under_torchrun("with_accelerate.py", 2);
-    let Some(bin) = installed("libraries") else { return };
+    let Some(bin) = installed() else { return };
     let script = file("with_accelerate.py");
     assert_eq!(
         patched(bin, &format!("accelerate launch --multi_gpu --num_processes 2 {script}")),
@@ -104,7 +104,7 @@ fn lightning() {
     }
     let lines = same_as_under_torchrun("with_lightning.py", 4);
     assert!(lines.iter().all(|line| line.contains("TorchElasticEnvironment")), "{lines:?}");
-    let Some(bin) = installed("libraries") else { return };
+    let Some(bin) = installed() else { return };
     let script = file("with_fabric_run.py");
     let lines =
         patched(bin, &format!("fabric run --accelerator cpu --strategy ddp --devices 2 {script}"));

@@ -14,7 +14,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 fn bin() -> Option<&'static Path> {
-    installed("python_api")
+    installed()
 }
 
 /// A program in the environment that has the wheel, with no other flow-launch on PATH.

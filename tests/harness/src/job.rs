@@ -6,6 +6,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::OnceLock;
 
+use crate::once::once_in_a_run;
 use crate::{root, Process, TEST_TIMEOUT};
 
 /// The program or C library `name` of this workspace, of the running test's profile, and as new as its sources.
@@ -22,7 +23,12 @@ pub fn program(name: &str) -> PathBuf {
         let flow_launch = std::env::var("CARGO_PKG_NAME").is_ok_and(|own| own == "flow-launch");
         // Cargo has built it for its own tests, which need no libtorch: other programs do.
         if !flow_launch {
-            build(root(), folder);
+            let build = || {
+                build(root(), folder);
+                Ok(())
+            };
+            once_in_a_run(&folder.with_file_name("tmp"), "programs", build)
+                .expect("they are built");
         }
         folder.to_owned()
     });

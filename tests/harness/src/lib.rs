@@ -15,6 +15,7 @@ pub mod cli;
 mod executable;
 mod job;
 pub mod net;
+mod once;
 mod process;
 pub mod python;
 

@@ -6,6 +6,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use crate::cli::run;
+use crate::once::once_in_a_run;
 use crate::{program, root};
 
 /// The interpreter that has PyTorch, if any has.
@@ -49,11 +50,14 @@ pub fn have(module: &str) -> bool {
 }
 
 /// The folder of programs of an environment in which the wheel of `scripts/wheel` is installed;
-/// None, said aloud, where pip cannot get maturin. It is made once by each test program, and named
-/// after it.
-pub fn installed(name: &str) -> Option<&'static Path> {
+/// None, said aloud, where pip cannot get maturin. It is made once in a run of tests.
+pub fn installed() -> Option<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let folder = FOLDER.get_or_init(|| install(temporary().join(name)));
+    let folder = FOLDER.get_or_init(|| {
+        let folder = temporary().join("wheel");
+        once_in_a_run(&temporary(), "wheel", || install(&folder))?;
+        Ok(folder.join("bin"))
+    });
     if let Err(reason) = folder {
         println!("SKIPPED: flow-launch's wheel: pip cannot get maturin: {reason}");
     }
@@ -75,8 +79,8 @@ fn temporary() -> PathBuf {
 }
 
 /// An error says why pip cannot get maturin.
-fn install(folder: PathBuf) -> Result<PathBuf, String> {
-    let _ = std::fs::remove_dir_all(&folder);
+fn install(folder: &Path) -> Result<(), String> {
+    let _ = std::fs::remove_dir_all(folder);
     let maturin = folder.join("maturin");
     let mut get = Command::new("python3");
     get.args(["-m", "pip", "install", "--quiet", "maturin>=1.9,<2", "--target"]).arg(&maturin);
@@ -85,17 +89,17 @@ fn install(folder: PathBuf) -> Result<PathBuf, String> {
         return Err(got.stderr.lines().last().unwrap_or_default().into());
     }
     let mut make = Command::new(python());
-    run(make.args(["-m", "venv", "--without-pip"]).arg(&folder)).success();
+    run(make.args(["-m", "venv", "--without-pip"]).arg(folder)).success();
     let path = std::env::var("PATH").unwrap_or_default();
     let mut build = Command::new(root().join("scripts/wheel"));
     build
-        .arg(&folder)
+        .arg(folder)
         .args(["--quiet", "--no-build-isolation", "--no-index"])
         .env("PYTHONPATH", &maturin)
         .env("PATH", format!("{}:{path}", maturin.join("bin").display()))
         .env("MATURIN_PEP517_ARGS", "--profile dev");
     run(unoptimized(&mut build)).success();
-    let files = std::fs::read_dir(&folder).expect("the wheel is there");
+    let files = std::fs::read_dir(folder).expect("the wheel is there");
     let wheel = files.map(|file| file.expect("it is readable").path());
     let wheel = wheel.filter(|path| path.extension().is_some_and(|extension| extension == "whl"));
     let mut install = Command::new("python3");
@@ -105,5 +109,5 @@ fn install(folder: PathBuf) -> Result<PathBuf, String> {
         .args(["install", "--quiet", "--no-index", "--disable-pip-version-check"])
         .args(wheel);
     run(install.env_remove("PYTHONPATH")).success();
-    Ok(folder.join("bin"))
+    Ok(())
 }
