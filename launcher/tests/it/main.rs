@@ -1,6 +1,7 @@
 //! flow-launch, as its users run it.
 
 mod clusters;
+mod container;
 mod dry_run;
 mod elastic;
 mod events;
