@@ -11,7 +11,7 @@ use std::process::Command;
 
 use anyhow::Context;
 use rustix::io::Errno;
-use rustix::process::{kill_process, wait, Pid, Signal, WaitOptions};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, wait};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::signal::{self, SignalReader};

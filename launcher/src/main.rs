@@ -12,14 +12,16 @@
 //! | `output/` | from workers' pipes to the console and to files |
 //! | `report/` | the report of a failure; `--events` |
 //! | `trace/` | `--trace`, `flow-launch trace` |
-//! | `init.rs` | process 1 of a container |
+//! | `init.rs` | process 1 of a container: reaps orphans |
 //! | `signal.rs` | signals by name; signals that are blocked and read |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
 //!
-//! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) -> `agent/mod.rs`
-//! (`Agent::run`) -> `control/coordinator.rs` (start) -> `plan/mod.rs` (`workers`) ->
-//! `agent/worker_group.rs` (start, ends) -> `control/coordinator.rs` (result) -> `agent/mod.rs`
-//! (`finish`).
+//! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) ->
+//! `agent/start.rs` (`Agent::start`) -> `agent/mod.rs` (`Agent::run`) -> `control/mod.rs` and
+//! `control/coordinator.rs` (start of a round) -> `plan/mod.rs` (`workers`) ->
+//! `agent/worker_group.rs` (start, output, ends) -> `agent/stop_policy.rs` (when to stop) ->
+//! `control/coordinator.rs` (result) -> `agent/final_report.rs` and `Agent::finish`.
+//! docs/architecture.md has the same order with all files.
 
 mod agent;
 mod cli;
@@ -36,17 +38,16 @@ mod signal;
 mod trace;
 
 use std::ffi::OsString;
-use std::io::{stderr, Write};
+use std::io::{Write, stderr};
 use std::process::ExitCode;
 
-use agent::{process, reaper, Agent};
+use agent::{Agent, process, reaper};
 use cli::flags;
 use cli::usage::Usage;
 use hosts::control_stream;
 use job::{Job, Rendezvous};
 use output::remainder;
 use plan::{dry_run, host, numa, program};
-use report::events;
 
 /// Exit code for a command line that cannot be carried out.
 const USAGE: u8 = 2;
@@ -67,13 +68,12 @@ fn main() -> ExitCode {
         Some(remainder::HIDDEN_FLAG) => return remainder::main(arguments.into_iter().skip(2)),
         Some(reaper::HIDDEN_FLAG) => return reaper::main(arguments.into_iter().skip(2)),
         Some(control_stream::REMOTE_SHELL_FLAG) => {
-            return control_stream::exec_remote_shell(arguments.into_iter().skip(2))
+            return control_stream::exec_remote_shell(arguments.into_iter().skip(2));
         }
         Some(control_stream::HIDDEN_FLAG) => {
             arguments.remove(1);
             if let Err(error) = control_stream::take() {
-                eprintln!("flow-launch: {error:#}");
-                return ExitCode::FAILURE;
+                return exit_code(Err(error));
             }
         }
         Some(flags::TRACE) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
@@ -81,8 +81,6 @@ fn main() -> ExitCode {
     }
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("FLOW_LOG", "warn")).init();
     let job = Job::parse(arguments, &|name| std::env::var_os(name));
-    // A worker may be a launcher, whose events are others.
-    std::env::remove_var(events::VARIABLE);
     exit_code(job.map_err(anyhow::Error::from).and_then(run))
 }
 

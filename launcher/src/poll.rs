@@ -3,7 +3,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 /// Watches for something to read.

@@ -10,8 +10,7 @@ use std::{env, thread};
 
 use flow_harness::raise_file_limit;
 use flow_store::{Address, Server, Store};
-use nix::sys::resource::{getrusage, UsageWho};
-use nix::sys::time::TimeVal;
+use rustix::time::{ClockId, clock_gettime};
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -24,7 +23,8 @@ const STORE: &str = "STORE";
 fn main() {
     raise_file_limit();
     let mut numbers = env::args().skip(1).map(|text| text.parse().expect("a number"));
-    let (clients, runs) = (numbers.next().unwrap_or(4096), numbers.next().unwrap_or(7));
+    let clients = numbers.next().unwrap_or(4096);
+    let runs = numbers.next().unwrap_or(7);
     if let Ok(address) = env::var(STORE) {
         return join(&address.parse().unwrap(), clients, runs);
     }
@@ -68,9 +68,8 @@ fn measure(clients: usize) -> f64 {
 
 /// Seconds that this process, and so the server, has used.
 fn processor_time() -> f64 {
-    let usage = getrusage(UsageWho::RUSAGE_SELF).unwrap();
-    let seconds = |time: TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;
-    seconds(usage.user_time()) + seconds(usage.system_time())
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 /// `own` of all `clients`.

@@ -40,10 +40,8 @@ sys.stdin.read()
 fn main() {
     raise_file_limit();
     let arguments: Vec<String> = env::args().skip(1).collect();
-    let number = |i: usize, default| {
-        arguments.get(i).map_or(default, |text| text.parse().expect("a number"))
-    };
-    let (clients, runs) = (number(0, 4096), number(1, 7));
+    let clients = arguments.first().map_or(4096, |text| text.parse().expect("a number"));
+    let runs = arguments.get(1).map_or(7, |text| text.parse().expect("a number"));
     match env::var(ROLE).as_deref() {
         Ok("server") => return serve(),
         Ok("clients") => return join(&arguments[2], &arguments[3], clients, runs),

@@ -42,12 +42,13 @@ impl FromStr for Address {
 
 /// All the addresses of a `host:port`.
 pub fn resolve(host_and_port: &str) -> io::Result<Vec<SocketAddr>> {
-    let invalid = |reason| io::Error::new(io::ErrorKind::InvalidInput, reason);
-    let host_and_port =
-        split(host_and_port).ok_or_else(|| invalid("give HOST:PORT, an IPv6 host in brackets"))?;
+    let Some(host_and_port) = split(host_and_port) else {
+        let reason = "give HOST:PORT, an IPv6 host in brackets";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+    };
     let addresses: Vec<SocketAddr> = host_and_port.to_socket_addrs()?.collect();
     if addresses.is_empty() {
-        return Err(invalid("the host has no address"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the host has no address"));
     }
     Ok(addresses)
 }

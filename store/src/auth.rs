@@ -7,18 +7,18 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
-use nix::sys::resource::{getrlimit, Resource};
-use rustix::rand::{getrandom, GetRandomFlags};
+use rustix::process::{Resource, getrlimit};
+use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::proof;
-use super::protocol::{self, Nonce, Request, MAX_HELLO, VERSION};
+use super::protocol::{self, MAX_HELLO, Nonce, Request, VERSION};
 use super::service::ServiceId;
 use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const AUTH_TIMEOUT: Duration = Duration::from_secs(5);
 /// With so many connections not yet admitted, or a quarter of the process's file descriptors, the
-/// oldest of them has to go before another is accepted. It keeps idle pending from using up all;
+/// oldest of them has to go before another is accepted. This keeps idle connections from using up all;
 /// a client that is hit tries again.
 const MAX_PENDING: u64 = 512;
 /// But it may stay so long: when many clients come at once, they wait in the listener's queue
@@ -94,7 +94,7 @@ impl PendingAuth {
             .map(|(id, _)| *id)
     }
 
-    /// One whose time is over at `now`.
+    /// A connection that has not authenticated in time.
     pub fn overdue(&self, now: Instant) -> Option<usize> {
         self.older(now, AUTH_TIMEOUT)
     }
@@ -105,7 +105,7 @@ impl PendingAuth {
     }
 
     pub fn is_full(&self) -> bool {
-        let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(files, _)| files);
+        let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         self.all.len() as u64 >= MAX_PENDING.min(files / 4)
     }
 
@@ -124,7 +124,6 @@ impl PendingAuth {
     /// # Errors
     /// It is none of us.
     pub fn authenticate(&mut self, id: usize, input: &[u8]) -> io::Result<AuthOutcome> {
-        let invalid = || io::Error::from(ErrorKind::InvalidData);
         // No frame of ours begins so.
         if let Some(service) = self.tcp_store.filter(|_| input.starts_with(&VALIDATION[..1])) {
             return match input {
@@ -132,14 +131,14 @@ impl PendingAuth {
                     Ok(AuthOutcome::Admit { service, used: VALIDATION.len() })
                 }
                 _ if VALIDATION.starts_with(input) => Ok(AuthOutcome::Wait),
-                _ => Err(invalid()),
+                _ => Err(ErrorKind::InvalidData.into()),
             };
         }
         let Some(frame) = protocol::unframe(input, MAX_HELLO)? else {
             return Ok(AuthOutcome::Wait);
         };
-        let connection = self.all.get_mut(&id).ok_or_else(invalid)?;
-        Ok(match (Request::decode(frame).ok_or_else(invalid)?, connection.nonce) {
+        let connection = self.all.get_mut(&id).ok_or(ErrorKind::InvalidData)?;
+        Ok(match (Request::decode(frame).ok_or(ErrorKind::InvalidData)?, connection.nonce) {
             (Request::Hello { version: VERSION }, None) => {
                 let mut nonce = Nonce::default();
                 // So few bytes are never given in part.
@@ -165,7 +164,7 @@ impl PendingAuth {
                     ),
                 }
             }
-            _ => return Err(invalid()),
+            _ => return Err(ErrorKind::InvalidData.into()),
         })
     }
 }

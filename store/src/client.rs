@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use super::address::resolve;
 use super::proof::prove;
-use super::protocol::{Reply, Request, MAX_FRAME, MAX_TIMEOUT, VERSION};
-use super::{belongs_to_us, list, Address, Error, Result};
+use super::protocol::{MAX_FRAME, MAX_TIMEOUT, Reply, Request, VERSION};
+use super::{Address, Error, Result, belongs_to_us, list};
 use crate::fork::Process;
 
 /// [`Store::set_reply_timeout`] at first.
@@ -51,12 +51,10 @@ impl Store {
         loop {
             let error = match open(address, token, deadline) {
                 Ok(Ok(socket)) => {
-                    let reply_timeout = AtomicU64::new(REPLY_TIMEOUT.as_micros() as u64);
-                    let (address, connection) = (address.clone(), Mutex::new(Ok(socket)));
                     return Ok(Store {
-                        address,
-                        connection,
-                        reply_timeout,
+                        address: address.clone(),
+                        connection: Mutex::new(Ok(socket)),
+                        reply_timeout: AtomicU64::new(REPLY_TIMEOUT.as_micros() as u64),
                         process: Process::current(),
                     });
                 }
@@ -158,7 +156,7 @@ impl Store {
         })
     }
 
-    /// PendingWaits until all of `keys` are set.
+    /// Waits until all of `keys` are set.
     ///
     /// # Errors
     /// [`Error::Timeout`], with the keys that are missing.
@@ -433,7 +431,7 @@ mod tests {
     fn an_address_that_never_answers_leaves_time_for_the_others() {
         // A queue of no length that is full: further connections are neither taken nor refused.
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        nix::sys::socket::listen(&silent, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+        rustix::net::listen(&silent, 0).unwrap();
         let silences = silent.local_addr().unwrap();
         let _full = TcpStream::connect(silences).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

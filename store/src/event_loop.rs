@@ -8,16 +8,16 @@ use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use mio::{Events, Interest, Poll, Token};
-use nix::errno::Errno;
+use rustix::io::Errno;
 
 use super::auth::{AuthOutcome, PendingAuth};
 use super::connection::Connection;
-use super::hosted::Hosted;
 use super::inbox::Inbox;
 use super::listener::{Listener, Socket};
 use super::protocol::Reply;
 use super::service::{Outbox, Service, ServiceId};
-use super::tcp_store::HostedTcpStore;
+use super::store_service::StoreService;
+use super::tcp_store::TcpStoreService;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
@@ -26,12 +26,11 @@ const ACCEPT_BATCH: usize = 256;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
 /// What is read of one connection in one go, before others are served.
 const READ_BATCH: usize = 64 << 10;
-/// So much is sent before more is done for who it is sent to.
+/// The server sends a client this many bytes before it handles that client's next request.
 const SEND_BATCH: usize = 64 << 10;
-/// So long PyTorch's clients are served before all others have their turn again, for they prove
-/// nothing.
+/// PyTorch's clients, who prove nothing, are served for this long; then all others have a turn.
 const TCP_STORE_TIME: Duration = Duration::from_millis(10);
-/// And so many requests of one of them before the next one's.
+/// This many requests of one of PyTorch's clients are handled before those of the next one.
 const TCP_STORE_BATCH: usize = 256;
 
 pub const LISTENER: Token = Token(usize::MAX);
@@ -63,8 +62,8 @@ pub enum Command {
 /// What is served behind the address.
 #[derive(Default)]
 struct Services {
-    stores: HashMap<ServiceId, Hosted>,
-    tcp_stores: HashMap<ServiceId, HostedTcpStore>,
+    stores: HashMap<ServiceId, StoreService>,
+    tcp_stores: HashMap<ServiceId, TcpStoreService>,
 }
 
 impl Services {
@@ -143,7 +142,7 @@ impl EventLoop {
                 Err(error) => {
                     return log::error!(
                         "the store stops, as it cannot wait for its clients: {error}"
-                    )
+                    );
                 }
                 Ok(()) => {}
             }
@@ -230,7 +229,7 @@ impl EventLoop {
                 self.next_service += 1;
                 let is_open = self.pending.open(id, token);
                 if is_open {
-                    self.services.stores.insert(id, Hosted::new(inbox));
+                    self.services.stores.insert(id, StoreService::new(inbox));
                 }
                 // Who asked waits for it.
                 let _ = answer.send(is_open.then_some(id));
@@ -240,7 +239,7 @@ impl EventLoop {
                 self.next_service += 1;
                 let is_open = self.pending.open_to_pytorch(id);
                 if is_open {
-                    self.services.tcp_stores.insert(id, HostedTcpStore::default());
+                    self.services.tcp_stores.insert(id, TcpStoreService::default());
                 }
                 let _ = answer.send(is_open.then_some(id));
             }
@@ -254,13 +253,13 @@ impl EventLoop {
                 // First, so that no will is executed.
                 self.services.remove(service);
                 self.pending.shut(service);
-                let theirs = |connection: &Connection| connection.service == Some(service);
-                let ids = self
-                    .connections
-                    .iter()
-                    .filter(|(_, connection)| theirs(connection))
-                    .map(|(id, _)| *id);
-                for id in ids.collect::<Vec<_>>() {
+                let mut ids = Vec::new();
+                for (id, connection) in &self.connections {
+                    if connection.service == Some(service) {
+                        ids.push(*id);
+                    }
+                }
+                for id in ids {
                     self.close(id);
                 }
             }
@@ -289,9 +288,8 @@ impl EventLoop {
                 _ => {}
             }
             // If it is room that is wanted, a connection can make it.
-            let is_full = [Errno::EMFILE, Errno::ENFILE]
-                .map(|errno| Some(errno as i32))
-                .contains(&error.raw_os_error());
+            let errno = Errno::from_io_error(&error);
+            let is_full = matches!(errno, Some(Errno::MFILE | Errno::NFILE));
             match self.pending.removable(now).filter(|_| is_full) {
                 Some(id) => self.close(id),
                 None => {
@@ -410,7 +408,9 @@ impl EventLoop {
         let begin = Instant::now();
         let Some(connection) = self.connections.get_mut(&id) else { return Ok(()) };
         let input = mem::take(&mut connection.input);
-        let (mut used, mut requests, mut is_backlog) = (0, 0, false);
+        let mut used = 0;
+        let mut requests = 0;
+        let mut is_backlog = false;
         while used < input.len() {
             let is_long = requests >= TCP_STORE_BATCH || begin.elapsed() >= TCP_STORE_TIME;
             is_backlog = is_long && self.is_tcp_store_client(id);

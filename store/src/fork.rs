@@ -12,7 +12,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 
-use nix::libc::pthread_atfork;
+use libc::pthread_atfork;
 
 /// How many forks lie between this process and the first that used this library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
@@ -22,7 +22,7 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 pub struct Process(u32);
 
 impl Process {
-    /// The one that calls this.
+    /// The calling process.
     pub fn current() -> Self {
         static WATCHES: AtomicBool = AtomicBool::new(false);
         extern "C" fn in_child() {
@@ -46,7 +46,7 @@ impl Process {
         self.0
     }
 
-    /// Whether it is the one that calls this, and not a parent of it.
+    /// Whether this is the calling process, and not a parent of it.
     pub fn is_current(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)
     }

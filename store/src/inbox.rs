@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::event::{eventfd, EventfdFlags};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::protocol::MAX_FRAME;
 

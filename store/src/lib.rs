@@ -7,9 +7,9 @@
 //! | | |
 //! |---|---|
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
-//! | [`Server`] | serves it until dropped; in `flow-launch`, or in rank 0 without it |
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `compare_and_set` and others |
-//! | [`TcpStore`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
+//! | [`Server`] | serves a store until dropped; in `flow-launch`, or in rank 0 without it |
+//! | [`TcpStoreServer`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
 //! Beside it are what other crates share with it: processes that are forked ([`fork`]), this host
@@ -33,7 +33,6 @@ mod client;
 mod connection;
 mod event_loop;
 pub mod fork;
-mod hosted;
 mod inbox;
 mod listener;
 pub mod net;
@@ -41,6 +40,7 @@ pub mod proof;
 mod protocol;
 mod server;
 mod service;
+mod store_service;
 mod tcp_store;
 mod values;
 
@@ -48,12 +48,13 @@ use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use nix::sys::socket::{getsockopt, sockopt};
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::geteuid;
 
 pub use address::Address;
 pub use client::Store;
 pub use inbox::Inbox;
-pub use server::{Server, TcpStore};
+pub use server::{Server, TcpStoreServer};
 
 /// What can go wrong with a store, with the address and the operation on which key.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -145,5 +146,5 @@ fn list(keys: &[impl std::fmt::Display]) -> String {
 
 /// Whether the process at the other end of a unix socket belongs to our user.
 fn belongs_to_us(socket: &impl AsFd) -> io::Result<bool> {
-    Ok(getsockopt(socket, sockopt::PeerCredentials)?.uid() == nix::unistd::geteuid().as_raw())
+    Ok(socket_peercred(socket)?.uid == geteuid())
 }

@@ -8,10 +8,14 @@ use std::os::unix::net::SocketAddr;
 use mio::event::Source;
 use mio::net::UnixListener;
 use mio::{Interest, Registry, Token};
-use nix::sys::socket::{listen, setsockopt, sockopt, Backlog};
+use rustix::net::listen;
+use rustix::net::sockopt::set_tcp_nodelay;
 
 use super::address::resolve;
-use super::{belongs_to_us, Address};
+use super::{Address, belongs_to_us};
+
+/// The kernel makes it the most that the machine allows.
+const LONGEST_QUEUE: i32 = i32::MAX;
 
 pub enum Listener {
     Tcp(mio::net::TcpListener),
@@ -30,10 +34,10 @@ impl Listener {
                 let listener = TcpListener::bind(&resolve(host_and_port)?[..])?;
                 // Again, for the longest queue of connections not yet accepted: the standard
                 // library's is 128.
-                listen(&listener, Backlog::MAXALLOWABLE)?;
+                listen(&listener, LONGEST_QUEUE)?;
                 listener.set_nonblocking(true)?;
                 // The sockets that it accepts inherit this.
-                setsockopt(&listener, sockopt::TcpNoDelay, &true)?;
+                set_tcp_nodelay(&listener, true)?;
                 let host =
                     host_and_port.rsplit_once(':').map_or(host_and_port.as_str(), |(host, _)| host);
                 let address = Address::Tcp(format!("{host}:{}", listener.local_addr()?.port()));
@@ -41,7 +45,7 @@ impl Listener {
             }
             Address::Unix(name) => {
                 let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?)?;
-                listen(&listener, Backlog::MAXALLOWABLE)?;
+                listen(&listener, LONGEST_QUEUE)?;
                 Ok((Listener::Unix(listener), address.clone()))
             }
         }

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 
-use rustix::rand::{getrandom, GetRandomFlags};
+use rustix::rand::{GetRandomFlags, getrandom};
 
 /// This host's name.
 pub fn host_name() -> String {

@@ -1,18 +1,18 @@
 //! The stores' server: one thread, one event loop, any number of clients.
 
 use std::io::{self, ErrorKind};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use mio::{Poll, Waker};
 
+use super::Address;
 use super::event_loop::{Command, EventLoop, LISTENER, WAKER};
 use super::inbox::Inbox;
 use super::listener::Listener;
 use super::service::ServiceId;
-use super::Address;
 use crate::fork::ForkSafe;
 
 /// So long the thread may take to end. One that waits for somebody to read the log is left.
@@ -30,7 +30,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// the server keeps serving those it has, and accepts others as soon as it can.
 #[derive(Debug)]
 pub struct Server {
-    host: Arc<Host>,
+    thread: Arc<ServerThread>,
     store: ServiceId,
     inbox: Arc<Inbox>,
 }
@@ -43,7 +43,9 @@ impl Server {
     /// The address cannot be served (`AddrInUse`: something is there already), or the token is
     /// empty.
     pub fn start(address: &Address, token: &str) -> io::Result<Server> {
-        Host::start(address).and_then(|host| Server::open(Arc::new(host), token)).map_err(|error| {
+        let thread = ServerThread::start(address);
+        let server = thread.and_then(|thread| Server::open(Arc::new(thread), token));
+        server.map_err(|error| {
             io::Error::new(error.kind(), format!("store {address}: cannot be served: {error}"))
         })
     }
@@ -54,7 +56,7 @@ impl Server {
     /// # Errors
     /// `InvalidInput` if the token is empty, or that of another store at this address.
     pub fn beside(&self, token: &str) -> io::Result<Server> {
-        Server::open(Arc::clone(&self.host), token).map_err(|error| {
+        Server::open(Arc::clone(&self.thread), token).map_err(|error| {
             io::Error::new(
                 error.kind(),
                 format!("store {}: no other beside it: {error}", self.address()),
@@ -69,46 +71,46 @@ impl Server {
     ///
     /// # Errors
     /// `InvalidInput` if the address is no TCP address, `AlreadyExists` if they are served already.
-    pub fn serve_tcp_store(&self) -> io::Result<TcpStore> {
-        let failed = |kind, reason: &str| {
-            io::Error::new(
-                kind,
-                format!("store {}: PyTorch's clients cannot be served: {reason}", self.address()),
-            )
-        };
-        let Address::Tcp(_) = self.address() else {
-            return Err(failed(
-                ErrorKind::InvalidInput,
-                "they come by TCP only; serve the store at a TCP address",
-            ));
-        };
+    pub fn serve_tcp_store(&self) -> io::Result<TcpStoreServer> {
+        if !matches!(self.address(), Address::Tcp(_)) {
+            let reason = "they come by TCP only; serve the store at a TCP address";
+            return Err(self.cannot_serve_pytorch(ErrorKind::InvalidInput, reason));
+        }
         let (answer, opened) = mpsc::channel();
-        self.host.command(Command::OpenTcpStore { answer });
-        let opened = wait_for_thread(&opened)?;
-        let service = opened.ok_or_else(|| failed(ErrorKind::AlreadyExists, "they are already"))?;
-        Ok(TcpStore { host: Arc::clone(&self.host), service })
+        self.thread.command(Command::OpenTcpStore { answer });
+        let Some(service) = wait_for_thread(&opened)? else {
+            return Err(self.cannot_serve_pytorch(ErrorKind::AlreadyExists, "they are already"));
+        };
+        Ok(TcpStoreServer { thread: Arc::clone(&self.thread), service })
     }
 
-    fn open(host: Arc<Host>, token: &str) -> io::Result<Server> {
+    fn cannot_serve_pytorch(&self, kind: ErrorKind, reason: &str) -> io::Error {
+        let address = self.address();
+        let text = format!("store {address}: PyTorch's clients cannot be served: {reason}");
+        io::Error::new(kind, text)
+    }
+
+    fn open(thread: Arc<ServerThread>, token: &str) -> io::Result<Server> {
         if token.is_empty() {
             return Err(io::Error::new(ErrorKind::InvalidInput, "the token is empty"));
         }
         let inbox = Arc::new(Inbox::new()?);
         let (answer, opened) = mpsc::channel();
-        host.command(Command::Open { token: token.to_string(), inbox: Arc::clone(&inbox), answer });
-        let taken = || {
-            io::Error::new(
-                ErrorKind::InvalidInput,
-                "another store has this token; give each its own",
-            )
+        thread.command(Command::Open {
+            token: token.to_string(),
+            inbox: Arc::clone(&inbox),
+            answer,
+        });
+        let Some(store) = wait_for_thread(&opened)? else {
+            let reason = "another store has this token; give each its own";
+            return Err(io::Error::new(ErrorKind::InvalidInput, reason));
         };
-        let store = wait_for_thread(&opened)?.ok_or_else(taken)?;
-        Ok(Server { host, store, inbox })
+        Ok(Server { thread, store, inbox })
     }
 
     /// Where the store is served, with the port that was taken.
     pub fn address(&self) -> &Address {
-        &self.host.address
+        &self.thread.address
     }
 
     /// What clients have sent to this process. It need not be read: when there is too much,
@@ -119,7 +121,7 @@ impl Server {
 
     /// Sets `key` to `value`, as a client would. It does not wait for the server's thread to do so.
     pub fn set(&self, key: &str, value: &[u8]) {
-        self.host.command(Command::Set {
+        self.thread.command(Command::Set {
             store: self.store,
             key: key.to_string(),
             value: value.to_vec(),
@@ -129,7 +131,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.host.command(Command::Close(self.store));
+        self.thread.command(Command::Close(self.store));
     }
 }
 
@@ -140,33 +142,34 @@ impl Drop for Server {
 /// have are theirs, and all values together may take 1 GiB: a client beyond that is closed, with a
 /// line in the log.
 #[derive(Debug)]
-pub struct TcpStore {
-    host: Arc<Host>,
+pub struct TcpStoreServer {
+    thread: Arc<ServerThread>,
     service: ServiceId,
 }
 
-impl Drop for TcpStore {
+impl Drop for TcpStoreServer {
     fn drop(&mut self) {
-        self.host.command(Command::Close(self.service));
+        self.thread.command(Command::Close(self.service));
     }
 }
 
-/// An address that is served, and the thread that does so, until dropped.
+/// The thread that serves an address, until dropped.
 #[derive(Debug)]
-struct Host {
+struct ServerThread {
     address: Address,
     waker: Waker,
-    thread: ForkSafe<Thread>,
+    owned: ForkSafe<Owned>,
 }
 
+/// What only the process that has started the thread may use.
 #[derive(Debug)]
-struct Thread {
+struct Owned {
     commands: Sender<Command>,
     handle: Option<JoinHandle<()>>,
 }
 
-impl Host {
-    fn start(address: &Address) -> io::Result<Host> {
+impl ServerThread {
+    fn start(address: &Address) -> io::Result<ServerThread> {
         let poll = Poll::new()?;
         let (mut listener, address) = Listener::bind(address)?;
         listener.register(poll.registry(), LISTENER)?;
@@ -178,12 +181,12 @@ impl Host {
                 .name("flow-store".to_string())
                 .spawn(move || event_loop.run())?,
         );
-        Ok(Host { address, waker, thread: ForkSafe::new(Thread { commands, handle }) })
+        Ok(ServerThread { address, waker, owned: ForkSafe::new(Owned { commands, handle }) })
     }
 
     /// Has the thread do something, if there is one.
     fn command(&self, command: Command) {
-        if self.thread.is_ours() && self.thread.commands.send(command).is_ok() {
+        if self.owned.is_ours() && self.owned.commands.send(command).is_ok() {
             // It fails only if the kernel has no memory, and then the next command's wakes the
             // thread.
             let _ = self.waker.wake();
@@ -210,13 +213,13 @@ fn wait_for_thread<T>(answer: &Receiver<T>) -> io::Result<T> {
     })
 }
 
-impl Drop for Host {
+impl Drop for ServerThread {
     fn drop(&mut self) {
-        if !self.thread.is_ours() {
+        if !self.owned.is_ours() {
             return;
         }
         self.command(Command::Stop);
-        if let Some(thread) = self.thread.handle.take() {
+        if let Some(thread) = self.owned.handle.take() {
             let begin = Instant::now();
             while !thread.is_finished() {
                 if begin.elapsed() > STOP_TIMEOUT {

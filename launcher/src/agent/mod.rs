@@ -46,11 +46,11 @@ use crate::agent::tracing::Tracing;
 use crate::agent::watchdog::Watchdog;
 use crate::agent::worker::Console;
 use crate::agent::worker_group::{WorkerGroup, WorkerReady};
+use crate::control::ControlPlane;
 use crate::control::assignment::RankAssignment;
 use crate::control::protocol::{
     AgentEvent, ClusterEvent, Command, ControlMessage, Failure, JobResult,
 };
-use crate::control::ControlPlane;
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
 use crate::output::remainder::Remainder;

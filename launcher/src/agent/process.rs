@@ -18,21 +18,22 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-use rustix::io::{retry_on_intr, Errno};
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
-    recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 use rustix::process::{
-    getrlimit, kill_process, kill_process_group, pidfd_open, set_parent_process_death_signal,
-    setrlimit, setsid, waitid, Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions,
+    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, kill_process,
+    kill_process_group, pidfd_open, set_parent_process_death_signal, setrlimit, setsid, waitid,
 };
-use rustix::thread::{sched_setaffinity, CpuSet};
+use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
-use crate::plan::numa;
 use crate::plan::WorkerSpec;
+use crate::plan::numa;
+use crate::report::events;
 use crate::signal;
 
 /// First argument of a flow-launch process that is about to become a worker.
@@ -68,6 +69,8 @@ impl Process {
         let cores = spec.cores.as_deref().map(numa::list).unwrap_or_default();
         command.arg0("flow-launch").arg(HIDDEN_FLAG).arg(cores).args(&spec.command);
         command.env_remove("FLOW_STORE").env_remove("FLOW_TOKEN");
+        // A worker may be a launcher, whose events are others.
+        command.env_remove(events::VARIABLE);
         command.envs([reaper.job_tag()]);
         command.envs(spec.environment.iter().map(|(name, value)| (name, value)));
         let [stdout, stderr] = files.map(|file| file.map_or_else(Stdio::piped, Stdio::from));

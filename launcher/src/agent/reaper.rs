@@ -26,7 +26,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use rustix::io::Errno;
-use rustix::process::{geteuid, kill_process, kill_process_group, Pid, Signal};
+use rustix::process::{Pid, Signal, geteuid, kill_process, kill_process_group};
 
 use crate::agent::named_pipe::remove_unread;
 use crate::control::token::TOKEN;

@@ -1,7 +1,7 @@
 //! The start of an agent: everything that it opens before it runs.
 
 use std::ffi::OsString;
-use std::io::{stdout, IsTerminal};
+use std::io::{IsTerminal, stdout};
 
 use anyhow::Context;
 use flow_store::net::host_name;
@@ -11,7 +11,7 @@ use crate::agent::reaper::Reaper;
 use crate::agent::signals::Signals;
 use crate::agent::tracing::Tracing;
 use crate::agent::watchdog::Watchdog;
-use crate::agent::{process, worker, Agent};
+use crate::agent::{Agent, process, worker};
 use crate::control::ControlPlane;
 use crate::job::Job;
 use crate::output::log_files::LogFiles;

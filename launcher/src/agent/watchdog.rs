@@ -11,8 +11,8 @@ use std::path::{self, Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
-use rustix::fs::{mknodat, FileType, Mode, OFlags, CWD};
-use rustix::process::{pidfd_open, pidfd_send_signal, Pid, PidfdFlags, Signal};
+use rustix::fs::{CWD, FileType, Mode, OFlags, mknodat};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::agent::named_pipe::remove_unread;
 use crate::agent::reaper::Reaper;

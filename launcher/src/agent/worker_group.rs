@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal};
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
 use crate::agent::stop_policy::{Action, Cause, StopPolicy};
-use crate::agent::worker::{is_readable, Console, Worker, WorkerStream, STDERR};
+use crate::agent::worker::{Console, STDERR, Worker, WorkerStream, is_readable};
 use crate::output::log_file::Filter;
 use crate::output::pty;
 use crate::output::remainder::Remainder;
@@ -239,11 +239,7 @@ impl WorkerGroup {
                 }
                 Action::Kill => {
                     worker.process.kill();
-                    if self.policy.has_expired() {
-                        Stopped::Overdue
-                    } else {
-                        Stopped::Killed
-                    }
+                    if self.policy.has_expired() { Stopped::Overdue } else { Stopped::Killed }
                 }
                 Action::Abandon => {
                     worker.settled = true;

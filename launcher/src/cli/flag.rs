@@ -43,12 +43,13 @@ pub struct Flag {
 }
 
 impl Flag {
-    /// All spellings, without leading dashes.
+    /// All spellings, without leading dashes; the name is the first.
     pub fn spellings(&self) -> impl Iterator<Item = String> + '_ {
-        [self.name, &self.name.replace('-', "_")]
-            .map(String::from)
-            .into_iter()
-            .chain(self.aliases.iter().map(|a| a.to_string()))
+        let names = std::iter::once(&self.name).chain(self.aliases);
+        names.flat_map(|name| {
+            let other = name.contains('-').then(|| name.replace('-', "_"));
+            std::iter::once(name.to_string()).chain(other)
+        })
     }
 
     /// Whether this word, with its dashes, is the flag or short for it.

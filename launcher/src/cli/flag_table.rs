@@ -1,6 +1,6 @@
 //! The table of all flags: `--help`, completions, the manual page and docs/flags.md come from it.
 
-use super::flag::{option, switch, Flag, List, Switch, Valued};
+use super::flag::{Flag, List, Switch, Valued, option, switch};
 
 const WORKERS: &str = "Workers";
 const PROGRAM: &str = "Program";
@@ -184,7 +184,7 @@ flags! {
         .default("0")
         .meaning("write to files and to the console; values as for `--redirects`")
         .differs("any number of digits");
-    Valued LOG_LINE_PREFIX_TEMPLATE = option(OUTPUT, "log-line-prefix-template", "TEXT", "Before lines of --tee: ${rank}, ${local_rank}, ${hostname}")
+    Valued LOG_LINE_PREFIX_TEMPLATE = option(OUTPUT, "log-line-prefix-template", "TEXT", "Before each line of --tee")
         .default("[${role_name}${local_rank}]:")
         .meaning(
             "what to put before each line that is tee'd, with `${role_name}`, `${local_rank}`, \
@@ -264,7 +264,7 @@ flags! {
         .differs("the local rank is always in LOCAL_RANK, never an argument");
     Valued COMPLETIONS = option(HELP, "completions", "SHELL", "Print completions for bash, zsh, fish, elvish or \
                                           powershell")
-        .alias(&["print-completion", "print_completion"])
+        .alias(&["print-completion"])
         .words(&["bash", "zsh", "fish", "elvish", "powershell"])
         .without_variable()
         .meaning(

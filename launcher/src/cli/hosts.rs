@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::flag::Valued;
 use super::flag_table as table;
-use super::settings::{host_and_number, Setting, Settings};
+use super::settings::{Setting, Settings, host_and_number};
 use super::usage::Usage;
 use crate::job::{HostEntry, Hosts, Processes};
 

@@ -14,8 +14,8 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::time::Duration;
 
-use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::ArgMatches;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use rustix::process::Signal;
 
 use self::flag_table as table;
@@ -43,7 +43,7 @@ impl Job {
             Ok(matches) => matches,
             Err(error) if !error.use_stderr() => error.exit(),
             Err(error) => {
-                return Err(taken_program(&arguments, environment).unwrap_or(explain(&error)))
+                return Err(taken_program(&arguments, environment).unwrap_or(explain(&error)));
             }
         };
         let settings = Settings::new(matches, environment);
@@ -181,10 +181,10 @@ fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
         [settings.is_on(table::MODULE)?, settings.is_on(table::NO_PYTHON)?];
     Ok(match (settings.is_on(table::RUN_PATH)?, is_module, no_python) {
         (true, true, _) => {
-            return Err(Usage("--module and --run-path exclude each other; give one".into()))
+            return Err(Usage("--module and --run-path exclude each other; give one".into()));
         }
         (false, true, true) => {
-            return Err(Usage("--module and --no-python exclude each other; give one".into()))
+            return Err(Usage("--module and --no-python exclude each other; give one".into()));
         }
         (true, false, _) => ProgramKind::Script,
         (false, true, false) => ProgramKind::Module,

@@ -3,8 +3,8 @@
 use std::io;
 
 use clap_complete::Shell;
-use clap_mangen::roff::{bold, roman, Roff};
 use clap_mangen::Man;
+use clap_mangen::roff::{Roff, bold, roman};
 
 use super::flag_table as table;
 use super::flags;

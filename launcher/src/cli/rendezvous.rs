@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::flag_table as table;
-use super::settings::{host_and_number, seconds, unquoted, Setting, Settings, LONGEST};
+use super::settings::{LONGEST, Setting, Settings, host_and_number, seconds, unquoted};
 use super::usage::Usage;
-use crate::job::{Nodes, Rendezvous, RendezvousTimeouts, NO_ID};
+use crate::job::{NO_ID, Nodes, Rendezvous, RendezvousTimeouts};
 
 /// Default port of `--master-addr` for several nodes, as in torchrun.
 const MASTER_PORT: u16 = 29500;
@@ -172,7 +172,7 @@ impl Configuration {
                     return Err(Usage(format!(
                         "{} has '{key}' without a value; write KEY=VALUE,...",
                         setting.source()
-                    )))
+                    )));
                 }
                 key => settings.warn(format!(
                     "{} has '{key}', which is ignored; there are {KEYS}",

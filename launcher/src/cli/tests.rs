@@ -49,8 +49,7 @@ fn defaults() {
 fn both_spellings_and_the_last_one_wins() {
     let dashes =
         "--nproc-per-node=2 --nnodes 3 --node-rank 1 --master-addr h --master-port 9 --grace 0.5 p";
-    let underscores =
-        "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
+    let underscores = "--nproc_per_node 7 --nproc_per_node 2 --nnodes=3 --node_rank=1 --master_addr=h \
          --master_port=9 --prefix --shutdown_timeout=.5 p";
     let mut first = parse(dashes).unwrap();
     first.output.prefix = true;

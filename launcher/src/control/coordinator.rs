@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
-use crate::control::node::{range, Node};
+use crate::control::node::{Node, range};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 
@@ -313,7 +313,7 @@ impl Coordinator {
         let (code, cause) = match why {
             StopReason::Change => return self.gather(now),
             StopReason::Signal { signal, cause } => {
-                return self.end_all(ExitStatus::Signal(signal).code(), cause)
+                return self.end_all(ExitStatus::Signal(signal).code(), cause);
             }
             StopReason::Failure { agent, failure, .. } => {
                 let report = self.agents.get(&agent).and_then(|agent| agent.cause.clone());

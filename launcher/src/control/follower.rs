@@ -4,9 +4,9 @@
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use flow_store::net::local_address_for;
 use flow_store::{Address, Error, Store};
 
 use crate::control::node::Node;
-use crate::control::protocol::{command_key, AgentEvent, AgentId, Command, ControlMessage};
+use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, command_key};
 use crate::control::token::token;
 use crate::job::Job;
 use crate::net;

@@ -13,14 +13,14 @@ use std::iter;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, Context};
+use anyhow::{Context, bail};
 use flow_store::net::secret;
-use flow_store::{Address, Server, TcpStore};
+use flow_store::{Address, Server, TcpStoreServer};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::coordinator::Coordinator;
 use crate::control::node::Node;
-use crate::control::protocol::{command_key, AgentEvent, AgentId, ClusterEvent, Command, LEADER};
+use crate::control::protocol::{AgentEvent, AgentId, ClusterEvent, Command, LEADER, command_key};
 use crate::control::stall::{StallAction, StallTracker};
 use crate::control::token::token;
 use crate::job::{Job, Rendezvous};
@@ -273,7 +273,7 @@ struct Round {
     number: u32,
     store: Server,
     /// PyTorch's store. A restarted program expects an empty one.
-    _tcp_store: Option<TcpStore>,
+    _tcp_store: Option<TcpStoreServer>,
     stores: RendezvousStoreInfo,
     stalls: StallTracker,
 }

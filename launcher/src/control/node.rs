@@ -18,9 +18,5 @@ pub struct Node {
 
 /// A number of nodes as `--nnodes` has it.
 pub fn range((min, max): (u32, u32)) -> String {
-    if min == max {
-        max.to_string()
-    } else {
-        format!("{min}:{max}")
-    }
+    if min == max { max.to_string() } else { format!("{min}:{max}") }
 }

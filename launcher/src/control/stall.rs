@@ -193,8 +193,7 @@ mod tests {
         stalls.update(wait(2, "all_reduce #5 (bucket 2)", &[1]), now);
         assert_eq!(stalls.elapsed(now), None);
         assert_eq!(stalls.deadline(), Some(now + COALESCE_WINDOW));
-        let report =
-            "no progress for 31 s: rank 1 is in no collective\nranks 0, 2 wait in all_reduce #5 \
+        let report = "no progress for 31 s: rank 1 is in no collective\nranks 0, 2 wait in all_reduce #5 \
              (bucket 2) for rank 1";
         assert_eq!(stalls.elapsed(now + COALESCE_WINDOW), Some(StallAction::Report(report.into())));
         assert_eq!((stalls.deadline(), stalls.elapsed(now + COALESCE_WINDOW * 2)), (None, None));

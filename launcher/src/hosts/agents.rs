@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use crate::hosts::control_stream;
 use crate::job::{HostEntry, Hosts, Job};
+use crate::report::events;
 
 /// What all hosts have in common.
 pub struct Place {
@@ -131,8 +132,14 @@ const PASSED_ON: [&str; 11] = [
 ];
 
 /// Exceptions, which belong to one host or one job.
-const KEPT: [&str; 5] =
-    ["FLOW_LAUNCHER", "FLOW_STORE", "FLOW_LOCAL_ADDR", "FLOW_RSH", "TORCHELASTIC_ERROR_FILE"];
+const KEPT: [&str; 6] = [
+    "FLOW_LAUNCHER",
+    events::VARIABLE,
+    "FLOW_STORE",
+    "FLOW_LOCAL_ADDR",
+    "FLOW_RSH",
+    "TORCHELASTIC_ERROR_FILE",
+];
 
 /// The variables for the agents, and the names of those that do not exist here.
 pub fn environment(

@@ -16,10 +16,10 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{bail, Context};
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use anyhow::{Context, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{getpid, kill_process, set_parent_process_death_signal, setsid, Signal};
+use rustix::process::{Signal, getpid, kill_process, set_parent_process_death_signal, setsid};
 
 use crate::agent::process;
 use crate::signal;
@@ -85,12 +85,15 @@ pub fn take() -> anyhow::Result<()> {
     leave_terminal()?;
     let input = io::stdin().as_fd().try_clone_to_owned()?;
     rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
-    let mut stream =
-        ControlStream { input, unread: Vec::new(), heartbeat_timeout: HEARTBEAT_TIMEOUT };
+    let mut stream = ControlStream::new(input);
     let Some(line) = stream.line() else { bail!("whoever has started this agent is gone") };
     let variables: BTreeMap<String, String> =
         serde_json::from_str(&line).context("malformed variables on the control stream")?;
-    variables.iter().for_each(|(name, value)| std::env::set_var(name, value));
+    for (name, value) in variables {
+        // Not by another exec: /proc would show the job's secret.
+        // SAFETY: there is only this thread.
+        unsafe { std::env::set_var(name, value) };
+    }
     io::stdout().write_all(GREETING.as_bytes())?;
     io::stdout().flush()?;
     thread::Builder::new()
@@ -114,6 +117,10 @@ struct ControlStream {
 }
 
 impl ControlStream {
+    fn new(input: OwnedFd) -> ControlStream {
+        ControlStream { input, unread: Vec::new(), heartbeat_timeout: HEARTBEAT_TIMEOUT }
+    }
+
     /// Sends this process the signals that the head passes on, until the stream ends.
     fn forward_signals(mut self) {
         // Signals are handled by the main thread.
@@ -162,14 +169,7 @@ mod tests {
 
     fn stream() -> (ControlStream, io::PipeWriter) {
         let (input, output) = io::pipe().unwrap();
-        (
-            ControlStream {
-                input: input.into(),
-                unread: Vec::new(),
-                heartbeat_timeout: HEARTBEAT_TIMEOUT,
-            },
-            output,
-        )
+        (ControlStream::new(input.into()), output)
     }
 
     #[test]

@@ -6,11 +6,12 @@ use std::os::fd::OwnedFd;
 use std::process::{Child, ChildStdin, Command, Stdio};
 
 use rustix::io::Errno;
-use rustix::process::{kill_process, kill_process_group, pidfd_open, Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, kill_process_group, pidfd_open};
 
 use crate::hosts::agents::Start;
 use crate::hosts::control_stream;
 use crate::output::lines::Assembler;
+use crate::report::events;
 
 /// The start of agents' own messages.
 pub const OF_LAUNCHER: &[u8] = b"flow-launch: ";
@@ -52,6 +53,8 @@ impl HostProcess {
         let mut process = Command::new(&start.command[0]);
         let mut process = process
             .args(&start.command[1..])
+            // Those are the head's.
+            .env_remove(events::VARIABLE)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

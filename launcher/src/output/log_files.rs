@@ -16,7 +16,7 @@ use anyhow::Context;
 use crate::agent::reaper::Reaper;
 use crate::job::Output;
 use crate::output::log_file::{Filter, LogFile};
-use crate::output::routing::{self, Routes, StreamKind, BOTH};
+use crate::output::routing::{self, BOTH, Routes, StreamKind};
 use crate::output::tee::StreamTee;
 
 /// The folders of a job's files.

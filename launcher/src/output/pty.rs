@@ -6,9 +6,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{Mode, OFlags};
-use rustix::pty::{grantpt, openpt, ptsname, unlockpt, OpenptFlags};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{
-    tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize, LocalModes, OptionalActions, OutputModes,
+    LocalModes, OptionalActions, OutputModes, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize,
 };
 
 pub use rustix::termios::Winsize;

@@ -140,7 +140,7 @@ impl OutputQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::output::lines::{Assembler, Segment, MAX_LINE_BYTES};
+    use crate::output::lines::{Assembler, MAX_LINE_BYTES, Segment};
     use proptest::prelude::*;
 
     /// Streams writing chunks in the given order into one output.

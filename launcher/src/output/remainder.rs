@@ -13,8 +13,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
 
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
-use rustix::fs::{fstat, FileType};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 use rustix::process::setsid;
 

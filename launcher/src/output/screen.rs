@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 
-use crate::output::lines::{Ending, Source, StreamId, MAX_LINE_BYTES};
+use crate::output::lines::{Ending, MAX_LINE_BYTES, Source, StreamId};
 
 /// Moves to the start of the line and erases it; turns colours off.
 const ERASE: &[u8] = b"\x1b[m\r\x1b[K";

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use rustix::io::Errno;
-use rustix::termios::{isatty, tcgetwinsize, Winsize};
+use rustix::termios::{Winsize, isatty, tcgetwinsize};
 
 use crate::output::queue::OutputQueue;
 
@@ -73,11 +73,7 @@ impl Sinks {
         if self.sinks.len() == 1 {
             return &[0, 1];
         }
-        if index == 0 {
-            &[0]
-        } else {
-            &[1]
-        }
+        if index == 0 { &[0] } else { &[1] }
     }
 
     /// The descriptors to wait for, with their sinks' numbers.
@@ -159,11 +155,7 @@ impl Sink {
             Err(error) => {
                 self.fd = None;
                 self.queue.clear();
-                if error == Errno::PIPE {
-                    Ok(())
-                } else {
-                    Err(error)
-                }
+                if error == Errno::PIPE { Ok(()) } else { Err(error) }
             }
         }
     }

@@ -4,10 +4,10 @@
 use std::fmt;
 use std::io;
 
-use rustix::process::{getpgrp, Pid};
+use rustix::process::{Pid, getpgrp};
 use rustix::termios::{
-    isatty, tcgetattr, tcgetpgrp, tcsetattr, ControlModes, InputModes, LocalModes, OptionalActions,
-    OutputModes, SpecialCodeIndex, Termios,
+    ControlModes, InputModes, LocalModes, OptionalActions, OutputModes, SpecialCodeIndex, Termios,
+    isatty, tcgetattr, tcgetpgrp, tcsetattr,
 };
 
 /// Keys with a meaning, and how reads wait.

@@ -47,7 +47,7 @@ pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
         Processes::Gpu if host.gpus == 0 => {
             return Err(Usage(
                 "--nproc-per-node is 'gpu' but no GPU is visible here; use cpu or a number".into(),
-            ))
+            ));
         }
         Processes::Gpu => host.gpus,
     };
@@ -300,10 +300,9 @@ mod tests {
         assert_eq!(readers("f --stdin 1 train.py"), [(false, false), second]);
         assert_eq!(readers("f --stdin none train"), [(false, true), (false, false)]);
         let line = "f --nproc_per_node 2 --stdin 2 train";
-        assert!(local_world_size(&job(line), &host(1, 0))
-            .unwrap_err()
-            .0
-            .contains("a rank below 2"));
+        assert!(
+            local_world_size(&job(line), &host(1, 0)).unwrap_err().0.contains("a rank below 2")
+        );
     }
 
     #[test]

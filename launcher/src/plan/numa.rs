@@ -353,10 +353,12 @@ mod tests {
         assert_eq!(bound(NumaBinding::Socket, 2, &small), ["0-3", "0-3"]);
         assert_eq!(bound(NumaBinding::Exclusive, 3, &small), ["0-1", "2", "3"]);
         assert_eq!(bound(NumaBinding::CoreComplex, 3, &small), ["0-1", "2-3", "0-1"]);
-        assert!(bind(NumaBinding::Exclusive, 5, &small)
-            .unwrap_err()
-            .0
-            .contains("4 cores for 5 workers"));
+        assert!(
+            bind(NumaBinding::Exclusive, 5, &small)
+                .unwrap_err()
+                .0
+                .contains("4 cores for 5 workers")
+        );
     }
 
     #[test]
@@ -365,10 +367,12 @@ mod tests {
         let topology = Topology::read(root.path(), &[1, 4, 5, 17], None).unwrap();
         assert_eq!(bound(NumaBinding::Node, 2, &topology), ["1,17", "4-5"]);
         assert_eq!(bound(NumaBinding::Socket, 1, &topology), ["1,4-5,17"]);
-        assert!(bind(NumaBinding::Exclusive, 4, &topology)
-            .unwrap_err()
-            .0
-            .contains("1 cores for 2 workers"));
+        assert!(
+            bind(NumaBinding::Exclusive, 4, &topology)
+                .unwrap_err()
+                .0
+                .contains("1 cores for 2 workers")
+        );
         let uneven = Topology::read(root.path(), &[0, 2, 3], None).unwrap();
         assert_eq!(bound(NumaBinding::CoreComplex, 2, &uneven), ["2-3", "0"]);
     }
@@ -402,10 +406,12 @@ mod tests {
         // More workers than GPUs: bind without regard to GPUs.
         assert_eq!(bound(NumaBinding::Node, 4, &topology)[3], "12-15,28-31");
         let topology = Topology::read(root.path(), &[0, 1], None).unwrap();
-        assert!(bind(NumaBinding::Node, 2, &topology)
-            .unwrap_err()
-            .0
-            .contains("GPU 0 is on NUMA node 1"));
+        assert!(
+            bind(NumaBinding::Node, 2, &topology)
+                .unwrap_err()
+                .0
+                .contains("GPU 0 is on NUMA node 1")
+        );
     }
 
     #[test]

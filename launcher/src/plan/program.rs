@@ -270,11 +270,13 @@ mod tests {
             assert_eq!(command, [other.clone(), "-u".into(), script.clone()]);
         }
         for name in ["absent", "/absent"] {
-            assert!(places(Some(name))
-                .command(ProgramKind::Script, &plain)
-                .unwrap_err()
-                .0
-                .contains("PYTHON_EXEC"));
+            assert!(
+                places(Some(name))
+                    .command(ProgramKind::Script, &plain)
+                    .unwrap_err()
+                    .0
+                    .contains("PYTHON_EXEC")
+            );
         }
     }
 }

@@ -83,7 +83,7 @@ impl ErrorFile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{mknodat, FileType, Mode, CWD};
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
 
     const RECORDED: &str = r#"{"message": {"message": "ValueError: boom", "extraInfo":
         {"py_callstack": "Traceback:\nboom\n", "timestamp": "1700000000"}}}"#;

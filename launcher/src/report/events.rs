@@ -154,7 +154,7 @@ fn now() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{json, Value};
+    use serde_json::{Value, json};
 
     #[test]
     fn events_are_lines_of_json() {
@@ -198,10 +198,9 @@ mod tests {
     #[test]
     fn a_full_disk_is_reported_once() {
         let mut events = EventLog::open(&["/dev/full".into()], "node0").unwrap();
-        assert!(events
-            .write(&JobEvent::End { code: 0, rank: None })
-            .unwrap_err()
-            .contains("/dev/full"));
+        assert!(
+            events.write(&JobEvent::End { code: 0, rank: None }).unwrap_err().contains("/dev/full")
+        );
         assert_eq!(events.write(&JobEvent::End { code: 0, rank: None }), Ok(()));
     }
 

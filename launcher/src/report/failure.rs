@@ -6,8 +6,8 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 use std::time::Duration;
 
-use jiff::tz::TimeZone;
 use jiff::Timestamp;
+use jiff::tz::TimeZone;
 use rustix::process::Signal;
 
 use crate::agent::exit_status::ExitStatus;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
-use serde_json::value::{to_raw_value, RawValue};
+use serde_json::value::{RawValue, to_raw_value};
 
 use super::arrivals::Arrivals;
 use super::format::{Origin, RawTimeline, TimelineEvent};
@@ -173,7 +173,7 @@ pub fn send_pieces<E>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{json, Value};
+    use serde_json::{Value, json};
 
     fn folder() -> (tempfile::TempDir, TraceFolder) {
         let temporary = tempfile::tempdir().unwrap();

@@ -17,7 +17,7 @@ mod summary;
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{stdout, BufReader, Write};
+use std::io::{BufReader, Write, stdout};
 
 use anyhow::Context;
 

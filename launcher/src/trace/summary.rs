@@ -202,7 +202,7 @@ fn total(intervals: &[Interval]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{json, Value};
+    use serde_json::{Value, json};
 
     fn event(rank: u32, category: &str, name: &str, time: (u32, u32), arguments: Value) -> Value {
         let (start, end) = time;

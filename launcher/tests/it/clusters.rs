@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::Command;
 
 use flow_harness::cli::run;
-use flow_harness::{executable, program, root, Finished, Process, TEST_TIMEOUT};
-use tempfile::{tempdir, TempDir};
+use flow_harness::{Finished, Process, TEST_TIMEOUT, executable, program, root};
+use tempfile::{TempDir, tempdir};
 
 /// The code blocks of this language in the page, in order.
 fn blocks(language: &str) -> Vec<String> {

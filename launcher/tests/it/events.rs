@@ -1,6 +1,6 @@
 //! The file of events: `--events`.
 
-use flow_harness::cli::{events, named, run, script, Running};
+use flow_harness::cli::{Running, events, named, run, script};
 
 use std::path::Path;
 

@@ -1,14 +1,14 @@
 //! A worker fails: the others are stopped, the report leads with the cause, the exit code is the
 //! failed worker's.
 
-use flow_harness::cli::{is_alive, run, script, until_gone, Running};
+use flow_harness::cli::{Running, is_alive, run, script, until, until_gone};
 use flow_store::Store;
 
 use std::time::Duration;
 
-use jiff::civil::DateTime;
-use jiff::tz::{offset, TimeZone};
 use jiff::Timestamp;
+use jiff::civil::DateTime;
+use jiff::tz::{TimeZone, offset};
 
 /// Rank 1 does one thing, all others another.
 fn odd_one(flags: &str, one: &str, others: &str) -> std::process::Command {
@@ -47,9 +47,9 @@ fn a_killed_worker_is_named_with_its_signal_and_last_words() {
     assert_eq!(finished.code, Some(137));
     assert!(finished.stderr.contains("rank 1 (local rank 1, pid "), "{}", finished.stderr);
     assert!(finished.stderr.contains("was killed by signal 9 (SIGKILL)"));
-    assert!(finished
-        .stderr
-        .contains("the last 20 lines of its stderr:\nflow-launch:   | line 11\n"));
+    assert!(
+        finished.stderr.contains("the last 20 lines of its stderr:\nflow-launch:   | line 11\n")
+    );
     assert!(finished.stderr.contains("flow-launch:   | line 30\n"));
 }
 
@@ -106,8 +106,7 @@ fn what_a_finished_worker_leaves_in_its_group_is_killed() {
 
 #[test]
 fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
-    let escape =
-        "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; \
+    let escape = "setsid sleep 1000 & echo $!; until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done; \
          echo last words";
     let mut running = Running::start(&mut script("", escape));
     let pid = running.numbers(1)[0];
@@ -151,9 +150,10 @@ fn survivors_learn_how_a_worker_ended() {
     let store = Store::connect(&address.parse().unwrap(), token, timeout).unwrap();
     assert_eq!(store.get("exit/1", timeout).unwrap(), b"signal 11 (SIGSEGV)");
     // The first says what the second does, in a stop that had another cause too.
-    running.signal(rustix::process::Signal::INT);
-    std::thread::sleep(Duration::from_millis(250));
-    running.signal(rustix::process::Signal::INT);
+    until("a second one, which comes later, ends it", || {
+        running.signal(rustix::process::Signal::INT);
+        !is_alive(running.pid())
+    });
     let finished = running.finish();
     assert_eq!(finished.code, Some(139));
     assert!(

@@ -19,8 +19,7 @@ fn variables_stand_in_for_flags() {
 
 #[test]
 fn the_environment_is_torchruns() {
-    let names =
-        "$GROUP_WORLD_SIZE $ROLE_RANK $ROLE_WORLD_SIZE $ROLE_NAME $TORCHELASTIC_RESTART_COUNT \
+    let names = "$GROUP_WORLD_SIZE $ROLE_RANK $ROLE_WORLD_SIZE $ROLE_NAME $TORCHELASTIC_RESTART_COUNT \
                  $TORCHELASTIC_MAX_RESTARTS $TORCHELASTIC_USE_AGENT_STORE $TORCHELASTIC_RUN_ID \
                  $TORCH_NCCL_ASYNC_ERROR_HANDLING $TORCHELASTIC_SIGNALS_TO_HANDLE";
     let flags = "--nproc_per_node 2 --rdzv-id job7 --signals-to-handle TERM,USR1";

@@ -1,9 +1,9 @@
 //! `--hosts` and `--hostfile`: one flow-launch starts the agents of all machines. ssh is a script
 //! that enters the tests' machines; the last test has the real one.
 
-use flow_harness::cli::{children, is_alive, launcher, run, script, until, until_gone, Running};
-use flow_harness::net::{ipv4, Agent, Gate, Net};
 use flow_harness::Finished;
+use flow_harness::cli::{Running, children, is_alive, launcher, run, script, until, until_gone};
+use flow_harness::net::{Agent, Gate, Net, ipv4};
 
 use std::fs;
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{kill_process, Pid, Signal};
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 const IDLE: &str = "echo ready $RANK; exec sleep 1000";

@@ -4,7 +4,7 @@
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, installed, python, python_path};
-use flow_harness::{root, Finished};
+use flow_harness::{Finished, root};
 
 use std::path::Path;
 use std::process::Command;

@@ -1,8 +1,8 @@
 //! Files of workers' output and errors: `--log-dir`, `--redirects`, `--tee`, filters, error files.
 
-use flow_harness::cli::{children, run, script, until, until_gone, Running};
-use flow_harness::python::{have, python};
 use flow_harness::Finished;
+use flow_harness::cli::{Running, children, run, script, until, until_gone};
+use flow_harness::python::{have, python};
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -242,15 +242,21 @@ fn a_recorded_error_is_reported_and_passed_on() {
     assert_eq!(reply["message"]["message"], "E: boom 0");
 }
 
-/// Rank 1 fails, and takes its time to end; rank 0 fails because of that, and is faster.
+/// Rank 1 fails, and takes its time to end; rank 0 fails because of that, and is faster. flow-launch
+/// stands still until both have ended, so that it finds them together.
 #[test]
 fn who_recorded_its_error_first_is_the_cause() {
     let folder = tempfile::tempdir().unwrap();
     let record = RECORD.split("; echo noise").next().unwrap();
     let gate = folder.path().join("gate");
     let text = format!(
-        "if [ $RANK = 1 ]; then {record}; echo > {0}; sleep 0.5; exit 3; fi
-         until [ -e {0} ]; do sleep 0.02; done; {record}; exit 4",
+        "has_ended() {{ grep -q '^State:.*Z' /proc/$1/status; }}
+         if [ $RANK = 1 ]; then
+             {record}; kill -STOP $PPID; echo > {0}
+             until [ -s {0}.0 ] && has_ended $(cat {0}.0); do sleep 0.02; done
+             {{ until has_ended $$; do sleep 0.02; done; kill -CONT $PPID; }} & exit 3
+         fi
+         until [ -e {0} ]; do sleep 0.02; done; {record}; echo $$ > {0}.0; exit 4",
         gate.display()
     );
     let finished = run(&mut script("--nproc-per-node 2", &text));

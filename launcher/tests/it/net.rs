@@ -1,7 +1,7 @@
 //! The machines that tests of several nodes run on.
 
 use flow_harness::cli::{is_alive, run, until};
-use flow_harness::net::{ipv4, ipv6, Net};
+use flow_harness::net::{Net, ipv4, ipv6};
 
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream};

@@ -1,8 +1,8 @@
 //! Jobs on several nodes, whose number stays: they meet, fail and end together.
 
-use flow_harness::cli::{script, until};
-use flow_harness::net::{ipv4, ipv6, Agent, Gate, Net};
 use flow_harness::Finished;
+use flow_harness::cli::{script, until};
+use flow_harness::net::{Agent, Gate, Net, ipv4, ipv6};
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +12,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit, Signal};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// A worker that waits to be stopped.
 const IDLE: &str = "echo ready $RANK; exec sleep 1000";
@@ -78,7 +78,7 @@ fn nodes_with_numbers_meet_in_any_order() {
             net.start(node, &script(&fixed(node, &format!("--master_addr {address}")), text))
         };
         let earlier = start(first);
-        thread::sleep(Duration::from_millis(300));
+        until("it waits for the other", || state(earlier.pid) == "S");
         let later = start(1 - first);
         let mut ends = [earlier.finish(), later.finish()];
         if first == 1 {
@@ -112,7 +112,9 @@ fn nodes_without_numbers_meet_in_any_order_with_any_number_of_workers() {
                 node,
                 &script(&rendezvous(&host, &format!("--nproc-per-node {}", node + 1)), text),
             );
-            thread::sleep(Duration::from_millis(300));
+            if node != order[2] {
+                until("it waits for the others", || state(agent.pid) == "S");
+            }
             agent
         });
         // The node, its number and the local rank by rank.
@@ -262,13 +264,14 @@ fn a_cut_link_is_noticed_on_both_sides() {
 fn a_link_that_comes_back_soon_does_no_harm() {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
-    let agents = pair(&net, &format!("echo ready; {}", gate.wait()));
+    let text = format!("echo ready; {}", gate.wait());
+    let patient = "--rdzv-conf heartbeat_timeout=100";
+    let agents = [0, 1].map(|node| net.start(node, &script(&fixed(node, patient), &text)));
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
     net.cut(1);
+    // Some heartbeats are late.
     thread::sleep(Duration::from_secs(2));
     net.restore(1);
-    // Longer than it takes to notice a lost node.
-    thread::sleep(Duration::from_secs(10));
     gate.open();
     for end in agents.map(Agent::finish) {
         assert_eq!((end.code, end.stderr.as_str()), (Some(0), ""));

@@ -1,6 +1,6 @@
 //! Output of the workers: whole lines, marked where asked for, held up rather than hoarded.
 
-use flow_harness::cli::{children, run, script, until, until_gone, wait, Running};
+use flow_harness::cli::{Running, children, run, script, until, until_gone, wait};
 
 use std::fs::File;
 use std::io::Read;

@@ -1,9 +1,9 @@
 //! flow-launch's wheel and what is in it: the command, and the Python interface. Scripts are in the
 //! folder `python`.
 
-use flow_harness::cli::{finish, named, run, until_gone, Running};
+use flow_harness::cli::{Running, finish, named, run, until_gone};
 use flow_harness::python::{have, installed, python, python_path};
-use flow_harness::{root, Finished};
+use flow_harness::{Finished, root};
 
 use std::fs;
 use std::net::TcpListener;

@@ -1,9 +1,9 @@
 //! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and
 //! torchrun's own cases. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
-use flow_harness::cli::{finish, launcher, run, until_gone, Running};
-use flow_harness::python::{have, python};
 use flow_harness::Finished;
+use flow_harness::cli::{Running, finish, launcher, run, until_gone};
+use flow_harness::python::{have, python};
 
 use std::fs;
 use std::net::TcpListener;

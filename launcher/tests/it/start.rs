@@ -1,6 +1,6 @@
 //! How workers are started: command, arguments, environment.
 
-use flow_harness::cli::{launcher, run, script, Running};
+use flow_harness::cli::{Running, launcher, run, script};
 use flow_harness::executable;
 
 use std::fs;

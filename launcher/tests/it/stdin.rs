@@ -1,7 +1,7 @@
 //! Who reads flow-launch's standard input.
 
-use flow_harness::cli::{finish, launcher, run, script, Running};
 use flow_harness::Finished;
+use flow_harness::cli::{Running, finish, launcher, run, script};
 
 use std::fs;
 use std::io::{Read, Write};

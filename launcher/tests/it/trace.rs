@@ -6,7 +6,7 @@ use std::path::Path;
 
 use flow_harness::cli::{launcher, run, script};
 use flow_harness::executable;
-use flow_harness::net::{ipv4, Net};
+use flow_harness::net::{Net, ipv4};
 use serde_json::Value;
 
 /// A worker whose timeline has one operation, for which rank 2 arrives last.

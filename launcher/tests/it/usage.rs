@@ -124,6 +124,9 @@ fn help_is_answered() {
 fn bash_completes_flags_their_words_and_the_subcommand() {
     let completions = run(&mut launcher(&["--completions", "bash"]));
     assert_eq!((completions.code, completions.stderr.as_str()), (Some(0), ""));
+    // torchrun's name of the flag.
+    let same = run(&mut launcher(&["--print_completion", "bash"]));
+    assert_eq!(same.stdout, completions.stdout);
     let offered = |line: &str| {
         let words: Vec<_> = std::iter::once("flow-launch").chain(line.split(' ')).collect();
         let [.., previous, current] = words[..] else { unreachable!() };

@@ -1,7 +1,7 @@
 //! torchelastic's watchdog and health check, by environment variables. Workers that use torch's own
 //! client are in `pytorch.rs`.
 
-use flow_harness::cli::{is_alive, run, script, until, until_gone, Running};
+use flow_harness::cli::{Running, is_alive, run, script, until, until_gone};
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
@@ -57,8 +57,7 @@ fn a_job_with_a_watchdog_starts_anew() {
 
 #[test]
 fn a_timer_that_is_released_or_has_no_signal_kills_nobody() {
-    let text =
-        "set_timer $$ $(($(date +%s) + 1)) 9; set_timer $$ -1 0; sleep 2; set_timer $$ 5 0; sleep \
+    let text = "set_timer $$ $(($(date +%s) + 1)) 9; set_timer $$ -1 0; sleep 2; set_timer $$ 5 0; sleep \
          0.5; echo done";
     let finished = run(&mut watched("", text));
     assert_eq!((finished.code, finished.stdout.as_str()), (Some(0), "done\n"), "{finished:?}");

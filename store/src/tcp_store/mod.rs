@@ -46,7 +46,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::Instant;
 
-use nix::sys::resource::{getrlimit, Resource};
+use rustix::process::{Resource, getrlimit};
 
 use super::service::{Outbox, Service};
 use values::Values;
@@ -65,7 +65,7 @@ const MAX_UNSENT: usize = 1 << 20;
 const STOP_WAITING: u8 = 0;
 const WAIT_CANCELED: u8 = 1;
 
-pub struct HostedTcpStore {
+pub struct TcpStoreService {
     max_size: usize,
     values: Values,
     waits: PendingWaits,
@@ -91,15 +91,15 @@ struct Client {
     held: usize,
 }
 
-impl Default for HostedTcpStore {
-    fn default() -> HostedTcpStore {
-        HostedTcpStore::bounded(MAX_SIZE)
+impl Default for TcpStoreService {
+    fn default() -> TcpStoreService {
+        TcpStoreService::bounded(MAX_SIZE)
     }
 }
 
-impl HostedTcpStore {
-    fn bounded(max_size: usize) -> HostedTcpStore {
-        HostedTcpStore {
+impl TcpStoreService {
+    fn bounded(max_size: usize) -> TcpStoreService {
+        TcpStoreService {
             max_size,
             values: Values::default(),
             waits: PendingWaits::default(),
@@ -248,11 +248,11 @@ fn send_number(id: usize, number: i64, outbox: &mut Outbox) {
     outbox.send(id, Arc::new(number.to_le_bytes().to_vec()));
 }
 
-impl Service for HostedTcpStore {
-    /// At most half of the process's file descriptors are for PyTorch's clients and a quarter for
-    /// pending, so that others find some.
+impl Service for TcpStoreService {
+    /// PyTorch's clients get at most half of the file descriptors, and connections that have not
+    /// authenticated a quarter, so that Flow's own clients find some.
     fn join(&mut self, id: usize, _now: Instant, _outbox: &mut Outbox) -> io::Result<()> {
-        let (files, _) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let count = self.clients.len();
         if count as u64 >= files / 2 {
             self.complaints.clients.get_or_init(|| {
@@ -325,8 +325,8 @@ mod tests {
         wire
     }
 
-    fn store() -> HostedTcpStore {
-        let mut store = HostedTcpStore::bounded(MAX);
+    fn store() -> TcpStoreService {
+        let mut store = TcpStoreService::bounded(MAX);
         for id in 0..3 {
             store.join(id, Instant::now(), &mut Outbox::default()).unwrap();
         }
@@ -334,7 +334,7 @@ mod tests {
     }
 
     /// Whether a client may have sent this.
-    fn accepts(store: &mut HostedTcpStore, id: usize, wire: &[u8]) -> bool {
+    fn accepts(store: &mut TcpStoreService, id: usize, wire: &[u8]) -> bool {
         store.receive(id, wire, 0, &mut Outbox::default()).is_ok()
     }
 

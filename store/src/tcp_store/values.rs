@@ -49,11 +49,7 @@ impl Values {
 
     /// How much memory `list` takes that is not taken yet.
     pub fn list_cost(&self) -> usize {
-        if self.list.is_some() {
-            0
-        } else {
-            8 + self.list_size
-        }
+        if self.list.is_some() { 0 } else { 8 + self.list_size }
     }
 
     /// The keys of all values, with their number in front.

@@ -205,7 +205,6 @@ fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
     }
     let mut fields = fields.into_iter();
     let mut next = || fields.next().unwrap_or_default();
-    let number = |field: Vec<u8>| Some(i64::from_le_bytes(field.try_into().ok()?));
     Some(match operation {
         1 | 11 => Request::Set { key: next(), value: Value(Arc::new(next())) },
         2 => Request::CompareSet {
@@ -214,7 +213,7 @@ fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
             desired: Value(Arc::new(next())),
         },
         3 => Request::Get { key: next() },
-        4 => Request::Add { key: next(), amount: number(next())? },
+        4 => Request::Add { key: next(), amount: integer(next())? },
         7 => Request::NumKeys,
         8 => Request::Delete { key: next() },
         9 => Request::Append { key: next(), value: Value(Arc::new(next())) },
@@ -224,9 +223,14 @@ fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
         15 => Request::QueuePop { key: next() },
         16 => Request::QueueLen { key: next() },
         17 => Request::ListKeys,
-        18 => Request::Barrier { key: next(), world_size: number(next())? },
+        18 => Request::Barrier { key: next(), world_size: integer(next())? },
         _ => return None,
     })
+}
+
+/// A number, little-endian as PyTorch's clients send it.
+fn integer(field: Vec<u8>) -> Option<i64> {
+    Some(i64::from_le_bytes(field.try_into().ok()?))
 }
 
 fn array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {

@@ -4,10 +4,10 @@
 use std::process::{Child, Command, Output, Stdio};
 
 use flow_harness::python::{have, python};
-use flow_store::{Address, Server, TcpStore};
+use flow_store::{Address, Server, TcpStoreServer};
 
 /// A store for PyTorch's clients, and its port.
-fn serve() -> (Server, TcpStore, String) {
+fn serve() -> (Server, TcpStoreServer, String) {
     let server =
         Server::start(&Address::Tcp("127.0.0.1:0".to_string()), "0123456789abcdef").unwrap();
     let tcp_store = server.serve_tcp_store().unwrap();

@@ -7,7 +7,6 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use jiff::Timestamp;
 use rustix::process::{kill_process, Pid, Signal};
 use serde_json::Value;
 
@@ -174,16 +173,4 @@ pub fn events(path: &Path) -> Vec<Value> {
 /// The events of this name.
 pub fn named<'a>(events: &'a [Value], name: &str) -> Vec<&'a Value> {
     events.iter().filter(|event| event["event"] == name).collect()
-}
-
-/// How many seconds after the first order to stop, as a file of events has it, rank 0 had to be
-/// killed.
-pub fn seconds_until_killed(path: &Path) -> f64 {
-    let events = events(path);
-    let killed = named(&events, "exit")
-        .into_iter()
-        .find(|exit| exit["rank"] == 0 && exit["signal"] == 9)
-        .unwrap();
-    let time = |event: &Value| event["time"].as_str().unwrap().parse::<Timestamp>().unwrap();
-    time(killed).duration_since(time(named(&events, "stop")[0])).as_secs_f64()
 }

@@ -77,7 +77,9 @@ fn idle_strangers_do_not_keep_clients_out() {
     let most = raise_file_limit();
     let count = WANTED.min((most as usize).saturating_sub(OTHERS)).max(700);
     if count < WANTED {
-        println!("SKIPPED: {WANTED} idle connections: the limit on open files is {most}; {count} instead");
+        println!(
+            "SKIPPED: {WANTED} idle connections: the limit on open files is {most}; {count} instead"
+        );
     }
     let server = serve();
     let before = client(&server);

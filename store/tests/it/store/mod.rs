@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use flow_harness::{raise_file_limit, runs_apart};
 use flow_store::{Address, Error, Server, Store};
 use hmac::{Hmac, Mac};
-use nix::sys::resource::{setrlimit, Resource};
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
-use rustix::process::{kill_process, Pid, Signal};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, setrlimit};
+
 use sha2::Sha256;
 
 mod auth;

@@ -226,7 +226,8 @@ fn a_server_without_free_file_descriptors_goes_on() {
     if runs_apart(a_server_without_free_file_descriptors_goes_on, &[]) {
         return;
     }
-    setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();
+    let limit = Rlimit { current: Some(100), maximum: Some(100) };
+    setrlimit(Resource::Nofile, limit).unwrap();
     let server = serve();
     let first = client(&server);
     // Both ends of each connection count, so the clients reach the limit, too.

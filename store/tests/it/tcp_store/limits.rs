@@ -246,7 +246,8 @@ fn thousands_wait_for_one_key() {
 fn file_descriptors_are_left_for_others() {
     const CHILD: &str = "FLOW_TEST_TCP_STORE_FILES";
     if std::env::var_os(CHILD).is_some() {
-        setrlimit(Resource::RLIMIT_NOFILE, 100, 100).unwrap();
+        let limit = Rlimit { current: Some(100), maximum: Some(100) };
+        setrlimit(Resource::Nofile, limit).unwrap();
         let (server, _tcp_store) = serve();
         println!("served at {}", server.address());
         // Until the other process closes it, and whether some files can be opened whenever it says

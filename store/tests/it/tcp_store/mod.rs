@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use flow_harness::python::{have, python};
 use flow_harness::raise_file_limit;
-use flow_store::{Address, Error, Server, Store, TcpStore};
-use nix::sys::resource::{setrlimit, Resource};
+use flow_store::{Address, Error, Server, Store, TcpStoreServer};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 mod limits;
 mod requests;
@@ -24,7 +24,7 @@ const VALIDATE: [u8; 5] = [0, 0xce, 0xf7, 0x85, 0x3c];
 const STOP_WAITING: &[u8] = &[0];
 const WAIT_CANCELED: &[u8] = &[1];
 
-fn serve() -> (Server, TcpStore) {
+fn serve() -> (Server, TcpStoreServer) {
     let server = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), TOKEN).unwrap();
     let tcp_store = server.serve_tcp_store().unwrap();
     (server, tcp_store)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbox::Inbox;
-use super::protocol::{self, Reply, Request, MAX_FRAME, MAX_WILL};
+use super::protocol::{self, MAX_FRAME, MAX_WILL, Reply, Request};
 use super::service::{Outbox, Service};
 use super::values::Values;
 
@@ -14,7 +14,7 @@ const UNREAD: &str =
     "the process that serves the store leaves its messages unread; is it stopped or very busy?";
 
 /// The values of a store and the clients that were admitted to it.
-pub struct Hosted {
+pub struct StoreService {
     inbox: Arc<Inbox>,
     values: Values,
     clients: HashMap<usize, Client>,
@@ -42,9 +42,9 @@ struct Will {
     silence: Duration,
 }
 
-impl Hosted {
-    pub fn new(inbox: Arc<Inbox>) -> Hosted {
-        Hosted { inbox, values: Values::default(), clients: HashMap::new() }
+impl StoreService {
+    pub fn new(inbox: Arc<Inbox>) -> StoreService {
+        StoreService { inbox, values: Values::default(), clients: HashMap::new() }
     }
 
     pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
@@ -160,7 +160,7 @@ impl Hosted {
     }
 }
 
-impl Service for Hosted {
+impl Service for StoreService {
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
         self.clients.insert(id, Client { waiting: None, will: None, last_activity: now });
         outbox.send(id, Arc::new(Reply::Done.encode()));
@@ -174,16 +174,15 @@ impl Service for Hosted {
         unsent: usize,
         outbox: &mut Outbox,
     ) -> io::Result<usize> {
-        let invalid = || io::Error::from(ErrorKind::InvalidData);
-        let client = self.clients.get_mut(&id).ok_or_else(invalid)?;
+        let client = self.clients.get_mut(&id).ok_or(ErrorKind::InvalidData)?;
         // A client that sends before it has the last reply is none of ours.
         if client.waiting.is_some() || unsent > 0 {
-            return Err(invalid());
+            return Err(ErrorKind::InvalidData.into());
         }
         client.last_activity = Instant::now();
         let Some(frame) = protocol::unframe(input, MAX_FRAME)? else { return Ok(0) };
-        let request = Request::decode(frame).ok_or_else(invalid)?;
-        self.handle(id, request, outbox).ok_or_else(invalid)?;
+        let request = Request::decode(frame).ok_or(ErrorKind::InvalidData)?;
+        self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
         Ok(input.len())
     }
 
