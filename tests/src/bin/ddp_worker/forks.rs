@@ -223,7 +223,9 @@ fn busy(group: &ProcessGroup) -> Result<()> {
         let works: Vec<_> = (0..4)
             .map(|_| {
                 twin.start(Lane::Collectives, "all_reduce", |group| {
-                    group.all_reduce(&mut vec![1.0_f32; 500_000], ReduceOp::Sum)
+                    let mut data = vec![1.0_f32; 500_000];
+                    group.all_reduce(&mut data, ReduceOp::Sum)?;
+                    Ok(data)
                 })
             })
             .collect::<Result<_, _>>()?;
