@@ -45,6 +45,11 @@ pub fn real(kind: Kind) -> Kind {
     }
 }
 
+/// Whether a kind is one of complex numbers.
+pub fn is_complex(kind: Kind) -> bool {
+    matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
+}
+
 /// Whether a kind is one of floating point, complex ones too.
 pub fn is_float(kind: Kind) -> bool {
     matches!(

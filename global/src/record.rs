@@ -286,13 +286,7 @@ fn phase(node: Node) -> (Phase, Option<u64>) {
 
 /// A tensor as rules see it.
 fn input(tensor: &Tensor) -> Input {
-    let kind = tensor.kind();
-    Input {
-        shape: shape(&tensor.size()),
-        is_float: tensor.is_floating_point() || tensor.is_complex(),
-        bytes: kind.elt_size_in_bytes(),
-        is_defined: true,
-    }
+    Input::new(shape(&tensor.size()), tensor.kind())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

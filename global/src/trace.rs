@@ -362,23 +362,17 @@ impl Trace {
 impl Call {
     /// The operation, as rules see it.
     pub fn op(&self, values: &[Value]) -> Op<'_> {
-        let absent = Input { shape: Vec::new(), is_float: false, bytes: 0, is_defined: false };
-        let tensor =
-            |input: &Option<usize>| input.map_or(absent.clone(), |id| values[id].tensor.clone());
-        Op {
-            name: &self.name,
-            overload: &self.overload,
-            args: self.args.iter().map(Argument::borrow).collect(),
-            inputs: self.inputs.iter().map(tensor).collect(),
-            outputs: self.outputs.len(),
-            in_place: self.in_place,
-            ranks: 1,
-        }
+        let tensor = |input: &Option<usize>| {
+            input.map_or_else(Input::absent, |id| values[id].tensor.clone())
+        };
+        let args = self.args.iter().map(Argument::borrow).collect();
+        let inputs = self.inputs.iter().map(tensor).collect();
+        Op::new(&self.name, &self.overload, args, inputs, self.outputs.len(), self.in_place)
     }
 }
 
 /// Bytes that a rank of the new layout receives from others, on average.
 pub fn received(tensor: &Input, from: Layout, to: Layout) -> f64 {
     let elements = Plan::new(&tensor.shape, from, to).received();
-    (elements * tensor.bytes) as f64 / to.placement.ranks().len() as f64
+    (elements * tensor.bytes()) as f64 / to.placement.ranks().len() as f64
 }

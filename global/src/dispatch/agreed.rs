@@ -20,42 +20,41 @@ pub fn operation(
     have: &[NdSbp],
     placement: &Placement,
 ) -> Arc<Operation> {
-    let kind = |tensor: usize| call.kind(tensor).map_or(-1, |kind| kind as i64);
-    let is_global = |tensor: usize| call.spec(tensor).is_some();
-    let tensors: Vec<_> = (0..call.tensors())
-        .map(|tensor| (call.sizes(tensor), kind(tensor), is_global(tensor), &have[tensor]))
-        .collect();
-    // Plans do not know numbers with a fraction.
-    let args: Vec<String> = op
-        .args
-        .iter()
-        .map(|arg| match arg {
+    let mut tensors = Vec::new();
+    let mut args = Vec::new();
+    // For the error of ranks that differ.
+    let mut words = Vec::new();
+    for (tensor, sbp) in have.iter().enumerate() {
+        let sizes = call.sizes(tensor);
+        let kind = call.kind(tensor).map_or(-1, |kind| kind as i64);
+        let is_global = call.spec(tensor).is_some();
+        tensors.push((sizes, kind, is_global, sbp));
+        if is_global {
+            words.push(format!("{sizes:?} {}", text(sbp)));
+        } else if call.is_defined(tensor) {
+            words.push(format!("{sizes:?}"));
+        }
+    }
+    for arg in &op.args {
+        args.push(match arg {
+            // Plans do not know numbers with a fraction.
             Arg::Float(_) => "float".to_owned(),
             arg => format!("{arg:?}"),
-        })
-        .collect();
-    let name = call.name;
-    let given = |tensor: usize| match call.is_defined(tensor) {
-        true if is_global(tensor) => {
-            Some(format!("{:?} {}", call.sizes(tensor), text(&have[tensor])))
+        });
+        match arg {
+            Arg::Int(value) => words.push(value.to_string()),
+            Arg::Bool(value) => words.push(value.to_string()),
+            Arg::Ints(values) => words.push(format!("{values:?}")),
+            _ => {}
         }
-        true => Some(format!("{:?}", call.sizes(tensor))),
-        false => None,
-    };
-    let numbers = op.args.iter().filter_map(|arg| match arg {
-        Arg::Int(value) => Some(value.to_string()),
-        Arg::Bool(value) => Some(value.to_string()),
-        Arg::Ints(values) => Some(format!("{values:?}")),
-        _ => None,
-    });
-    let given: Vec<String> = (0..call.tensors()).filter_map(given).chain(numbers).collect();
-    let text = format!("{name}({})", given.join(", "));
+    }
+    let text = format!("{}({})", call.name, words.join(", "));
     // The same in place and not: autograd chooses by what else uses a gradient.
     let what = (op.name, call.overload, tensors, args);
     // What autograd may do to keep a gradient: to copy it, or not.
     let is_copy = match op.name {
         "clone" | "detach" | "new_empty_strided" => true,
-        "copy" => is_global(1) && have[0] == have[1] && call.sizes(0) == call.sizes(1),
+        "copy" => call.spec(1).is_some() && have[0] == have[1] && call.sizes(0) == call.sizes(1),
         _ => false,
     };
     Operation::new(placement, what, text, is_copy)
@@ -85,8 +84,10 @@ fn given(call: &Call<'_, Spec>) -> Result<Vec<(String, u64)>> {
             Argument::Tensors(first, count) => first..first + count,
             _ => continue,
         };
-        let plain = |&tensor: &usize| call.spec(tensor).is_none() && !call.is_written(argument);
-        for tensor in tensors.filter(plain) {
+        if call.is_written(argument) {
+            continue;
+        }
+        for tensor in tensors.filter(|&tensor| call.spec(tensor).is_none()) {
             let Some(tensor) = call.tensor(tensor) else { continue };
             let what = format!("argument {argument}, a plain tensor {:?}", tensor.size());
             given.push((what, compare::digest_of_tensor(&tensor)?));
@@ -111,7 +112,7 @@ pub fn unboxed(
     }
 }
 
-/// What all ranks have to do, where one may have left the others alone.
+/// Says what all ranks have to do, where one may have left the others alone.
 pub fn advice(operation: &str) -> &'static str {
     match operation {
         "aten::_local_scalar_dense" => {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use flow_autograd::global::FastCall;
 use rustc_hash::FxHasher;
 
-use super::plan::{Output, Plan};
+use super::plan::{ExecutionPlan, OutputLayout};
 use crate::error::Result;
 use crate::sequence::{self, Operation};
 use crate::spec::Spec;
@@ -22,9 +22,9 @@ struct Known {
     key: Box<[u64]>,
     /// Lists that are sizes of this rank's local: the argument, and its value.
     ints: Vec<(usize, Vec<i64>)>,
-    /// By return.
-    outputs: Vec<Output>,
-    /// See [`Plan::operation`].
+    /// What the results are parts of, by return.
+    outputs: Vec<OutputLayout>,
+    /// See [`ExecutionPlan::operation`].
     operation: Option<Arc<Operation>>,
 }
 
@@ -49,9 +49,10 @@ pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
     for (index, output) in known.outputs.iter().enumerate() {
         if !output.is_written {
             let own = call.spec();
-            match output.spec.1 == own.id() {
-                true => call.output(index, &output.of(own))?,
-                false => call.output(index, &output.of(&output.spec(own.placement())))?,
+            if output.spec.1 == own.id() {
+                call.output(index, &output.of(own))?;
+            } else {
+                call.output(index, &output.of(&output.spec(own.placement())))?;
             }
         }
     }
@@ -59,10 +60,13 @@ pub fn run(call: &mut FastCall<'_, Spec>) -> Result<bool> {
 }
 
 /// Keeps an operation of this key.
-pub fn keep(key: &[u64], plan: &Plan) {
-    let (ints, outputs) = (plan.ints.clone(), plan.outputs.clone());
-    let operation = plan.operation.clone();
-    let known = Rc::new(Known { key: key.into(), ints, outputs, operation });
+pub fn keep(key: &[u64], plan: &ExecutionPlan) {
+    let known = Rc::new(Known {
+        key: key.into(),
+        ints: plan.ints.clone(),
+        outputs: plan.outputs.clone(),
+        operation: plan.operation.clone(),
+    });
     KNOWN.with_borrow_mut(|all| {
         all.resize(PLACES, None);
         all[place(key)] = Some(known);

@@ -5,7 +5,8 @@
 //! |---|---|
 //! | here | carries out an operation |
 //! | `op` | the operation as rules see it |
-//! | `plan` | what an operation on tensors of these sizes and specs needs, decided once |
+//! | `plan` | what an operation on tensors of these sizes and specs needs |
+//! | `planning` | decides that, once |
 //! | `known` | operations that run on the locals as they are |
 //! | `outside` | ranks that have nothing of the tensors |
 //! | `moved` | inputs on different placements |
@@ -20,6 +21,7 @@ mod noted;
 mod op;
 mod outside;
 mod plan;
+mod planning;
 mod written;
 
 use std::sync::Arc;
@@ -45,7 +47,7 @@ use crate::sbp::B;
 use crate::sequence::{self, digest_of};
 use crate::spec::Spec;
 use noted::Noted;
-use plan::{Input, Output, Plan};
+use plan::{ExecutionPlan, InputSource, OutputLayout};
 
 /// Carries out the operations on global tensors.
 pub struct Operations;
@@ -86,9 +88,10 @@ impl Dispatcher for Operations {
             return Ok(LeafGradient::Boxed(boxed));
         };
         // Not in a backward that is itself differentiated.
-        let deferred = match gradient.requires_grad() {
-            true => None,
-            false => deferred::spec_of_gradient(leaf, &own, &now)?,
+        let deferred = if gradient.requires_grad() {
+            None
+        } else {
+            deferred::spec_of_gradient(leaf, &own, &now)?
         };
         if let Some(kept) = deferred {
             let kept = tch::no_grad(|| deferred::own(gradient, &kept, exclusive))?;
@@ -142,7 +145,7 @@ fn run(call: &mut Call<'_, Spec>) -> Result<()> {
 
 fn run_plan(
     call: &mut Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     runtime: &Runtime,
 ) -> Result<()> {
@@ -153,15 +156,11 @@ fn run_plan(
             agreed::compare(call, placement, runtime)?;
         }
     }
-    if let (true, Some(code)) = (plan.needs_shapes_only, plan.code) {
-        let position = position.unwrap_or(0);
-        return run_code(code, call, plan, placement, position);
-    }
-    let Some(position) = position else {
+    if position.is_none() && !plan.needs_shapes_only {
         return outside::run(call, plan, placement, runtime);
-    };
+    }
     if let Some(code) = plan.code {
-        return run_code(code, call, plan, placement, position);
+        return run_code(code, call, plan, placement, position.unwrap_or(0));
     }
     for (index, input) in plan.inputs.iter().enumerate() {
         prepare(call, runtime, index, input)?;
@@ -180,8 +179,8 @@ fn run_plan(
                 let ranks = placement.ranks();
                 let group = runtime.groups.group(ranks)?;
                 group.broadcast_tensor(&mut drawn, 0).map_err(|error| {
-                    let (of, group) = (digest_of(placement), Some((&group, ranks)));
-                    sequence::explained(error.into(), &runtime.groups, group, of)
+                    let of = digest_of(placement);
+                    sequence::explained(error.into(), &runtime.groups, Some((&group, ranks)), of)
                 })?;
             }
         }
@@ -204,7 +203,7 @@ fn run_plan(
 fn run_code(
     code: Code,
     call: &mut Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     position: usize,
 ) -> Result<()> {
@@ -223,45 +222,54 @@ fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     }
 }
 
-fn plan_of(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) -> Result<Arc<Plan>> {
-    let plans = runtime.part::<Cache<Plan>>();
+fn plan_of(
+    call: &Call<'_, Spec>,
+    placement: &Placement,
+    runtime: &Runtime,
+) -> Result<Arc<ExecutionPlan>> {
+    let plans = runtime.part::<Cache<ExecutionPlan>>();
     if let Some(plan) = plans.get(call.key()) {
         return Ok(plan);
     }
-    let plan = Arc::new(Plan::new(call, placement, runtime)?);
+    let plan = Arc::new(planning::plan(call, placement, runtime)?);
     plans.insert(call.key(), &plan);
     Ok(plan)
 }
 
-/// What the operation gets as this input.
+/// Gives the operation this input: the local, or what boxing makes of it.
 fn prepare(
     call: &mut Call<'_, Spec>,
     runtime: &Runtime,
     index: usize,
-    input: &Input,
+    input: &InputSource,
 ) -> Result<()> {
     match input {
-        Input::Own => Ok(()),
+        InputSource::Own => Ok(()),
         // The operation gives the handle other sizes.
-        Input::Handle => {
+        InputSource::Handle => {
             let local = input_local(call, index)?.map(|local| local.alias());
             Ok(call.set_local(index, local.as_ref())?)
         }
-        Input::Empty => {
+        InputSource::Empty => {
             let like = input_local(call, index)?;
             let empty = like.map(|like| Tensor::empty([0], (like.kind(), like.device())));
             Ok(call.set_local(index, empty.as_ref())?)
         }
-        Input::Boxed { boxing, from, to, is_written } => {
+        InputSource::Boxed { boxing, from, to, is_written, is_contiguous } => {
             let local = input_local(call, index)?;
             let Some(tensor) = &local else { return Ok(()) };
             let options = (tensor.kind(), tensor.device());
             let boxed = boxing.run(&runtime.groups, options, local.as_ref());
             let boxed = boxed.map_err(|source| agreed::unboxed(call, index, from, to, source))?;
-            let boxed = match *is_written && boxing.is_view() {
-                true => boxed.map(|boxed| boxed.alias_copy()),
-                false => boxed,
-            };
+            let boxed = boxed.map(|boxed| {
+                if *is_written && boxing.is_view() {
+                    boxed.alias_copy()
+                } else if *is_contiguous {
+                    boxed.contiguous()
+                } else {
+                    boxed
+                }
+            });
             Ok(call.set_local(index, boxed.as_ref())?)
         }
     }
@@ -279,7 +287,7 @@ fn input_local(call: &Call<'_, Spec>, index: usize) -> Result<Option<Tensor>> {
 /// Puts what the operation has written to another layout of an input into the input itself.
 fn write_back(
     call: &Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     runtime: &Runtime,
     index: usize,
     result: Option<usize>,
@@ -309,10 +317,10 @@ fn give(
     placement: &Placement,
     runtime: &Runtime,
     index: usize,
-    output: &Output,
+    output: &OutputLayout,
 ) -> Result<()> {
     if output.is_written {
-        if let (true, Some(argument)) = (call.reshapes, call.written(index)) {
+        if let Some(argument) = call.written(index).filter(|_| call.reshapes) {
             reshape(call, placement, index, argument, output)?;
         }
         return Ok(call.output_written(index)?);
@@ -335,7 +343,7 @@ fn reshape(
     placement: &Placement,
     index: usize,
     argument: usize,
-    output: &Output,
+    output: &OutputLayout,
 ) -> Result<()> {
     let LocalResult::Tensor(Some(local)) = call.result(index)? else { return Ok(()) };
     let sizes = output.logical(&local);

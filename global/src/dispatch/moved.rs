@@ -19,10 +19,13 @@ pub fn may_move(call: &Call<'_, Spec>) -> bool {
     policy::moves_inputs() || is_copy(call)
 }
 
-/// Two inputs are on these placements, and are not moved.
+/// Makes the error of two inputs that are on these placements, and are not moved.
 pub fn placements_differ(call: &Call<'_, Spec>, one: &Placement, other: &Placement) -> Error {
-    let (operation, one, other) = (call.name.to_owned(), one.to_string(), other.to_string());
-    Error::Placements { operation, one, other }
+    Error::Placements {
+        operation: call.name.to_owned(),
+        one: one.to_string(),
+        other: other.to_string(),
+    }
 }
 
 fn is_copy(call: &Call<'_, Spec>) -> bool {
@@ -58,25 +61,24 @@ pub fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     Ok(call.run_with(&tensors)?)
 }
 
-/// The spec of the tensor to whose placement the others are moved: of a tensor that is written, else
+/// Returns the spec of the tensor to whose placement the others are moved: of a tensor that is written, else
 /// of the largest; of equal ones, of the first.
 fn target(call: &Call<'_, Spec>, written: &[usize]) -> Result<Arc<Spec>> {
-    let bytes = |tensor: usize| {
-        let size = call.kind(tensor).map_or(0, |kind| kind.elt_size_in_bytes());
-        call.sizes(tensor).iter().product::<i64>() * size as i64
-    };
     let globals = (0..call.tensors()).filter(|&tensor| call.spec(tensor).is_some());
     let first = globals.max_by_key(|&tensor| {
-        (written.contains(&tensor), bytes(tensor), std::cmp::Reverse(tensor))
+        let size = call.kind(tensor).map_or(0, |kind| kind.elt_size_in_bytes());
+        let bytes = call.sizes(tensor).iter().product::<i64>() * size as i64;
+        (written.contains(&tensor), bytes, std::cmp::Reverse(tensor))
     });
     first.and_then(|tensor| find_spec(&call.tensor(tensor)?)).ok_or(Error::Plain)
 }
 
-/// The same SBP on another placement, where that has as many axes; else B. Partial sums become B.
+/// Returns the same SBP on another placement, where that has as many axes; else B. Partial sums become B.
 fn alike(own: &Spec, placement: &Placement) -> Result<Arc<Spec>> {
-    let sbp: NdSbp = match own.placement().axes() == placement.axes() {
-        true => own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect(),
-        false => vec![B; placement.axes()],
+    let sbp: NdSbp = if own.placement().axes() == placement.axes() {
+        own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect()
+    } else {
+        vec![B; placement.axes()]
     };
     Spec::of(placement, &sbp)
 }

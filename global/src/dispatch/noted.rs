@@ -3,7 +3,7 @@
 use flow_autograd::global::{Call, Node};
 
 use super::op::{op_of, Written};
-use super::plan::Plan;
+use super::plan::ExecutionPlan;
 use crate::error::Result;
 use crate::placement::Placement;
 use crate::record;
@@ -37,18 +37,17 @@ impl Noted {
     }
 
     /// Records it, after it has run.
-    pub fn record(self, call: &Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<()> {
+    pub fn record(
+        self,
+        call: &Call<'_, Spec>,
+        plan: &ExecutionPlan,
+        placement: &Placement,
+    ) -> Result<()> {
         let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
         let returned: Vec<_> = (0..call.returns).flat_map(|index| call.returned(index)).collect();
-        let op = Op {
-            name: &self.name,
-            overload: &self.overload,
-            args: self.args.iter().map(Argument::borrow).collect(),
-            outputs: returned.len(),
-            inputs: self.inputs,
-            in_place: self.in_place,
-            ranks: 1,
-        };
+        let args = self.args.iter().map(Argument::borrow).collect();
+        let outputs = returned.len();
+        let op = Op::new(&self.name, &self.overload, args, self.inputs, outputs, self.in_place);
         let wanted = &plan.choice.inputs[..inputs.len()];
         record::operation(&op, placement, &inputs, wanted, &returned, self.node)
     }

@@ -1,11 +1,9 @@
 //! A call as rules see it.
 
 use flow_autograd::global::{Argument, Call};
-use tch::Kind;
 
-use crate::kinds::is_float;
 use crate::region::shape;
-use crate::rules::op::{Arg, Input as OpInput, Op};
+use crate::rules::op::{Arg, Input, Op};
 use crate::spec::Spec;
 
 /// The tensors that an operation writes.
@@ -23,13 +21,14 @@ impl Written {
     pub fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
         let name = call.name;
         let name = name.strip_prefix("aten::").unwrap_or(name);
-        match self.is_in_place || call.reshapes {
-            true => name.strip_suffix('_').unwrap_or(name),
-            false => name,
+        if self.is_in_place || call.reshapes {
+            name.strip_suffix('_').unwrap_or(name)
+        } else {
+            name
         }
     }
 
-    /// Of a call with these arguments.
+    /// Finds what a call with these arguments writes.
     pub fn of(call: &Call<'_, Spec>, arguments: &[Argument<'_>]) -> Self {
         let name = call.name;
         let is_in_place = name.ends_with('_') && !name.ends_with("__") && call.is_written(0);
@@ -38,7 +37,8 @@ impl Written {
             matches!(name, "aten::cudnn_batch_norm" | "aten::native_batch_norm")
                 && matches!(arguments.get(5), Some(Argument::Bool(true)));
         let written = (0..arguments.len()).filter(|&argument| call.is_written(argument));
-        let (mut outs, mut tensors) = (Vec::new(), Vec::new());
+        let mut outs = Vec::new();
+        let mut tensors = Vec::new();
         for argument in written {
             match arguments[argument] {
                 Argument::Tensor(tensor) if call.is_out(argument) => {
@@ -64,8 +64,23 @@ pub fn op_of<'a>(
     arguments: &[Argument<'a>],
     written: &Written,
 ) -> Op<'a> {
-    let given = arguments.iter().enumerate().filter(|(index, _)| !written.outs.contains(index));
-    let arg = |argument: &Argument<'a>| match *argument {
+    let mut args = Vec::new();
+    for (index, argument) in arguments.iter().enumerate() {
+        if !written.outs.contains(&index) {
+            args.push(arg_of(argument));
+        }
+    }
+    let mut inputs = Vec::new();
+    // The tensors of `out` come last.
+    for tensor in 0..call.tensors() - written.outs.len() {
+        inputs.push(Input { shape: shape(call.sizes(tensor)), kind: call.kind(tensor) });
+    }
+    let in_place = written.is_in_place && !call.reshapes;
+    Op::new(name, call.overload, args, inputs, call.returns, in_place)
+}
+
+fn arg_of<'a>(argument: &Argument<'a>) -> Arg<'a> {
+    match *argument {
         Argument::None(_) => Arg::None,
         Argument::Tensor(tensor) => Arg::Tensor(tensor),
         Argument::Tensors(first, count) => Arg::Tensors(first..first + count),
@@ -74,24 +89,5 @@ pub fn op_of<'a>(
         Argument::Bool(value) => Arg::Bool(value),
         Argument::Ints(values) => Arg::Ints(values.into()),
         Argument::Other => Arg::Other,
-    };
-    let input = |tensor: usize| {
-        let kind = call.kind(tensor);
-        OpInput {
-            shape: shape(call.sizes(tensor)),
-            is_float: kind.is_some_and(is_float),
-            bytes: kind.map_or(0, Kind::elt_size_in_bytes),
-            is_defined: call.is_defined(tensor),
-        }
-    };
-    Op {
-        name,
-        overload: call.overload,
-        args: given.map(|(_, argument)| arg(argument)).collect(),
-        // The tensors of `out` come last.
-        inputs: (0..call.tensors() - written.outs.len()).map(input).collect(),
-        outputs: call.returns,
-        in_place: written.is_in_place && !call.reshapes,
-        ranks: 1,
     }
 }

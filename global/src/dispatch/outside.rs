@@ -10,7 +10,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
 use super::agreed;
-use super::plan::{Input, Meta, Output, Outside, Plan};
+use super::plan::{InputSource, Meta, OutputLayout, Outside, ExecutionPlan};
 use super::written;
 use crate::code::{draws, takes_sizes};
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ use crate::spec::Spec;
 /// Returns what the operation would, without a local.
 pub fn run(
     call: &mut Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     runtime: &Runtime,
 ) -> Result<()> {
@@ -47,7 +47,7 @@ pub fn run(
         }
     };
     let device = runtime.world().device();
-    let wrap = |output: &Output, meta: &Meta| -> Result<Tensor> {
+    let wrap = |output: &OutputLayout, meta: &Meta| -> Result<Tensor> {
         let spec = output.spec(placement);
         let like = with_bits(Tensor::empty([0], (meta.kind, device)), meta.is_conj, meta.is_neg);
         Ok(globals()?.outside(&like, &meta.sizes, &output.of(&spec))?)
@@ -86,7 +86,7 @@ pub fn run(
     Ok(())
 }
 
-fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Result<Vec<Outside>> {
+fn find_out(call: &mut Call<'_, Spec>, plan: &ExecutionPlan, placement: &Placement) -> Result<Vec<Outside>> {
     // Some operations, as the solution of equations, run on no zeros.
     try_out(call, plan, placement, |sizes, options| Tensor::f_zeros(sizes, options)).or_else(|_| {
         try_out(call, plan, placement, |sizes, (kind, device)| {
@@ -104,14 +104,14 @@ fn find_out(call: &mut Call<'_, Spec>, plan: &Plan, placement: &Placement) -> Re
 /// What the operation gives for tensors of these values.
 fn try_out(
     call: &mut Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     values: impl Fn(&[i64], (Kind, Device)) -> std::result::Result<Tensor, tch::TchError>,
 ) -> Result<Vec<Outside>> {
     for index in 0..call.tensors() {
         let Some(tensor) = call.tensor(index) else { continue };
         let sizes = match plan.inputs[index] {
-            Input::Empty => vec![0],
+            InputSource::Empty => vec![0],
             _ if takes_sizes(&plan.name) => call.sizes(index).to_vec(),
             _ => {
                 let all = regions(placement, &plan.choice.inputs[index], &shape(call.sizes(index)));
@@ -119,7 +119,7 @@ fn try_out(
             }
         };
         let mut local = values(&sizes, (tensor.kind(), tensor.device()))?;
-        if matches!(plan.inputs[index], Input::Own | Input::Handle) {
+        if matches!(plan.inputs[index], InputSource::Own | InputSource::Handle) {
             local = with_bits(local, tensor.is_conj(), tensor.is_neg());
         }
         call.set_local(index, Some(&local))?;
@@ -143,8 +143,8 @@ fn with_bits(mut tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor {
 }
 
 /// What is to be known of the results of a call that has run.
-fn results(call: &Call<'_, Spec>, plan: &Plan) -> Result<Vec<Outside>> {
-    let known = |(index, output): (usize, &Output)| {
+fn results(call: &Call<'_, Spec>, plan: &ExecutionPlan) -> Result<Vec<Outside>> {
+    let known = |(index, output): (usize, &OutputLayout)| {
         let is_whole = takes_sizes(&plan.name);
         let sizes = |tensor: &Tensor| if is_whole { tensor.size() } else { output.logical(tensor) };
         let meta = |tensor: &Tensor| Meta {
@@ -169,7 +169,7 @@ const FAILED: i64 = -1;
 /// On ranks of the placement: the first one sends what is to be known of the results.
 pub fn send(
     call: &Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     runtime: &Runtime,
     has_run: bool,
@@ -186,7 +186,7 @@ pub fn send(
 }
 
 /// On ranks outside the placement.
-fn receive(plan: &Plan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
+fn receive(plan: &ExecutionPlan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
     let (world, root) = (runtime.world(), placement.ranks()[0]);
     let mut count = Tensor::from(0i64);
     world.broadcast_tensor(&mut count, root)?;

@@ -5,7 +5,7 @@ use flow_autograd::global::{Call, LocalResult};
 use flow_tensor::TensorCollectives;
 use tch::Tensor;
 
-use super::plan::{Output, Plan};
+use super::plan::{ExecutionPlan, OutputLayout};
 use crate::boxing::execute::Boxing;
 use crate::boxing::plan::Layout;
 use crate::error::Result;
@@ -20,7 +20,7 @@ use crate::spec::Spec;
 /// tensors they are.
 pub fn resize_outs(
     call: &Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     runtime: &Runtime,
 ) -> Result<Vec<usize>> {
@@ -49,7 +49,7 @@ pub fn resize_outs(
 /// The same on ranks outside the placement, for the result `index` of these sizes.
 pub fn resize_out(
     call: &Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     index: usize,
     (sizes, like): (&[i64], &Tensor),
@@ -71,7 +71,7 @@ fn resize(
     local: Option<&Tensor>,
     like: &Tensor,
     sizes: &[i64],
-    output: &Output,
+    output: &OutputLayout,
     placement: &Placement,
 ) -> Result<()> {
     let shares = output.shares && local.is_some();
@@ -82,7 +82,7 @@ fn resize(
 /// Gives ranks outside the placement what the operation has written to plain tensors.
 pub fn share_plain(
     call: &Call<'_, Spec>,
-    plan: &Plan,
+    plan: &ExecutionPlan,
     placement: &Placement,
     runtime: &Runtime,
 ) -> Result<()> {

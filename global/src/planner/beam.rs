@@ -14,11 +14,11 @@ use flow_comm::ReduceOp;
 use super::cost::flops;
 use super::replay::Replay;
 use crate::region::part;
-use crate::rules::infer::{cut, share};
+use crate::rules::infer::share;
 use crate::rules::op::Signature;
 use crate::rules::rule;
 use crate::sbp::{NdSbp, Sbp, B, S};
-use crate::trace::{Action, Argument, Call, Role};
+use crate::trace::{Action, Call, Role};
 
 /// States that are kept.
 const WIDTH: usize = 64;
@@ -30,8 +30,6 @@ pub(super) struct Decided {
     pub values: Vec<NdSbp>,
     /// What each input of each call is boxed to.
     pub inputs: Vec<Vec<NdSbp>>,
-    /// Arguments of each call that are shapes, cut.
-    sizes: Vec<Vec<(usize, Vec<i64>)>>,
 }
 
 impl Decided {
@@ -40,7 +38,6 @@ impl Decided {
         Self {
             values: vec![Vec::new(); replay.trace.values.len()],
             inputs: calls.iter().map(|call| vec![Vec::new(); call.inputs.len()]).collect(),
-            sizes: vec![Vec::new(); calls.len()],
         }
     }
 }
@@ -179,14 +176,6 @@ pub(super) fn decide(replay: &Replay, decided: &mut Decided, ranks: usize, free:
         for (input, &sbp) in decided.inputs[call].iter_mut().zip(&signature.inputs) {
             input.push(sbp);
         }
-        let args = &replay.trace.calls[call].args;
-        let sizes = &mut decided.sizes[call];
-        for (arg, sbp) in signature.shapes {
-            let Some(Argument::Ints(logical)) = args.get(arg) else { continue };
-            let known = sizes.iter().position(|(other, _)| *other == arg);
-            let known = known.map(|index| sizes.swap_remove(index).1);
-            sizes.push((arg, cut(&known.unwrap_or_else(|| logical.clone()), sbp, ranks)));
-        }
     }
 }
 
@@ -252,7 +241,7 @@ impl Search<'_> {
     }
 
     fn bytes(&self, value: usize, shape: &[usize]) -> f64 {
-        (shape.iter().product::<usize>() * self.replay.trace.values[value].tensor.bytes) as f64
+        (shape.iter().product::<usize>() * self.replay.trace.values[value].tensor.bytes()) as f64
     }
 
     fn candidates(&self, node: Node) -> Vec<Candidate> {
@@ -286,15 +275,12 @@ impl Search<'_> {
         let call = &trace.calls[index];
         let mut op = call.op(&trace.values);
         op.ranks = self.ranks;
-        for ((input, sbp), id) in
-            op.inputs.iter_mut().zip(&self.decided.inputs[index]).zip(&call.inputs)
+        for ((left, sbp), id) in
+            op.left.iter_mut().zip(&self.decided.inputs[index]).zip(&call.inputs)
         {
             if let Some(id) = *id {
-                input.shape = self.local(id, sbp);
+                *left = self.local(id, sbp);
             }
-        }
-        for (arg, sizes) in &self.decided.sizes[index] {
-            op.args[*arg] = crate::rules::op::Arg::Ints(sizes.into());
         }
         let signatures = match call.action {
             Action::Operation => {
@@ -308,8 +294,7 @@ impl Search<'_> {
                 vec![Signature::new([sbp], [sbp])]
             }
             Action::Gradient => {
-                let shape = &op.inputs[1].shape;
-                let sbps = domain(shape, self.ranks).into_iter();
+                let sbps = domain(&op.left[1], self.ranks).into_iter();
                 sbps.map(|sbp| Signature::new([sbp, sbp], [sbp])).collect::<Vec<_>>()
             }
         };
@@ -320,29 +305,29 @@ impl Search<'_> {
         };
         let mut candidates = Vec::new();
         for signature in signatures {
-            let fits = |(input, sbp): (&crate::rules::op::Input, &Sbp)| match sbp.dim() {
-                Some(dim) if input.is_defined => {
-                    input.shape.get(dim).is_some_and(|&size| size >= self.ranks)
+            let fits = |at: usize| match signature.inputs[at].dim() {
+                Some(dim) if op.inputs[at].is_defined() => {
+                    op.left[at].get(dim).is_some_and(|&size| size >= self.ranks)
                 }
                 _ => true,
             };
-            if !op.inputs.iter().zip(&signature.inputs).all(fits) {
+            if !(0..op.inputs.len()).all(fits) {
                 continue;
             }
             let mut candidate = Candidate::default();
             let mut shapes = Vec::new();
-            for (at, (input, &sbp)) in op.inputs.iter().zip(&signature.inputs).enumerate() {
+            for (at, (left, &sbp)) in op.left.iter().zip(&signature.inputs).enumerate() {
                 let Some(id) = call.inputs[at] else {
                     shapes.push(Vec::new());
                     continue;
                 };
-                let wanted = (id, sbp, self.bytes(id, &input.shape));
+                let wanted = (id, sbp, self.bytes(id, left));
                 if is_written(at) {
                     candidate.written.push(wanted)
                 } else {
                     candidate.inputs.push(wanted)
                 }
-                shapes.push(self.part(input.shape.clone(), sbp));
+                shapes.push(self.part(left.clone(), sbp));
             }
             let mut results = Vec::new();
             for (&id, &sbp) in call.outputs.iter().zip(&signature.outputs) {

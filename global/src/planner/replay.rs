@@ -120,7 +120,7 @@ impl<'a> Replay<'a> {
             let value = &trace.values[id];
             let sbp = &self.sbps[given.leaves[id] as usize];
             let shape = local(&value.tensor.shape, &value.placement, sbp);
-            cost.memory += (shape.iter().product::<usize>() * value.tensor.bytes) as f64;
+            cost.memory += (shape.iter().product::<usize>() * value.tensor.bytes()) as f64;
         }
         let absent = self.code(&Vec::new());
         let mut have = Vec::new();

@@ -286,7 +286,7 @@ fn pins(replay: &Replay) -> Vec<Group> {
         }
         for &id in call.outputs.iter().flatten() {
             is_data[id] = true;
-            if trace.values[id].tensor.is_float && !trace.values[id].tensor.shape.is_empty() {
+            if trace.values[id].tensor.is_float() && !trace.values[id].tensor.shape.is_empty() {
                 pins.push(id);
                 pins.extend(gradients[id]);
             }

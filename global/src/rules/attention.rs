@@ -1,6 +1,6 @@
 //! Scaled dot-product attention: samples or heads are split.
 
-use super::op::{Arg, Input, Op, Rule, Signature};
+use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{Sbp, B, P};
 
 pub const RULES: &[Rule] = &[Rule { names: ATTENTION, signatures: attention }];
@@ -27,32 +27,32 @@ fn attention(op: &Op) -> Vec<Signature> {
     if fractions.next().is_some_and(|dropout| dropout != 0.0) {
         return Vec::new();
     }
-    let heads = |input: &Input| input.shape.get(1).copied();
     // The gradient comes first in a backward.
     let first = usize::from(op.name.ends_with("_backward"));
     let tensors = op.inputs.get(first..first + 3).unwrap_or_default();
-    let are_alike = tensors.iter().all(|input| heads(input) == heads(&tensors[0]));
+    let are_alike = tensors.iter().all(|input| input.shape.get(1) == tensors[0].shape.get(1));
     let dims = if are_alike { 0..2 } else { 0..1 };
-    let signature = |dim: usize| {
-        let size = op.inputs[0].shape.get(dim);
-        let sbp = |input: &Input| match input.shape.get(dim) {
-            own if input.is_defined && input.shape.len() > 2 && own == size => Sbp::Split(dim),
-            _ => B,
-        };
-        let inputs: Vec<Sbp> = op.inputs.iter().map(sbp).collect();
-        // Results and their normalizers, then the state of the random generator, which each rank has
-        // for itself. Gradients of queries, keys and values, then that of the mask.
-        let of_mask = match inputs.get(4) {
-            Some(&B) => P,
-            _ => Sbp::Split(dim),
-        };
-        let outputs = (0..op.outputs).map(|output| match (first, output) {
-            (0, 0..2) | (1, 0..3) => Sbp::Split(dim),
-            (0, _) => B,
-            _ => of_mask,
-        });
-        let outputs: Vec<Sbp> = outputs.collect();
-        Signature::new(inputs, outputs)
+    dims.map(|dim| split(op, first == 1, dim)).collect()
+}
+
+/// Splits a dimension of all tensors that have it as the first one does.
+fn split(op: &Op, is_backward: bool, dim: usize) -> Signature {
+    let size = op.inputs[0].shape.get(dim);
+    let mut inputs = Vec::new();
+    for input in &op.inputs {
+        let has_dim = input.shape.len() > 2 && input.shape.get(dim) == size;
+        inputs.push(if has_dim { Sbp::Split(dim) } else { B });
+    }
+    // Results and their normalizers, then the state of the random generator, which each rank has for
+    // itself. Gradients of queries, keys and values, then that of the mask.
+    let (split, rest) = if !is_backward {
+        (2, B)
+    } else if inputs.get(4) == Some(&B) {
+        (3, P)
+    } else {
+        (3, Sbp::Split(dim))
     };
-    dims.map(signature).collect()
+    let mut outputs = vec![Sbp::Split(dim); op.outputs.min(split)];
+    outputs.resize(op.outputs, rest);
+    Signature::new(inputs, outputs)
 }

@@ -56,12 +56,12 @@ fn convolution_backward(op: &Op) -> Vec<Signature> {
 fn sampling(op: &Op) -> Vec<Signature> {
     // Without a batch the first dimension is that of channels: it may be split as well.
     let dims = 0..op.rank(0).saturating_sub(2);
-    let with_shape = |dim| match op.name {
-        // (gradient, output size, input size, scales)
-        "upsample_bilinear2d_backward" | "upsample_nearest2d_backward" => {
-            Signature::all(op, S(dim)).with_shape(2, S(dim))
-        }
-        _ => Signature::all(op, S(dim)),
-    };
-    dims.map(with_shape).collect()
+    // (gradient, output size, input size, scales)
+    let has_input_size = op.name.starts_with("upsample") && op.name.ends_with("_backward");
+    let mut signatures = Vec::new();
+    for dim in dims {
+        let signature = Signature::all(op, S(dim));
+        signatures.push(if has_input_size { signature.with_shape(2, S(dim)) } else { signature });
+    }
+    signatures
 }

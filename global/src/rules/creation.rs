@@ -28,27 +28,33 @@ const RANDOM: &[&str] = &[
 /// The values of the other tensor are not needed, so nothing is boxed. Dimensions that have its
 /// sizes are split as its are: autograd puts the gradient of a part into zeros of the whole.
 fn constants(op: &Op) -> Vec<Signature> {
-    let (own, asked) = (&op.inputs[0].shape, op.ints(1));
-    let is_kept = |dim: usize| asked.len() == own.len() && asked[dim] == own[dim] as i64;
-    let split = |dim| match is_kept(dim) {
-        true => Signature::new([S(dim)], [S(dim)]).with_shape(1, S(dim)),
-        false => Signature::new([S(dim)], [B]),
-    };
-    let partial = Signature::new([P], [B]);
-    with_code(op, (0..own.len()).map(split).chain([partial]))
+    let own = &op.inputs[0].shape;
+    let asked = op.ints(1);
+    let mut signatures = Vec::new();
+    for (dim, &size) in own.iter().enumerate() {
+        let is_kept = asked.len() == own.len() && asked[dim] == size as i64;
+        signatures.push(if is_kept {
+            Signature::new([S(dim)], [S(dim)]).with_shape(1, S(dim))
+        } else {
+            Signature::new([S(dim)], [B])
+        });
+    }
+    signatures.push(Signature::new([P], [B]));
+    with_code(op, signatures)
 }
 
 /// Zeros of the other tensor's shape may be partial, as it is.
 fn zeros(op: &Op) -> Vec<Signature> {
-    let (own, asked) = (&op.inputs[0].shape, op.ints(1));
-    let is_same = own.iter().map(|&size| size as i64).eq(asked.iter().copied());
+    let own = op.inputs[0].shape.iter().map(|&size| size as i64);
+    let is_same = own.eq(op.ints(1).iter().copied());
     let partial = is_same.then(|| Signature::new([P], [P]));
-    with_code(op, partial.into_iter().chain(constants(op)))
+    with_code(op, partial.into_iter().chain(constants(op)).collect())
 }
 
-fn with_code(op: &Op, signatures: impl Iterator<Item = Signature>) -> Vec<Signature> {
+/// The strides that are asked for are those of the whole tensor, so code runs instead.
+fn with_code(op: &Op, signatures: Vec<Signature>) -> Vec<Signature> {
     let has_code = op.name == "new_empty_strided";
-    signatures.map(|signature| signature.with_code(has_code)).collect()
+    signatures.into_iter().map(|signature| signature.with_code(has_code)).collect()
 }
 
 fn random(op: &Op) -> Vec<Signature> {
@@ -59,6 +65,8 @@ fn random(op: &Op) -> Vec<Signature> {
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::super::op::{Arg, Input};
     use super::*;
     use crate::placement::Placement;
@@ -67,16 +75,8 @@ mod tests {
 
     /// Of a tensor of 4 x 6.
     fn zeros_like(have: Sbp, asked: &'static [i64]) -> (Sbp, Sbp) {
-        let input = Input { shape: vec![4, 6], is_float: true, bytes: 4, is_defined: true };
-        let op = Op {
-            name: "new_zeros",
-            overload: "",
-            args: vec![Arg::Tensor(0), Arg::Ints(asked.into())],
-            inputs: vec![input],
-            outputs: 1,
-            in_place: false,
-            ranks: 2,
-        };
+        let args = vec![Arg::Tensor(0), Arg::Ints(asked.into())];
+        let op = Op::new("new_zeros", "", args, vec![Input::new([4, 6], Kind::Float)], 1, false);
         let choice = infer(&op, &Placement::of([0, 1]).unwrap(), &[vec![have]]).unwrap();
         (choice.inputs[0][0], choice.outputs[0][0])
     }

@@ -45,22 +45,27 @@ fn index_rows(op: &Op) -> Vec<Signature> {
     // (self, dim, index, source or value)
     let rank = op.rank(0);
     let Some(at) = op.dim(1, rank) else { return Vec::new() };
-    let own = &op.inputs[0].shape;
-    let is_equal = |dim: usize| {
-        op.inputs.iter().all(|input| input.shape.len() != rank || input.shape[dim] == own[dim])
-    };
-    let signature = |dim| {
-        let sbp = |(number, input): (usize, &Input)| match number {
-            1 => B,
-            _ if input.shape.len() == rank => S(dim),
-            _ => B,
-        };
-        Signature::new(op.inputs.iter().enumerate().map(sbp).collect::<Vec<_>>(), [S(dim)])
-    };
-    (0..rank).filter(|&dim| dim != at && is_equal(dim)).map(signature).collect()
+    let dims = (0..rank).filter(|&dim| dim != at);
+    dims.filter_map(|dim| split_rows(op, rank, dim)).collect()
 }
 
-/// What `tensor[indices]` is made of.
+/// Splits all tensors but the index along a dimension, if they are equally long there.
+fn split_rows(op: &Op, rank: usize, dim: usize) -> Option<Signature> {
+    let mut inputs = Vec::new();
+    for (number, input) in op.inputs.iter().enumerate() {
+        if input.shape.len() != rank {
+            inputs.push(B);
+            continue;
+        }
+        if input.shape[dim] != op.inputs[0].shape[dim] {
+            return None;
+        }
+        inputs.push(if number == 1 { B } else { S(dim) });
+    }
+    Some(Signature::new(inputs, [S(dim)]))
+}
+
+/// The dimensions of `tensor[indices]`.
 struct Indexed {
     /// Dimensions that have indices.
     used: Vec<usize>,
@@ -72,11 +77,11 @@ struct Indexed {
 impl Indexed {
     /// None without indices, and for masks, which stand for as many dimensions as they have.
     fn of(indices: &[Input]) -> Option<Self> {
-        let used = indices.iter().enumerate().filter(|(_, index)| index.is_defined);
+        let used = indices.iter().enumerate().filter(|(_, index)| index.is_defined());
         let used: Vec<usize> = used.map(|(dim, _)| dim).collect();
-        let is_mask = |&dim: &usize| indices[dim].bytes == 1;
-        let (&first, &last) = (used.first()?, used.last()?);
-        if used.iter().any(is_mask) {
+        let first = *used.first()?;
+        let last = *used.last()?;
+        if used.iter().any(|&dim| indices[dim].bytes() == 1) {
             return None;
         }
         let width = used.iter().map(|&dim| indices[dim].shape.len()).max()?;
@@ -96,20 +101,22 @@ fn index(op: &Op) -> Vec<Signature> {
     // (self, indices)
     let Some((tensor, indices)) = op.inputs.split_first() else { return Vec::new() };
     let Some(indexed) = Indexed::of(indices) else { return Vec::new() };
-    let all = |sbp: Sbp| [vec![sbp], vec![B; indices.len()]].concat();
     let others = indexed.others(tensor.shape.len());
-    let others = others.map(|(dim, to)| Signature::new(all(S(dim)), [S(to)]));
+    let others = others.map(|(dim, to)| Signature::new(with_indices(S(dim), indices), [S(to)]));
     let along = (0..indexed.width).map(|dim| {
-        let of = |index: &Input| match (dim + index.shape.len()).checked_sub(indexed.width) {
-            Some(own) if index.is_defined && index.shape[own] != 1 => S(own),
-            _ => B,
-        };
-        let inputs = [B].into_iter().chain(indices.iter().map(of));
+        let of_indices = indices.iter().map(|index| index.split_as(dim, indexed.width));
+        let inputs = [B].into_iter().chain(of_indices);
         Signature::new(inputs.collect::<Vec<_>>(), [S(indexed.at + dim)])
     });
     // Where all have one index, nothing is split.
     let along = along.filter(|signature| signature.inputs.iter().any(|sbp| *sbp != B));
-    [Signature::new(all(P), [P])].into_iter().chain(others).chain(along).collect()
+    let terms = Signature::new(with_indices(P, indices), [P]);
+    [terms].into_iter().chain(others).chain(along).collect()
+}
+
+/// The SBP of the indexed tensor, and B for all indices.
+fn with_indices(sbp: Sbp, indices: &[Input]) -> Vec<Sbp> {
+    [vec![sbp], vec![B; indices.len()]].concat()
 }
 
 fn index_put(op: &Op) -> Vec<Signature> {
@@ -117,27 +124,29 @@ fn index_put(op: &Op) -> Vec<Signature> {
     let [tensor, indices @ .., values] = &op.inputs[..] else { return Vec::new() };
     let Some(indexed) = Indexed::of(indices) else { return Vec::new() };
     let rank = tensor.shape.len();
-    // Values are broadcast to what is written.
-    let missing = (rank + indexed.width).checked_sub(indexed.used.len() + values.shape.len());
-    let Some(missing) = missing else { return Vec::new() };
-    let signature = |(dim, to): (usize, usize)| {
-        let own = to.checked_sub(missing).filter(|&own| values.shape[own] != 1);
-        let of_values = own.map_or(B, S);
-        let inputs = [vec![S(dim)], vec![B; indices.len()], vec![of_values]].concat();
-        Signature::new(inputs, [S(dim)])
+    // Values are broadcast to what is written, which has so many dimensions.
+    let Some(written) = (rank + indexed.width).checked_sub(indexed.used.len()) else {
+        return Vec::new();
     };
-    indexed.others(rank).map(signature).collect()
+    if values.shape.len() > written {
+        return Vec::new();
+    }
+    let mut signatures = Vec::new();
+    for (dim, to) in indexed.others(rank) {
+        let mut inputs = with_indices(S(dim), indices);
+        inputs.push(values.split_as(to, written));
+        signatures.push(Signature::new(inputs, [S(dim)]));
+    }
+    signatures
 }
 
 /// The tensors must have equal lengths where they are split.
 fn gather(op: &Op) -> Vec<Signature> {
     let rank = op.rank(0);
     let Some(at) = op.dim(1, rank) else { return Vec::new() };
-    let is_equal = |dim: usize| {
-        let mut sizes = op.inputs.iter().map(|input| input.shape.get(dim));
-        let first = sizes.next();
-        sizes.all(|size| Some(size) == first)
-    };
-    let dims = (0..rank).filter(|&dim| dim != at && is_equal(dim));
-    dims.map(|dim| Signature::all(op, S(dim))).collect()
+    let mut dims: Vec<usize> = (0..rank).filter(|&dim| dim != at).collect();
+    for input in &op.inputs {
+        dims.retain(|&dim| input.shape.get(dim) == op.inputs[0].shape.get(dim));
+    }
+    dims.into_iter().map(|dim| Signature::all(op, S(dim))).collect()
 }

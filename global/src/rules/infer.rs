@@ -1,20 +1,21 @@
 //! Chooses an operation's signature: the one whose inputs need the fewest bytes of boxing.
 //!
-//! Axes of the placement are decided one after the other, each for itself, as OneFlow does: the
-//! next axis sees the shapes that the ones before have left, of the last and so smallest parts.
+//! Axes of the placement are decided one after the other, each for itself, as OneFlow does. What is
+//! broadcast is read off the logical shapes; whether a dimension is long enough to be split, off what
+//! the axes before have left of it in the last and so smallest part.
 
-use super::op::{Arg, Op, Signature};
-use super::{is_pointwise, rule};
+use super::op::{Op, Signature};
+use super::{bears_empty, rule};
 use crate::placement::Placement;
 use crate::region::part;
 use crate::sbp::{NdSbp, Sbp, B};
 
-/// What was chosen for an operation.
+/// The SBPs that were chosen for an operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Choice {
-    /// What each input is to have before the operation runs on the locals.
+    /// The SBPs that each input is to have before the operation runs on the locals.
     pub inputs: Vec<NdSbp>,
-    /// What the results have.
+    /// The SBPs of the results.
     pub outputs: Vec<NdSbp>,
     /// Arguments that are logical shapes, with the SBP that cuts them.
     pub shapes: Vec<(usize, NdSbp)>,
@@ -22,28 +23,29 @@ pub struct Choice {
     pub has_code: bool,
 }
 
+impl Choice {
+    /// All tensors B: what every operation can run on.
+    pub fn all_broadcast(op: &Op, placement: &Placement) -> Self {
+        let sbp = vec![B; placement.axes()];
+        Self {
+            inputs: vec![sbp.clone(); op.inputs.len()],
+            outputs: vec![sbp; op.outputs],
+            shapes: Vec::new(),
+            has_code: false,
+        }
+    }
+}
+
 /// Chooses for inputs that have these SBPs. An in-place operation does not box the tensor that it
 /// writes. None if the operation has no rule: then all inputs are made B.
 pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
     let rule = rule(op.name)?;
-    let axes = placement.axes();
-    let all_broadcast = |count: usize| vec![vec![B; axes]; count];
-    let mut choice = Choice {
-        inputs: all_broadcast(op.inputs.len()),
-        outputs: all_broadcast(op.outputs),
-        shapes: Vec::new(),
-        has_code: false,
-    };
+    let mut choice = Choice::all_broadcast(op, placement);
     let mut op = op.clone();
     for (axis, &ranks) in placement.shape().iter().enumerate() {
         op.ranks = ranks;
         let have: Vec<Sbp> = have.iter().map(|sbp| sbp[axis]).collect();
-        let mut candidates = (rule.signatures)(&op);
-        candidates.push(Signature::all(&op, B));
-        let cost = |signature: &Signature| cost(&op, signature, &have, ranks);
-        // The first of the cheapest; the last candidate always fits.
-        let cheapest = candidates.iter().filter_map(|one| Some((cost(one)?, one)));
-        let (_, signature) = cheapest.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+        let signature = cheapest(&op, (rule.signatures)(&op), &have)?;
         for (all, &sbp) in choice.inputs.iter_mut().zip(&signature.inputs) {
             all[axis] = sbp;
         }
@@ -53,56 +55,52 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
         for &(arg, sbp) in &signature.shapes {
             let index = choice.shapes.iter().position(|(other, _)| *other == arg);
             let index = index.unwrap_or_else(|| {
-                choice.shapes.push((arg, vec![B; axes]));
+                choice.shapes.push((arg, vec![B; placement.axes()]));
                 choice.shapes.len() - 1
             });
             choice.shapes[index].1[axis] = sbp;
         }
-        for &(arg, sbp) in &signature.shapes {
-            if let Some(Arg::Ints(sizes)) = op.args.get_mut(arg) {
-                *sizes = cut(sizes, sbp, ranks).into();
-            }
-        }
         choice.has_code |= signature.has_code;
-        for (input, sbp) in op.inputs.iter_mut().zip(&signature.inputs) {
-            if let (true, Some(dim)) = (input.is_defined, sbp.dim()) {
-                input.shape[dim] = part(input.shape[dim], ranks, ranks - 1).len();
+        for (left, sbp) in op.left.iter_mut().zip(&signature.inputs) {
+            if let Some(size) = sbp.dim().and_then(|dim| left.get_mut(dim)) {
+                *size = part(*size, ranks, ranks - 1).len();
             }
         }
     }
     Some(choice)
 }
 
-/// The sizes of the last and smallest part; -1, which is what is left, stays.
-pub(crate) fn cut(sizes: &[i64], sbp: Sbp, ranks: usize) -> Vec<i64> {
-    let mut sizes = sizes.to_vec();
-    if let Some(size) = sbp.dim().and_then(|dim| sizes.get_mut(dim)) {
-        *size = usize::try_from(*size).map_or(-1, |all| part(all, ranks, ranks - 1).len() as i64);
-    }
-    sizes
+/// The first of the cheapest of a rule's signatures and of all tensors B.
+fn cheapest(op: &Op, mut signatures: Vec<Signature>, have: &[Sbp]) -> Option<Signature> {
+    signatures.push(Signature::all(op, B));
+    let costs = signatures.into_iter().filter_map(|one| Some((cost(op, &one, have)?, one)));
+    let (_, signature) = costs.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+    Some(signature)
 }
 
 /// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
 /// there is no such dimension, it is shorter than the axis (but where tensors are split so already,
-/// and the operation is on each element by itself), or an in-place operation would box what it writes.
-fn cost(op: &Op, signature: &Signature, have: &[Sbp], ranks: usize) -> Option<f64> {
+/// and the operation bears empty parts), or an in-place operation would box what it writes.
+fn cost(op: &Op, signature: &Signature, have: &[Sbp]) -> Option<f64> {
     let mut bytes = 0.0;
-    let bears_empty = is_pointwise(op.name);
+    let bears_empty = bears_empty(op.name);
     for (index, (input, &want)) in op.inputs.iter().zip(&signature.inputs).enumerate() {
-        if !input.is_defined {
+        if !input.is_defined() {
             continue;
         }
-        let size = want.dim().map(|dim| input.shape.get(dim));
-        let is_short = |size: usize| size < ranks && !(bears_empty && want == have[index]);
-        if size.is_some_and(|size| size.is_none_or(|&size| is_short(size))) {
-            return None;
+        let left = &op.left[index];
+        if let Some(dim) = want.dim() {
+            let may_be_empty = bears_empty && want == have[index];
+            if *left.get(dim)? < op.ranks && !may_be_empty {
+                return None;
+            }
         }
         if op.is_fixed(index) && want != have[index] {
             return None;
         }
         // To leave an empty part as it is is cheapest as well.
-        let size = (input.shape.iter().product::<usize>() * input.bytes).max(1) as f64;
-        bytes += size * share(have[index], want, ranks as f64);
+        let size = (left.iter().product::<usize>() * input.bytes()).max(1) as f64;
+        bytes += size * share(have[index], want, op.ranks as f64);
     }
     Some(bytes)
 }
@@ -128,26 +126,15 @@ pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::op::Input;
+    use tch::Kind;
+
+    use super::super::op::{Arg, Input};
     use super::*;
     use crate::sbp::{P, S};
 
     fn op<'a>(name: &'a str, shapes: &[&[usize]]) -> Op<'a> {
-        let input = |shape: &&[usize]| Input {
-            shape: shape.to_vec(),
-            is_float: true,
-            bytes: 4,
-            is_defined: true,
-        };
-        Op {
-            name,
-            overload: "",
-            args: (0..shapes.len()).map(Arg::Tensor).collect(),
-            inputs: shapes.iter().map(input).collect(),
-            outputs: 1,
-            in_place: false,
-            ranks: 1,
-        }
+        let inputs = shapes.iter().map(|&shape| Input::new(shape, Kind::Float)).collect();
+        Op::new(name, "", (0..shapes.len()).map(Arg::Tensor).collect(), inputs, 1, false)
     }
 
     fn chosen(op: &Op, placement: &Placement, have: &[&[Sbp]]) -> (Vec<NdSbp>, NdSbp) {
@@ -219,5 +206,23 @@ mod tests {
         // What has that SBP already keeps it, if each element is by itself.
         assert_eq!(result(&op("relu", &[&[2, 2]]), &[&[S(0)]]).1, [S(0)]);
         assert_eq!(infer(&op("no_such_operation", &[&[2]]), &three, &[vec![B]]), None);
+    }
+
+    /// What an axis leaves of a dimension says nothing about broadcasting.
+    #[test]
+    fn what_is_left_of_a_dimension_is_not_broadcast() {
+        let column = Placement::of([[0], [1]]).unwrap();
+        let result = |op: &Op, have: &[&[Sbp]]| chosen(op, &column, have);
+        // Of two rows each rank has one, as many as the row has.
+        let product = op("mul", &[&[1, 3], &[2, 3]]);
+        let (inputs, output) = result(&product, &[&[B, S(0)], &[S(0), S(0)]]);
+        assert_eq!((inputs, output), (vec![vec![B, B], vec![S(0), S(0)]], vec![S(0), S(0)]));
+        let sum = op("addmm", &[&[1, 3], &[2, 4], &[4, 3]]);
+        let (inputs, output) = result(&sum, &[&[B, B], &[S(0), S(0)], &[B, B]]);
+        assert_eq!((&inputs[0][..], &output[..]), (&[B, B][..], &[S(0), S(0)][..]));
+        // The first dimension begins no group of the new shape, whatever is left of it.
+        let mut view = op("view", &[&[2, 3]]);
+        view.args.push(Arg::Ints(vec![2, 3].into()));
+        assert_eq!(result(&view, &[&[S(0), S(0)]]).1, [S(0), S(0)]);
     }
 }

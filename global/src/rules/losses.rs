@@ -42,10 +42,10 @@ fn nll_loss_backward(op: &Op) -> Vec<Signature> {
 /// and the kind of the loss are others than the input's.
 fn are_alike(op: &Op, input: usize) -> bool {
     let [input, target] = [&op.inputs[input], &op.inputs[input + 1]];
-    input.is_float && input == target
+    input.is_float() && input == target
 }
 
-/// Of pairs of elements: (input, target, ..., reduction). Weights are broadcast to them.
+/// A loss of pairs of elements: (input, target, ..., reduction). Weights are broadcast to them.
 fn loss(op: &Op, reduction: usize) -> Vec<Signature> {
     if !are_alike(op, 0) {
         return Vec::new();

@@ -1,7 +1,7 @@
 //! Matrix products: rows, columns, or the terms of the sum are split.
 
 use super::op::{Op, Rule, Signature};
-use crate::sbp::{Sbp, B, P, S};
+use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[
     Rule { names: &["mm", "bmm"], signatures: product },
@@ -21,23 +21,13 @@ fn row_by_vector() -> Signature {
 
 /// The first tensor is broadcast to the product, as in `addmm`.
 fn row_by_vector_and_sum(op: &Op) -> Vec<Signature> {
-    let bias = bias(op, 1);
-    vec![Signature::new([bias(0), S(0), B], [S(0)]), Signature::new([P, S(1), S(0)], [P])]
+    let of_rows = op.inputs[0].split_as(0, 1);
+    vec![Signature::new([of_rows, S(0), B], [S(0)]), Signature::new([P, S(1), S(0)], [P])]
 }
 
 fn outer_and_sum(op: &Op) -> Vec<Signature> {
-    let bias = bias(op, 2);
-    vec![Signature::new([bias(0), S(0), B], [S(0)]), Signature::new([bias(1), B, S(0)], [S(1)])]
-}
-
-/// What the first tensor is to have where the result, of so many dimensions, is split: the first
-/// tensor is broadcast to the result.
-fn bias<'a>(op: &'a Op, rank: usize) -> impl Fn(usize) -> Sbp + 'a {
-    let shape = &op.inputs[0].shape;
-    move |dim| match (dim + shape.len()).checked_sub(rank) {
-        Some(own) if shape[own] != 1 => S(own),
-        _ => B,
-    }
+    let [of_rows, of_columns] = [0, 1].map(|dim| op.inputs[0].split_as(dim, 2));
+    vec![Signature::new([of_rows, S(0), B], [S(0)]), Signature::new([of_columns, B, S(0)], [S(1)])]
 }
 
 /// The dimension of rows; those of a batch come before.
@@ -60,12 +50,14 @@ fn product(op: &Op) -> Vec<Signature> {
 
 fn product_and_sum(op: &Op) -> Vec<Signature> {
     let rows = rows(op);
-    let bias = bias(op, rows + 2);
-    let batch = (rows == 1).then(|| Signature::new([bias(0), S(0), S(0)], [S(0)]));
+    let columns = rows + 1;
+    let [of_batch, of_rows, of_columns] =
+        [0, rows, columns].map(|dim| op.inputs[0].split_as(dim, rows + 2));
+    let batch = (rows == 1).then(|| Signature::new([of_batch, S(0), S(0)], [S(0)]));
     let others = [
-        Signature::new([bias(rows), S(rows), B], [S(rows)]),
-        Signature::new([bias(rows + 1), B, S(rows + 1)], [S(rows + 1)]),
-        Signature::new([P, S(rows + 1), S(rows)], [P]),
+        Signature::new([of_rows, S(rows), B], [S(rows)]),
+        Signature::new([of_columns, B, S(columns)], [S(columns)]),
+        Signature::new([P, S(columns), S(rows)], [P]),
         Signature::new([P, P, B], [P]),
         Signature::new([P, B, P], [P]),
     ];

@@ -8,6 +8,7 @@ mod convolution;
 mod creation;
 mod indexing;
 pub mod infer;
+mod kinds;
 mod losses;
 mod matmul;
 mod normalization;
@@ -34,17 +35,33 @@ const FAMILIES: &[&[Rule]] = &[
     views::RULES,
 ];
 
-/// Whether an operation is on each element by itself.
-pub fn is_pointwise(name: &str) -> bool {
-    pointwise::RULES.iter().any(|rule| rule.names.contains(&name))
+/// Whether an operation runs where some ranks have nothing of its tensors: it is on each element by
+/// itself, or only moves elements.
+pub fn bears_empty(name: &str) -> bool {
+    has_name(pointwise::RULES, name) || has_name(views::RULES, name)
+}
+
+/// Whether libtorch reads the memory of some inputs as if they had no gaps: statistics, which its own
+/// forward has made.
+pub fn reads_without_gaps(name: &str) -> bool {
+    has_name(normalization::RULES, name)
+}
+
+fn has_name(rules: &[Rule], name: &str) -> bool {
+    rules.iter().any(|rule| rule.names.contains(&name))
 }
 
 /// The rule of an operation, if there is one.
 pub fn rule(name: &str) -> Option<&'static Rule> {
     static RULES: OnceLock<HashMap<&str, &Rule>> = OnceLock::new();
-    let all = || FAMILIES.iter().flat_map(|rules| rules.iter());
-    let by_name = || all().flat_map(|rule| rule.names.iter().map(move |&name| (name, rule)));
-    RULES.get_or_init(|| by_name().collect()).get(name).copied()
+    let rules = RULES.get_or_init(|| {
+        let mut by_name = HashMap::new();
+        for rule in FAMILIES.iter().copied().flatten() {
+            by_name.extend(rule.names.iter().map(|&name| (name, rule)));
+        }
+        by_name
+    });
+    rules.get(name).copied()
 }
 
 /// The names of all operations that have a rule, family by family.
@@ -54,6 +71,8 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::op::{Arg, Input, Op};
     use super::*;
 
@@ -85,21 +104,10 @@ mod tests {
                         Arg::Ints(ints[..].into()),
                         Arg::Tensor(1),
                     ] {
-                        let input = Input {
-                            shape: shape.to_vec(),
-                            is_float: true,
-                            bytes: 4,
-                            is_defined: true,
-                        };
-                        let op = Op {
-                            name,
-                            overload: "",
-                            args: [vec![Arg::Tensor(0)], vec![arg; count]].concat(),
-                            inputs: vec![input; 7],
-                            outputs: 3,
-                            in_place: false,
-                            ranks: 2,
-                        };
+                        let args = [vec![Arg::Tensor(0)], vec![arg; count]].concat();
+                        let inputs = vec![Input::new(shape, Kind::Float); 7];
+                        let mut op = Op::new(name, "", args, inputs, 3, false);
+                        op.ranks = 2;
                         let rule = rule(name).unwrap();
                         drop((rule.signatures)(&op));
                     }

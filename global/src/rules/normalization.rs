@@ -1,6 +1,6 @@
 //! Normalizations. Batch norm over a split batch takes the statistics of all ranks, as SyncBatchNorm.
 
-use super::op::{Op, Rule, Signature};
+use super::op::{Input, Op, Rule, Signature};
 use crate::sbp::{Sbp, B, P, S};
 
 pub const RULES: &[Rule] = &[
@@ -27,12 +27,13 @@ fn layer_norm(op: &Op) -> Vec<Signature> {
 
 fn layer_norm_backward(op: &Op) -> Vec<Signature> {
     // (gradient, input, shape, mean, reciprocal deviation, weight, bias, mask)
-    let signature = |dim| {
+    let mut signatures = Vec::new();
+    for dim in outer(op, 0, 2) {
         let mut inputs = vec![B; op.inputs.len()];
         inputs[..4].fill(S(dim));
-        Signature::new(inputs, [S(dim), P, P])
-    };
-    outer(op, 0, 2).map(signature).collect()
+        signatures.push(Signature::new(inputs, [S(dim), P, P]));
+    }
+    signatures
 }
 
 /// The batch's size is an argument, so code runs on parts of a batch.
@@ -52,7 +53,7 @@ fn group_norm_backward(op: &Op) -> Vec<Signature> {
 
 /// SBP of an input that may be missing.
 fn optional(op: &Op, input: usize, sbp: Sbp) -> Sbp {
-    if op.inputs.get(input).is_some_and(|input| input.is_defined) {
+    if op.inputs.get(input).is_some_and(Input::is_defined) {
         sbp
     } else {
         B
@@ -90,15 +91,16 @@ fn batch_norm_backward(op: &Op) -> Vec<Signature> {
     ]
 }
 
-/// As [`batch_norm`], with one more output: cuDNN's reserve space, which its backward reads. Flow's
+/// Has one more output than [`batch_norm`]: cuDNN's reserve space, which its backward reads. Flow's
 /// own code leaves it empty.
 fn cudnn_batch_norm(op: &Op) -> Vec<Signature> {
     let is_training = op.flag(5);
-    let with_memory = |signature: Signature| {
-        let outputs = [signature.outputs, vec![B]].concat();
-        Signature::new(signature.inputs, outputs).with_code(is_training)
-    };
-    batch_norm(op).into_iter().map(with_memory).collect()
+    let mut signatures = batch_norm(op);
+    for signature in &mut signatures {
+        signature.outputs.push(B);
+        signature.has_code = is_training;
+    }
+    signatures
 }
 
 /// The backward of training. For evaluation libtorch calls `native_batch_norm_backward`.

@@ -3,25 +3,33 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
+use tch::Kind;
+
+use super::kinds;
+use crate::kinds::{is_float, kind_of};
 use crate::sbp::{Sbp, B};
 
 /// An operation of libtorch (`aten::`) that is to run on global tensors.
 #[derive(Clone, Debug)]
 pub struct Op<'a> {
-    /// Without `aten::`, and without the `_` at the end of an in-place operation.
+    /// The name without `aten::`, and without the `_` at the end of an in-place operation.
     pub name: &'a str,
-    /// As in `sum.dim_IntList`; empty for the default one.
+    /// The overload, as in `sum.dim_IntList`; empty for the default one.
     pub overload: &'a str,
-    /// In the order of the schema.
+    /// The arguments, in the order of the schema.
     pub args: Vec<Arg<'a>>,
     /// The tensors among the arguments, in order.
     pub inputs: Vec<Input>,
-    /// How many tensors it returns.
+    /// The number of tensors that it returns.
     pub outputs: usize,
     /// It writes its first tensor, or the running statistics.
     pub in_place: bool,
+    /// Its first tensor may be written in another layout, which is boxed back then.
+    pub boxes_written: bool,
     /// Ranks on the axis of the placement that is being decided.
     pub ranks: usize,
+    /// Sizes of each input that the axes decided before have left, in the last and so smallest part.
+    pub left: Vec<Vec<usize>>,
 }
 
 /// An argument.
@@ -31,7 +39,7 @@ pub enum Arg<'a> {
     None,
     /// The index of an input.
     Tensor(usize),
-    /// Of a list of tensors: the indices of inputs.
+    /// A list of tensors: the indices of inputs.
     Tensors(Range<usize>),
     /// A number, also of an enum.
     Int(i64),
@@ -41,24 +49,85 @@ pub enum Arg<'a> {
     Bool(bool),
     /// Sizes, dimensions and the like.
     Ints(Cow<'a, [i64]>),
-    /// Of a type that no rule looks at.
+    /// An argument of a type that no rule looks at.
     Other,
 }
 
-/// A tensor that an operation gets. Sizes are logical.
+/// A tensor that an operation gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
     /// Sizes of the logical tensor.
     pub shape: Vec<usize>,
-    /// Whether its kind is one of floating point.
-    pub is_float: bool,
-    /// Bytes of an element.
-    pub bytes: usize,
-    /// False for an optional tensor that is not there.
-    pub is_defined: bool,
+    /// The kind of its elements; None for an optional tensor that is not there.
+    pub kind: Option<Kind>,
 }
 
-impl Op<'_> {
+impl Input {
+    /// Describes a tensor of this logical shape and kind.
+    pub fn new(shape: impl Into<Vec<usize>>, kind: Kind) -> Self {
+        Self { shape: shape.into(), kind: Some(kind) }
+    }
+
+    /// Stands for an optional tensor that is not there.
+    pub fn absent() -> Self {
+        Self { shape: Vec::new(), kind: None }
+    }
+
+    /// Whether the tensor is there.
+    pub fn is_defined(&self) -> bool {
+        self.kind.is_some()
+    }
+
+    /// Whether its elements are numbers of floating point.
+    pub fn is_float(&self) -> bool {
+        self.kind.is_some_and(is_float)
+    }
+
+    /// The tensor's own dimension that becomes dimension `dim` of a result with `rank` dimensions, to
+    /// which the tensor is broadcast. None if the tensor has none there.
+    pub fn dim_in(&self, dim: usize, rank: usize) -> Option<usize> {
+        (dim + self.shape.len()).checked_sub(rank)
+    }
+
+    /// The SBP that the tensor is to have where a result of `rank` dimensions, to which it is broadcast, is
+    /// split along `dim`.
+    pub fn split_as(&self, dim: usize, rank: usize) -> Sbp {
+        match self.dim_in(dim, rank) {
+            Some(own) if self.shape[own] != 1 => Sbp::Split(own),
+            _ => B,
+        }
+    }
+
+    /// Bytes of an element; 0 if the tensor is not there.
+    pub fn bytes(&self) -> usize {
+        self.kind.map_or(0, Kind::elt_size_in_bytes)
+    }
+}
+
+impl<'a> Op<'a> {
+    /// Describes an operation before any axis is decided.
+    pub fn new(
+        name: &'a str,
+        overload: &'a str,
+        args: Vec<Arg<'a>>,
+        inputs: Vec<Input>,
+        outputs: usize,
+        in_place: bool,
+    ) -> Self {
+        let left = inputs.iter().map(|input| input.shape.clone()).collect();
+        Self {
+            name,
+            overload,
+            args,
+            inputs,
+            outputs,
+            in_place,
+            boxes_written: false,
+            ranks: 1,
+            left,
+        }
+    }
+
     /// The number of dimensions of an input.
     pub fn rank(&self, input: usize) -> usize {
         self.inputs[input].shape.len()
@@ -111,18 +180,19 @@ impl Op<'_> {
             self.name,
             "cudnn_batch_norm" | "native_batch_norm" | "_native_batch_norm_legit"
         );
-        self.in_place && if has_statistics { (3..5).contains(&input) } else { input == 0 }
+        let is_written = if has_statistics { (3..5).contains(&input) } else { input == 0 };
+        self.in_place && !self.boxes_written && is_written
     }
 
-    /// Whether partial sums stay so in the kind that an argument is, the input's if it is none: a
-    /// sum of rounded numbers is not the rounded sum.
+    /// Whether partial sums of the first input stay partial sums in the result, whose kind argument
+    /// `arg` is; without that argument, the kind of a sum.
     pub fn keeps_terms(&self, arg: usize) -> bool {
-        // libtorch's numbers of kinds: integers, then those of floating point, complex ones and
-        // bf16 with them.
-        match self.int(arg) {
-            None | Some(5..=10 | 15) => true,
-            Some(kind) => (0..5).contains(&kind) && !self.inputs[0].is_float,
-        }
+        let Some(from) = self.inputs[0].kind else { return false };
+        let to = match self.int(arg) {
+            Some(number) => kind_of(number),
+            None => Some(kinds::of_sum(from)),
+        };
+        to.is_some_and(|to| kinds::keeps_terms(from, to))
     }
 
     /// Whether the argument is a tensor, and not a number.
@@ -139,9 +209,9 @@ fn dim(value: i64, rank: usize) -> Option<usize> {
 /// SBPs of an operation's tensors on one axis of a placement, with which it may run on the locals.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
-    /// What each input is to have.
+    /// The SBP that each input is to have.
     pub inputs: Vec<Sbp>,
-    /// What each result has then.
+    /// The SBP of each result then.
     pub outputs: Vec<Sbp>,
     /// Arguments that are the logical shape of a tensor which this SBP splits.
     pub shapes: Vec<(usize, Sbp)>,
@@ -150,10 +220,9 @@ pub struct Signature {
 }
 
 impl Signature {
-    /// Without shapes and code.
+    /// A signature without shapes and code.
     pub fn new(inputs: impl Into<Vec<Sbp>>, outputs: impl Into<Vec<Sbp>>) -> Self {
-        let (inputs, outputs) = (inputs.into(), outputs.into());
-        Self { inputs, outputs, shapes: Vec::new(), has_code: false }
+        Self { inputs: inputs.into(), outputs: outputs.into(), shapes: Vec::new(), has_code: false }
     }
 
     /// The same for all tensors.
@@ -161,19 +230,18 @@ impl Signature {
         Self::new(vec![sbp; op.inputs.len()], vec![sbp; op.outputs])
     }
 
-    /// Of a pointwise operation: split along a dimension of the result. Inputs that are broadcast
-    /// along it are B.
+    /// Splits a pointwise operation along a dimension of the result. Inputs that are broadcast along
+    /// it are B.
     pub fn aligned(op: &Op, dim: usize) -> Self {
-        let missing = |input: &Input| op.broadcast_rank() - input.shape.len();
-        let own_dim = |input: &Input| dim.checked_sub(missing(input)).filter(|_| input.is_defined);
-        // Where the result itself has one element, nothing is broadcast.
-        let sizes = op.inputs.iter().filter_map(|input| Some(input.shape[own_dim(input)?]));
-        let is_one = sizes.into_iter().all(|size| size == 1);
-        let sbp = |input: &Input| match own_dim(input) {
-            Some(own) if is_one || input.shape[own] != 1 => Sbp::Split(own),
-            _ => B,
-        };
-        Self::new(op.inputs.iter().map(sbp).collect::<Vec<_>>(), vec![Sbp::Split(dim); op.outputs])
+        let rank = op.broadcast_rank();
+        let mut inputs: Vec<Sbp> =
+            op.inputs.iter().map(|input| input.split_as(dim, rank)).collect();
+        if inputs.iter().all(|&sbp| sbp == B) {
+            // The result itself has one element there, so nothing is broadcast.
+            let own = op.inputs.iter().map(|input| input.dim_in(dim, rank));
+            inputs = own.map(|own| own.map_or(B, Sbp::Split)).collect();
+        }
+        Self::new(inputs, vec![Sbp::Split(dim); op.outputs])
     }
 
     /// Argument `arg` is the logical shape of a tensor that `sbp` splits.
@@ -191,7 +259,7 @@ impl Signature {
 
 /// The signatures of some operations, on one axis of a placement.
 pub struct Rule {
-    /// Of the operations, without `aten::` and the `_` of in-place ones.
+    /// Names of the operations, without `aten::` and the `_` of in-place ones.
     pub names: &'static [&'static str],
     /// The candidates, in the order in which equally cheap ones are taken.
     pub signatures: fn(&Op) -> Vec<Signature>,

@@ -1,6 +1,10 @@
 //! Operations on each element by itself, with broadcasting.
 
+use tch::Kind;
+
+use super::kinds::{keeps_terms, promoted};
 use super::op::{Arg, Op, Rule, Signature};
+use crate::kinds::{is_float, kind_of};
 use crate::sbp::{B, P};
 
 pub const RULES: &[Rule] = &[
@@ -8,30 +12,17 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["mul"], signatures: products },
     Rule { names: &["div"], signatures: quotients },
     Rule { names: LINEAR, signatures: linear },
-    Rule { names: &["_to_copy"], signatures: conversions },
-    Rule { names: &["copy"], signatures: copies },
     Rule { names: &["where"], signatures: choices },
     Rule { names: &["ones_like", "empty_like", "full_like"], signatures: constants },
     Rule { names: BACKWARD, signatures: backwards },
     Rule { names: NONLINEAR, signatures: splits },
 ];
 
-/// Of one tensor: partial sums give partial sums.
-const LINEAR: &[&str] = &[
-    "_conj",
-    "_conj_physical",
-    "_neg_view",
-    "alias",
-    "clone",
-    "conj_physical",
-    "detach",
-    "lift_fresh",
-    "neg",
-    "zero",
-    "zeros_like",
-];
+/// Operations that are linear in all tensors.
+const LINEAR: &[&str] =
+    &["_to_copy", "alias", "clone", "copy", "detach", "lift_fresh", "neg", "zero", "zeros_like"];
 
-/// Linear in the first tensor, the gradient of the result.
+/// Operations that are linear in the first tensor, the gradient of the result.
 const BACKWARD: &[&str] = &[
     "elu_backward",
     "gelu_backward",
@@ -151,16 +142,42 @@ fn splits(op: &Op) -> Vec<Signature> {
     signatures.filter(|signature| signature.inputs.iter().any(|sbp| sbp.dim().is_some())).collect()
 }
 
-/// Some signatures of partial values, then the splits.
+/// Signatures of partial sums, as far as these stay partial sums in the kind of the result; then the
+/// splits.
 fn with(op: &Op, partial: impl IntoIterator<Item = Signature>) -> Vec<Signature> {
-    partial.into_iter().chain(splits(op)).collect()
+    let kind = result_kind(op);
+    let kept = partial.into_iter().filter(|signature| stays_partial(op, signature, kind));
+    kept.chain(splits(op)).collect()
+}
+
+/// Whether the partial sums of a signature stay partial sums in the kind of the result.
+fn stays_partial(op: &Op, signature: &Signature, kind: Option<Kind>) -> bool {
+    if !signature.outputs.contains(&P) {
+        return true;
+    }
+    let mut terms = op.inputs.iter().zip(&signature.inputs).filter(|(_, &sbp)| sbp == P);
+    terms.all(|(input, _)| input.kind.zip(kind).is_some_and(|(from, to)| keeps_terms(from, to)))
+}
+
+/// The kind of the result of an operation that is linear in some input.
+fn result_kind(op: &Op) -> Option<Kind> {
+    if op.in_place || op.name == "copy" {
+        return op.inputs.first()?.kind;
+    }
+    let promoted = promoted(op, op.args.get(1));
+    match op.name {
+        "_to_copy" => op.int(1).map_or(promoted, kind_of),
+        // Of integers it is one of floating point, as libtorch's default says.
+        "div" => promoted.map(|kind| if is_float(kind) { kind } else { Kind::Float }),
+        _ => promoted,
+    }
 }
 
 fn linear(op: &Op) -> Vec<Signature> {
     with(op, [Signature::all(op, P)])
 }
 
-/// Both are partial; a number would be added once for each rank.
+/// Both tensors are partial; a number would be added once for each rank.
 fn sums(op: &Op) -> Vec<Signature> {
     with(op, op.is_tensor(1).then(|| Signature::all(op, P)))
 }
@@ -173,25 +190,11 @@ fn products(op: &Op) -> Vec<Signature> {
     with(op, [Signature::new([P, B], [P])].into_iter().chain(second))
 }
 
-/// With a rounding mode it is not linear.
+/// Division is linear in what is divided, but not with a rounding mode.
 fn quotients(op: &Op) -> Vec<Signature> {
     let is_rounded = !matches!(op.args.get(2), None | Some(Arg::None));
     let inputs = if op.is_tensor(1) { vec![P, B] } else { vec![P] };
     with(op, (!is_rounded).then(|| Signature::new(inputs, [P])))
-}
-
-/// Between kinds of floating point, or to another device; a sum of rounded numbers is not the
-/// rounded sum.
-fn conversions(op: &Op) -> Vec<Signature> {
-    let is_linear = op.inputs[0].is_float && op.keeps_terms(1);
-    with(op, is_linear.then(|| Signature::all(op, P)))
-}
-
-/// Into a tensor that is there, of its kind.
-fn copies(op: &Op) -> Vec<Signature> {
-    let is_linear = op.inputs.iter().take(2).all(|input| input.is_float)
-        || op.inputs.get(1).is_some_and(|input| !input.is_float);
-    with(op, is_linear.then(|| Signature::all(op, P)))
 }
 
 fn choices(op: &Op) -> Vec<Signature> {

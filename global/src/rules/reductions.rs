@@ -22,7 +22,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["logsumexp"], signatures: |op| kept(op, &op.dims(1, op.rank(0)), 2) },
     Rule { names: &["var", "std", "var_mean"], signatures: |op| kept(op, &dims(op, 1), 3) },
     Rule { names: &["linalg_vector_norm", "norm"], signatures: norm },
-    Rule { names: &["trace"], signatures: |_| vec![Signature::new([P], [P])] },
+    Rule { names: &["trace"], signatures: trace },
     Rule { names: &["kthvalue"], signatures: |op| kept(op, &overloaded(op, 2), 3) },
     Rule {
         names: &["median", "nanmedian", "mode"],
@@ -37,7 +37,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["bucketize"], signatures: bucketize },
 ];
 
-/// Along one dimension, which argument 1 is.
+/// Operations along one dimension, which argument 1 is.
 const ALONG: &[&str] = &[
     "_log_softmax",
     "_safe_softmax",
@@ -63,10 +63,12 @@ fn overloaded(op: &Op, arg: usize) -> Vec<usize> {
 /// Splits along dimensions that are not reduced; argument `keep` says whether the reduced ones stay,
 /// with one element.
 fn kept(op: &Op, reduced: &[usize], keep: usize) -> Vec<Signature> {
-    let gone = |dim: usize| reduced.iter().filter(|&&other| other < dim).count();
-    let dims = (0..op.rank(0)).filter(|dim| !reduced.contains(dim));
-    let to = |dim| if op.flag(keep) { dim } else { dim - gone(dim) };
-    dims.map(|dim| Signature::new([S(dim)], vec![S(to(dim)); op.outputs])).collect()
+    let mut signatures = Vec::new();
+    for dim in (0..op.rank(0)).filter(|dim| !reduced.contains(dim)) {
+        let gone = reduced.iter().filter(|&&other| other < dim && !op.flag(keep)).count();
+        signatures.push(Signature::new([S(dim)], vec![S(dim - gone); op.outputs]));
+    }
+    signatures
 }
 
 /// A split along a reduced dimension gives partial values, which are reduced by `op`.
@@ -82,13 +84,13 @@ fn sum(op: &Op) -> Vec<Signature> {
     linear.chain(kept(op, &reduced, 2)).chain(partial(&reduced, ReduceOp::Sum)).collect()
 }
 
-/// As a sum; code divides by the number of elements of the logical tensor.
+/// Has the signatures of a sum; code divides by the number of elements of the logical tensor.
 fn mean(op: &Op) -> Vec<Signature> {
-    let with_code = |signature: Signature| {
-        let is_term = signature.outputs[0] == P && signature.inputs[0] != P;
-        signature.with_code(is_term)
-    };
-    sum(op).into_iter().map(with_code).collect()
+    let mut signatures = sum(op);
+    for signature in &mut signatures {
+        signature.has_code = signature.outputs[0] == P && signature.inputs[0] != P;
+    }
+    signatures
 }
 
 fn extreme(op: &Op, by: ReduceOp) -> Vec<Signature> {
@@ -96,7 +98,7 @@ fn extreme(op: &Op, by: ReduceOp) -> Vec<Signature> {
     kept(op, &reduced, 2).into_iter().chain(partial(&reduced, by)).collect()
 }
 
-/// Of all elements, along a dimension, or along several.
+/// Reduces all elements, a dimension, or several.
 fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
     let reduced = match op.args.get(1) {
         // prod(self, dtype)
@@ -109,7 +111,7 @@ fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
     kept(op, &reduced, 2).into_iter().chain(partial(&reduced, by)).collect()
 }
 
-/// Of all elements, along a dimension (with indices), or of two tensors.
+/// Reduces all elements or a dimension (with indices), or compares two tensors.
 fn maximum(op: &Op) -> Vec<Signature> {
     if op.is_tensor(1) {
         return (0..op.broadcast_rank()).map(|dim| Signature::aligned(op, dim)).collect();
@@ -122,13 +124,17 @@ fn maximum(op: &Op) -> Vec<Signature> {
     partial(&all, by).collect()
 }
 
-/// Of all elements: code makes it from the norms of the parts.
+/// Keeps splits along other dimensions; code makes the norm of all elements from those of the parts.
 fn norm(op: &Op) -> Vec<Signature> {
     let reduced = dims(op, 2);
     let is_of_all = reduced.len() == op.rank(0);
     let parts = reduced.iter().filter(|_| is_of_all);
     let parts = parts.map(|&dim| Signature::new([S(dim)], [B]).with_code(true));
     kept(op, &reduced, 3).into_iter().chain(parts).collect()
+}
+
+fn trace(op: &Op) -> Vec<Signature> {
+    op.keeps_terms(1).then(|| Signature::new([P], [P])).into_iter().collect()
 }
 
 fn order(op: &Op) -> Vec<Signature> {
@@ -150,13 +156,15 @@ fn along(op: &Op) -> Vec<Signature> {
     (0..rank).filter(|&dim| dim != at).map(|dim| Signature::all(op, S(dim))).collect()
 }
 
-/// Linear in the gradient.
+/// The backward is linear in the gradient.
 fn along_backward(op: &Op) -> Vec<Signature> {
+    // (gradient, output, dim, dtype of the input)
     let rank = op.rank(0);
     let Some(at) = op.dim(2, rank) else { return Vec::new() };
     let splits = (0..rank).filter(|&dim| dim != at);
     let splits = splits.map(|dim| Signature::new([S(dim), S(dim)], [S(dim)]));
-    [Signature::new([P, B], [P])].into_iter().chain(splits).collect()
+    let linear = op.keeps_terms(3).then(|| Signature::new([P, B], [P]));
+    linear.into_iter().chain(splits).collect()
 }
 
 /// All ranks have the boundaries.

@@ -1,7 +1,8 @@
 //! Views, and operations that only move elements: where a split goes.
 
+use super::kinds::{keeps_terms, promoted};
 use super::op::{Arg, Op, Rule, Signature};
-use crate::sbp::{Sbp, P, S};
+use crate::sbp::{P, S};
 
 pub const RULES: &[Rule] = &[
     Rule { names: &["t"], signatures: |op| moved(op, |dim, rank| Some(rank - 1 - dim)) },
@@ -39,7 +40,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["stack"], signatures: stack },
 ];
 
-/// What is partial stays so, and each dimension goes where `to(dim, rank)` says, if anywhere.
+/// Partial sums stay so, and each dimension goes where `to(dim, rank)` says, if anywhere.
 fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> {
     let rank = op.rank(0);
     let splits = (0..rank).filter_map(|dim| {
@@ -94,20 +95,25 @@ fn unsqueeze(op: &Op) -> Vec<Signature> {
 /// Dimensions of one element are left out: all of them, one, or several.
 fn squeeze(op: &Op) -> Vec<Signature> {
     let shape = &op.inputs[0].shape;
-    let named = match op.args.get(1) {
+    let named: Vec<usize> = match op.args.get(1) {
         None => (0..shape.len()).collect(),
         Some(Arg::Int(_)) => op.dim(1, shape.len()).into_iter().collect(),
         Some(Arg::Ints(dims)) if dims.is_empty() => Vec::new(),
         Some(_) => op.dims(1, shape.len()),
     };
-    let is_gone = |dim: &usize| shape[*dim] == 1 && named.contains(dim);
-    // On the locals, it would leave out a part of one element.
-    let stays = |dim: &usize| !named.contains(dim) || shape[*dim] / op.ranks > 1;
-    moved(op, |dim, _| stays(&dim).then(|| dim - (0..dim).filter(is_gone).count()))
+    moved(op, |dim, _| {
+        // On the locals, it would leave out a part of one element.
+        if named.contains(&dim) && op.left[0][dim] / op.ranks <= 1 {
+            return None;
+        }
+        let gone = named.iter().filter(|&&other| other < dim && shape[other] == 1).count();
+        Some(dim - gone)
+    })
 }
 
 fn expand(op: &Op) -> Vec<Signature> {
-    let (shape, to) = (&op.inputs[0].shape, op.ints(1));
+    let shape = &op.inputs[0].shape;
+    let to = op.ints(1);
     let Some(new) = to.len().checked_sub(shape.len()) else { return Vec::new() };
     let splits = shape.iter().enumerate().filter_map(|(dim, &size)| {
         let asked = to[dim + new];
@@ -132,8 +138,10 @@ fn reshape(op: &Op) -> Vec<Signature> {
     let to = sizes(op.ints(1), from.iter().product());
     let splits = (0..from.len()).filter_map(|dim| {
         let target = target(from, &to, dim)?;
+        // With the axes before.
+        let parts = from[dim].checked_div(op.left[0][dim]).unwrap_or(1) * op.ranks;
         let are_alike = from[dim] == to[target]
-            || [from[dim], to[target]].iter().all(|size| size % op.ranks == 0);
+            || (from[dim].is_multiple_of(parts) && to[target].is_multiple_of(parts));
         are_alike.then(|| Signature::new([S(dim)], [S(target)]).with_shape(1, S(target)))
     });
     [Signature::all(op, P)].into_iter().chain(splits).collect()
@@ -164,7 +172,7 @@ fn repeat(op: &Op) -> Vec<Signature> {
     moved(op, |dim, _| (times.get(dim + new) == Some(&1)).then_some(dim + new))
 }
 
-/// Where a dimension goes if two are taken away, and become the last one.
+/// The place of a dimension after two others were taken away, and have become the last one.
 fn beside(dim: usize, diagonal: [usize; 2]) -> Option<usize> {
     let gone = diagonal.iter().filter(|&&other| other < dim).count();
     (!diagonal.contains(&dim)).then(|| dim - gone)
@@ -251,7 +259,15 @@ fn cat(op: &Op) -> Vec<Signature> {
     // Empty tensors of one dimension are left out by libtorch, whatever the others have.
     let is_left_out = op.inputs.iter().any(|input| input.shape == [0] && rank != 1);
     let splits = (0..rank).filter(|&dim| dim != at && !is_left_out);
-    [P].into_iter().chain(splits.map(Sbp::Split)).map(|sbp| Signature::all(op, sbp)).collect()
+    let splits = splits.map(|dim| Signature::all(op, S(dim)));
+    joined_terms(op).into_iter().chain(splits).collect()
+}
+
+/// All tensors are partial, if each keeps its terms in the kind of them all.
+fn joined_terms(op: &Op) -> Option<Signature> {
+    let kind = promoted(op, None)?;
+    let mut own_kinds = op.inputs.iter().filter_map(|input| input.kind);
+    own_kinds.all(|own| keeps_terms(own, kind)).then(|| Signature::all(op, P))
 }
 
 fn stack(op: &Op) -> Vec<Signature> {
@@ -261,7 +277,7 @@ fn stack(op: &Op) -> Vec<Signature> {
         let to = if dim >= at { dim + 1 } else { dim };
         Signature::new(vec![S(dim); op.inputs.len()], [S(to)])
     });
-    [Signature::all(op, P)].into_iter().chain(splits).collect()
+    joined_terms(op).into_iter().chain(splits).collect()
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ use flow_global::rules::infer::infer;
 use flow_global::rules::op::{Arg, Input, Op};
 use flow_global::trace::{Phase, Role, Trace};
 use flow_global::{Placement, Sbp};
+use tch::Kind;
 
 type Gradients = Vec<(usize, usize)>;
 type Backward = Box<dyn Fn(&mut Tape, usize) -> Gradients>;
@@ -31,7 +32,7 @@ const T: [Arg; 7] = [
 ];
 
 fn floats(shape: &[usize]) -> Input {
-    Input { shape: shape.to_vec(), is_float: true, bytes: 4, is_defined: true }
+    Input::new(shape, Kind::Float)
 }
 
 fn ints(shape: &[usize]) -> Vec<i64> {
@@ -72,15 +73,9 @@ impl Tape {
     ) -> Vec<usize> {
         let in_place = name.ends_with('_');
         let values = &self.trace.values;
-        let op = Op {
-            name: name.trim_end_matches('_'),
-            overload: "",
-            args: args.to_vec(),
-            inputs: inputs.iter().map(|&id| values[id].tensor.clone()).collect(),
-            outputs: results.len(),
-            in_place,
-            ranks: 1,
-        };
+        let tensors = inputs.iter().map(|&id| values[id].tensor.clone()).collect();
+        let name = name.trim_end_matches('_');
+        let op = Op::new(name, "", args.to_vec(), tensors, results.len(), in_place);
         let have: Vec<_> = inputs.iter().map(|&id| values[id].sbp.clone()).collect();
         let choice = infer(&op, &self.placement, &have);
         let inputs: Vec<_> = inputs.iter().copied().map(Some).collect();

@@ -2,12 +2,14 @@
 //! their gradients are those of plain tensors.
 
 mod cases;
+mod examples;
 mod runner;
 
 use std::collections::BTreeSet;
 
 use self::cases::case::{difference, Case};
 use self::cases::cases;
+use self::runner::{Place, Ranks};
 use flow_global::Placement;
 use tch::Kind;
 
@@ -102,7 +104,8 @@ fn cases_are_sound() {
 #[test]
 fn on_two_ranks() {
     let cases = cases();
-    let used = runner::run(&cases, 2, |group| Placement::new(group, [0, 1]), true);
+    let place: Place = |group| Placement::new(group, [0, 1]);
+    let used = runner::run(&cases, Ranks { size: 2, place, tried: 20 }, true);
     let ran = |case: &Case| used.get(&case.name).cloned().unwrap_or_default();
     let mut wrong = Vec::new();
     for case in cases.iter().filter(|case| used.contains_key(&case.name)) {
@@ -122,16 +125,40 @@ fn on_two_ranks() {
 /// Sizes of five are split into two, two and one.
 #[test]
 fn on_three_ranks() {
-    runner::run(&cases(), 3, |group| Placement::new(group, [0, 1, 2]), false);
+    let place: Place = |group| Placement::new(group, [0, 1, 2]);
+    runner::run(&cases(), Ranks { size: 3, place, tried: 20 }, false);
 }
 
 #[test]
 fn on_a_mesh() {
-    runner::run(&cases(), 4, |group| Placement::new(group, [[0, 1], [2, 3]]), false);
+    let place: Place = |group| Placement::new(group, [[0, 1], [2, 3]]);
+    runner::run(&cases(), Ranks { size: 4, place, tried: 20 }, false);
+}
+
+/// Sizes of four and five are cut to one, and the second axis cuts nothing.
+#[test]
+fn on_a_column() {
+    let place: Place = |group| Placement::new(group, [[0], [1], [2], [3]]);
+    runner::run(&cases(), Ranks { size: 4, place, tried: 8 }, false);
+}
+
+/// The first axis cuts nothing.
+#[test]
+fn on_a_row() {
+    let place: Place = |group| Placement::new(group, [[0, 1]]);
+    runner::run(&cases(), Ranks { size: 2, place, tried: 8 }, false);
+}
+
+/// Sizes of five are cut to one and to nothing.
+#[test]
+fn on_a_mesh_of_six() {
+    let place: Place = |group| Placement::new(group, [[0, 1], [2, 3], [4, 5]]);
+    runner::run(&cases(), Ranks { size: 6, place, tried: 8 }, false);
 }
 
 /// Rank 1 has nothing of the tensors, and the order is another one than that of the ranks.
 #[test]
 fn on_three_of_four_ranks() {
-    runner::run(&cases(), 4, |group| Placement::new(group, [2, 0, 3]), false);
+    let place: Place = |group| Placement::new(group, [2, 0, 3]);
+    runner::run(&cases(), Ranks { size: 4, place, tried: 20 }, false);
 }

@@ -42,9 +42,22 @@ struct Shared {
     barrier: Barrier,
 }
 
-/// Runs all cases on `size` ranks; those that have `CASE` in their name, if the environment has it.
-/// Panics with a list of all failures. `records`: returns the operations that ran on rank 0.
-pub fn run(cases: &[Case], size: usize, place: Place, records: bool) -> Used {
+/// Ranks, and what is tried on them.
+#[derive(Clone, Copy)]
+pub struct Ranks {
+    pub size: usize,
+    pub place: Place,
+    /// Combinations of SBPs of a case's inputs; `COMBINATIONS` of the environment counts instead.
+    pub tried: usize,
+}
+
+/// Runs all cases on ranks; those that have `CASE` in their name, if the environment has it. Panics
+/// with a list of all failures. `records`: returns the operations that ran on rank 0.
+pub fn run(cases: &[Case], mut ranks: Ranks, records: bool) -> Used {
+    let size = ranks.size;
+    if let Ok(count) = std::env::var("COMBINATIONS") {
+        ranks.tried = count.parse().expect("COMBINATIONS is a number");
+    }
     let wanted = std::env::var("CASE").unwrap_or_default();
     let cases: Vec<&Case> = cases.iter().filter(|case| case.name.contains(&wanted)).collect();
     tch::set_num_threads(1);
@@ -56,7 +69,7 @@ pub fn run(cases: &[Case], size: usize, place: Place, records: bool) -> Used {
     let Report { count, failures, used } = std::thread::scope(|scope| {
         let start = |rank| {
             let (cases, shared, records) = (&cases, &shared, records && rank == 0);
-            scope.spawn(move || run_rank(cases, rank, place, shared, records))
+            scope.spawn(move || run_rank(cases, rank, ranks, shared, records))
         };
         let mut ranks = (0..size).map(start).collect::<Vec<_>>().into_iter();
         let first = ranks.next().unwrap().join().unwrap();
@@ -76,10 +89,10 @@ fn groups(size: usize) -> Vec<Option<ProcessGroup>> {
     groups.inspect(|group| group.set_timeout(TIMEOUT)).map(Some).collect()
 }
 
-fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared, records: bool) -> Report {
+fn run_rank(cases: &[&Case], rank: usize, ranks: Ranks, shared: &Shared, records: bool) -> Report {
     let take = || {
         let group = lock(&shared.groups)[rank].take().unwrap();
-        place(&group).unwrap()
+        (ranks.place)(&group).unwrap()
     };
     let mut placement = take();
     let mesh = placement.shape().to_vec();
@@ -92,7 +105,7 @@ fn run_rank(cases: &[&Case], rank: usize, place: Place, shared: &Shared, records
                 continue;
             }
         };
-        for (index, sbps) in check.combinations(&mesh).into_iter().enumerate() {
+        for (index, sbps) in check.combinations(&mesh, ranks.tried).into_iter().enumerate() {
             report.count += 1;
             let run = || check.run(Own { rank, placement: &placement }, &sbps, index);
             let mut first = || match records {

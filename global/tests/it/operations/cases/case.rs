@@ -107,6 +107,8 @@ pub struct Input {
     layout: Layout,
     /// A gradient is asked for.
     pub is_leaf: bool,
+    /// Partial sums of it are great numbers that cancel each other.
+    pub has_great_terms: bool,
 }
 
 /// Strides.
@@ -123,7 +125,15 @@ enum Layout {
 /// Numbers of double precision in a range, from which a gradient is asked.
 pub fn between<const N: usize>(low: f64, high: f64, shape: [i64; N]) -> Input {
     let layout = Layout::Contiguous;
-    Input { shape: shape.to_vec(), kind: Kind::Double, low, high, layout, is_leaf: true }
+    Input {
+        shape: shape.to_vec(),
+        kind: Kind::Double,
+        low,
+        high,
+        layout,
+        is_leaf: true,
+        has_great_terms: false,
+    }
 }
 
 pub fn normal<const N: usize>(shape: [i64; N]) -> Input {
@@ -137,6 +147,11 @@ pub fn positive<const N: usize>(shape: [i64; N]) -> Input {
 /// Indices, from 0 on, less than `end`.
 pub fn ints<const N: usize>(end: i64, shape: [i64; N]) -> Input {
     Input { kind: Kind::Int64, is_leaf: false, ..between(0.0, end as f64, shape) }
+}
+
+/// Whole numbers from 0 to 3, whose terms are great and cancel each other.
+pub fn whole<const N: usize>(shape: [i64; N]) -> Input {
+    Input { is_leaf: false, has_great_terms: true, ..between(0.0, 4.0, shape) }
 }
 
 pub fn bools<const N: usize>(shape: [i64; N]) -> Input {
@@ -173,7 +188,9 @@ impl Input {
 
     /// The plain tensor: input number `seed` of its case.
     pub fn value(&self, seed: u64) -> Tensor {
-        let tensor = random(&self.shape, (self.low, self.high), seed).to_kind(match self.kind {
+        let tensor = random(&self.shape, (self.low, self.high), seed);
+        let tensor = if self.has_great_terms { tensor.floor() } else { tensor };
+        let tensor = tensor.to_kind(match self.kind {
             Kind::Bool => Kind::Int64,
             kind => kind,
         });

@@ -12,12 +12,6 @@ use tch::{Kind, Tensor};
 
 use super::case::{difference, weight, Case, Evaluation};
 
-/// Combinations of SBPs of a case's inputs that are tried: `COMBINATIONS` of the environment.
-fn tried() -> usize {
-    let count = std::env::var("COMBINATIONS");
-    count.map_or(20, |count| count.parse().expect("COMBINATIONS is a number"))
-}
-
 /// A case on plain tensors.
 pub struct Check<'a> {
     case: &'a Case,
@@ -45,10 +39,10 @@ impl<'a> Check<'a> {
     }
 
     /// SBPs of all inputs: all that there are, or as many as are tried, evenly spread.
-    pub fn combinations(&self, mesh: &[usize]) -> Vec<Vec<NdSbp>> {
+    pub fn combinations(&self, mesh: &[usize], tried: usize) -> Vec<Vec<NdSbp>> {
         let each: Vec<Vec<NdSbp>> = self.values.iter().map(|value| sbps(value, mesh)).collect();
         let total: usize = each.iter().map(Vec::len).product();
-        let mut stride = total.div_ceil(tried());
+        let mut stride = total.div_ceil(tried);
         // A divisor of their number would pass over some SBPs of an input.
         while each.iter().any(|sbps| gcd(stride, sbps.len()) > 1) {
             stride += 1;
@@ -62,7 +56,7 @@ impl<'a> Check<'a> {
             };
             each.iter().map(&mut next).collect()
         };
-        (0..total.min(tried())).map(combination).collect()
+        (0..total.min(tried)).map(combination).collect()
     }
 
     /// Runs combination number `index`, and compares.
@@ -133,13 +127,16 @@ fn evaluate(
     index: usize,
 ) -> std::result::Result<Evaluation, String> {
     flow_global::manual_seed(own.placement, 7).map_err(|error| error.to_string())?;
-    let inputs = values.iter().zip(sbps_of_inputs).map(|(value, sbp)| own.global(value, sbp));
-    let inputs = inputs.collect::<Result<Vec<_>>>().map_err(|error| error.to_string())?;
+    let mut inputs = Vec::new();
+    for ((value, sbp), input) in values.iter().zip(sbps_of_inputs).zip(&case.inputs) {
+        let global = own.global(value, sbp, input.has_great_terms);
+        inputs.push(global.map_err(|error| error.to_string())?);
+    }
     // Gradients of the results lie in all ways, too.
     let weight = |output: usize, tensor: &Tensor| {
         let weight = weight(output, tensor);
         let all = sbps(&weight, own.placement.shape());
-        own.global(&weight, &all[(index * 7 + output) % all.len()]).unwrap()
+        own.global(&weight, &all[(index * 7 + output) % all.len()], false).unwrap()
     };
     Ok(case.evaluate(&inputs, weight))
 }
@@ -160,11 +157,11 @@ fn same(case: &Case, found: &Tensor, expected: &Tensor) -> std::result::Result<(
 
 impl Own<'_> {
     /// A plain tensor as a global one: each rank gives its part. Terms are multiples of the tensor
-    /// that add up to it.
+    /// that add up to it, or the tensor with great numbers that cancel each other.
     ///
     /// # Errors
     /// As of `to_global`.
-    pub fn global(self, value: &Tensor, sbp: &[Sbp]) -> Result<Tensor> {
+    pub fn global(self, value: &Tensor, sbp: &[Sbp], has_great_terms: bool) -> Result<Tensor> {
         let Some(position) = self.placement.position(self.rank) else {
             return value.zeros_like().to_global(self.placement, sbp);
         };
@@ -188,10 +185,22 @@ impl Own<'_> {
             // Where others would cancel all digits.
             (_, false) if is_half => part.zeros_like(),
             (_, true) if is_half => part.copy(),
+            (_, false) if has_great_terms => part.zeros_like() + great(value.kind()),
+            (_, true) if has_great_terms => part - great(value.kind()) * (terms - 1),
             (_, false) => part.g_mul_scalar(2),
             (_, true) => part.g_mul_scalar(3 - 2 * terms),
         };
         local.to_global(self.placement, sbp)
+    }
+}
+
+/// A number that the next narrower kinds of floating point round. Sums of a few, and products of two,
+/// are exact in the kind itself; bytes count modulo 256.
+fn great(kind: Kind) -> i64 {
+    match kind {
+        Kind::Double | Kind::Int64 => (1 << 25) + 1,
+        Kind::Uint8 => 51,
+        _ => (1 << 16) + 1,
     }
 }
 

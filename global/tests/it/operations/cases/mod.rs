@@ -9,6 +9,7 @@ mod creation;
 mod gathered;
 mod in_place;
 mod indexing;
+mod kinds;
 mod losses;
 mod matmul;
 mod normalization;
@@ -29,6 +30,7 @@ pub fn cases() -> Vec<Case> {
         gathered::cases(),
         in_place::cases(),
         indexing::cases(),
+        kinds::cases(),
         losses::cases(),
         matmul::cases(),
         normalization::cases(),
