@@ -23,28 +23,28 @@ pub type Code = fn(&mut Context<'_, '_>) -> Result<()>;
 pub struct Context<'a, 'c> {
     /// The operation.
     pub call: &'a mut Call<'c, Spec>,
-    /// What its rule has decided.
+    /// The decision of its rule.
     pub choice: &'a Choice,
     /// Lists that are sizes of this rank's local: the argument, and its value.
     pub ints: &'a [(usize, Vec<i64>)],
-    /// Of all its tensors.
+    /// The placement of all its tensors.
     pub placement: &'a Placement,
-    /// Of this rank in the placement.
+    /// The position of this rank in the placement.
     pub position: usize,
 }
 
 impl Context<'_, '_> {
-    /// What the tensors of the job share.
+    /// The runtime, which the tensors of the job share.
     pub fn runtime(&self) -> Result<&Arc<Runtime>> {
         self.placement.runtime()
     }
 
-    /// A tensor's local, as the signature wants it.
+    /// Returns a tensor's local, as the signature wants it.
     pub fn local(&self, tensor: usize) -> Result<Tensor> {
         self.optional(tensor)?.ok_or_else(|| self.fail(&format!("tensor {tensor} is undefined")))
     }
 
-    /// The same; None if it is undefined.
+    /// Returns the same; None if the tensor is undefined.
     pub fn optional(&self, tensor: usize) -> Result<Option<Tensor>> {
         let Some(given) = self.call.tensor(tensor) else { return Ok(None) };
         let to = self.choice.inputs[tensor].clone();
@@ -73,7 +73,7 @@ impl Context<'_, '_> {
         Ok(())
     }
 
-    /// This rank's local of a tensor of this shape, from one SBP to another.
+    /// Boxes this rank's local of a tensor of this shape from one SBP to another.
     pub fn boxed(
         &self,
         local: &Tensor,
@@ -85,7 +85,8 @@ impl Context<'_, '_> {
             return Ok(local.shallow_clone());
         }
         let placement = self.placement;
-        let (from, to) = (Layout { placement, sbp: from }, Layout { placement, sbp: to });
+        let from = Layout { placement, sbp: from };
+        let to = Layout { placement, sbp: to };
         let runtime = self.runtime()?;
         let options = (local.kind(), local.device());
         let boxed =
@@ -93,11 +94,10 @@ impl Context<'_, '_> {
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
     }
 
-    /// The sum, on all ranks, of values that are partial on the axes where an SBP is a split.
+    /// Adds up, on all ranks, values that are partial on the axes where an SBP is a split.
     pub fn summed(&self, local: &Tensor, split: &[Sbp]) -> Result<Tensor> {
         let shape = shape(&local.size());
-        let term = |sbp: &Sbp| if sbp.dim().is_some() { P } else { B };
-        let from: NdSbp = split.iter().map(term).collect();
+        let from: NdSbp = split.iter().map(|sbp| if sbp.dim().is_some() { P } else { B }).collect();
         self.boxed(local, &shape, &from, &vec![B; split.len()])
     }
 
@@ -126,6 +126,7 @@ impl Context<'_, '_> {
         }
     }
 
+    /// Returns a whole number that is an argument.
     pub fn int(&self, index: usize) -> Option<i64> {
         match self.argument(index) {
             Argument::Int(value) => Some(value),
@@ -133,10 +134,12 @@ impl Context<'_, '_> {
         }
     }
 
+    /// Whether an argument is true.
     pub fn flag(&self, index: usize) -> bool {
         self.argument(index) == Argument::Bool(true)
     }
 
+    /// Returns a list that is an argument; empty if there is none.
     pub fn ints(&self, index: usize) -> Vec<i64> {
         match self.argument(index) {
             Argument::Ints(values) => values.to_vec(),
@@ -164,10 +167,12 @@ impl Context<'_, '_> {
         Ok(self.call.output_written(index)?)
     }
 
+    /// Returns a number to the caller.
     pub fn give_scalar(&mut self, scalar: Scalar) -> Result<()> {
         Ok(self.call.output_scalar(scalar)?)
     }
 
+    /// Makes the error of this operation, with a reason.
     pub fn fail(&self, reason: &str) -> Error {
         Error::Unsupported { operation: self.call.name.to_owned(), reason: reason.to_owned() }
     }

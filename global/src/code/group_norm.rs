@@ -1,17 +1,19 @@
 //! Group norm of a part of a batch: its size is an argument of libtorch's operation.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::wide;
 
+/// Normalizes this rank's images.
 pub fn group_norm(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, weight, bias, images, channels, pixels, groups, eps)
     let input = context.local(0)?;
-    let number = |index| context.int(index).unwrap_or(1);
-    let (images, channels, pixels, groups) = (input.size()[0], number(4), number(5), number(6));
-    let (weight, bias) = (context.optional(1)?, context.optional(2)?);
+    let weight = context.optional(1)?;
+    let bias = context.optional(2)?;
+    let [channels, pixels, groups] = [4, 5, 6].map(|index| context.int(index).unwrap_or(1));
+    let images = input.size()[0];
     let eps = context.number(7).unwrap_or(1e-5);
     let (output, mean, inverse) = input
         .f_contiguous()?
@@ -23,35 +25,65 @@ pub fn group_norm(context: &mut Context<'_, '_>) -> Result<()> {
     context.give(2, &inverse, &of_groups)
 }
 
+/// The groups of channels of this rank's images.
+struct Groups {
+    images: i64,
+    groups: i64,
+    /// Channels of a group.
+    channels: i64,
+    pixels: i64,
+    /// The kind that sums are computed in.
+    kind: Kind,
+}
+
+impl Groups {
+    /// A tensor of the images' size: images, groups, channels of a group, pixels.
+    fn grouped(&self, tensor: &Tensor) -> Result<Tensor> {
+        let shape = [self.images, self.groups, self.channels, self.pixels];
+        Ok(tensor.f_to_kind(self.kind)?.f_reshape(shape)?)
+    }
+
+    /// Values of groups, for the elements of [`Self::grouped`].
+    fn spread(&self, values: &Tensor) -> Result<Tensor> {
+        Ok(values.f_to_kind(self.kind)?.f_view([self.images, self.groups, 1, 1])?)
+    }
+
+    /// The sum over images and pixels, for each channel.
+    fn sum(&self, of: &Tensor) -> Result<Tensor> {
+        let sum = of.f_sum_dim_intlist([0i64, 3].as_slice(), false, self.kind)?;
+        Ok(sum.f_reshape([self.groups * self.channels])?)
+    }
+
+    /// The mean of each group, for its elements.
+    fn mean(&self, of: &Tensor) -> Result<Tensor> {
+        Ok(of.f_mean_dim([2i64, 3].as_slice(), true, self.kind)?)
+    }
+}
+
+/// Runs the backward of [`group_norm`].
 pub fn group_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (gradient, input, mean, reciprocal deviation, weight, images, channels, pixels, groups, mask)
-    let (gradient, input) = (context.local(0)?, context.local(1)?);
-    let kind = wide(input.kind());
-    let number = |index| context.int(index).unwrap_or(1);
-    let (channels, groups) = (number(6), number(8));
-    let images = input.size()[0];
-    // Images, groups, channels of a group, pixels.
-    let grouped = |tensor: &Tensor| -> Result<Tensor> {
-        let shape = [images, groups, channels / groups.max(1), number(7)];
-        Ok(tensor.f_to_kind(kind)?.f_reshape(shape)?)
+    let input = context.local(1)?;
+    let [channels, pixels, groups] = [6, 7, 8].map(|index| context.int(index).unwrap_or(1));
+    let layout = Groups {
+        images: input.size()[0],
+        groups,
+        channels: channels / groups.max(1),
+        pixels,
+        kind: wide(input.kind()),
     };
-    let of_groups = |tensor: Tensor| -> Result<Tensor> {
-        Ok(tensor.f_to_kind(kind)?.f_view([images, groups, 1, 1])?)
-    };
-    let (mean, inverse) = (of_groups(context.local(2)?)?, of_groups(context.local(3)?)?);
-    let normal = (grouped(&input)? - mean) * &inverse;
-    let gradient = grouped(&gradient)?;
-    let of_channels = |tensor: Tensor| -> Result<Tensor> {
-        Ok(tensor.f_sum_dim_intlist([0i64, 3].as_slice(), false, kind)?.f_reshape([channels])?)
-    };
-    let (of_weight, of_bias) = (of_channels(&gradient * &normal)?, of_channels(gradient.copy())?);
+    let mean = layout.spread(&context.local(2)?)?;
+    let inverse = layout.spread(&context.local(3)?)?;
+    let normal = (layout.grouped(&input)? - mean) * &inverse;
+    let gradient = layout.grouped(&context.local(0)?)?;
+    let of_weight = layout.sum(&(&gradient * &normal))?;
+    let of_bias = layout.sum(&gradient)?;
     let weight = context.optional(4)?;
     let of_normal = match &weight {
-        Some(weight) => gradient * weight.f_to_kind(kind)?.f_view([1, groups, -1, 1])?,
+        Some(weight) => gradient * weight.f_to_kind(layout.kind)?.f_view([1, groups, -1, 1])?,
         None => gradient,
     };
-    let average = |tensor: &Tensor| tensor.f_mean_dim([2i64, 3].as_slice(), true, kind);
-    let along = average(&of_normal)? + &normal * average(&(&of_normal * &normal))?;
+    let along = layout.mean(&of_normal)? + &normal * layout.mean(&(&of_normal * &normal))?;
     let of_input = ((of_normal - along) * inverse).f_reshape(input.size())?;
     let shape = context.shape(1);
     context.give(0, &of_input.f_to_kind(input.kind())?, &shape)?;

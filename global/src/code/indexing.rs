@@ -7,10 +7,12 @@ use tch::{Device, Tensor};
 use super::context::Context;
 use crate::error::{Error, Result};
 
-/// Rows that other ranks have give zeros: the results are partial sums.
+/// Looks up indices in this rank's rows. Rows that other ranks have give zeros: the results are
+/// partial sums.
 pub fn embedding(context: &mut Context<'_, '_>) -> Result<()> {
     // (weight, indices, padding index, scaling by frequency, sparse)
-    let (weight, indices) = (context.local(0)?, context.local(1)?);
+    let weight = context.local(0)?;
+    let indices = context.local(1)?;
     let rows = context.region(0).0[0].clone();
     let [vocabulary, width] = context.shape(0)[..] else {
         return Err(context.fail("the weight must have two dimensions"));
@@ -20,7 +22,8 @@ pub fn embedding(context: &mut Context<'_, '_>) -> Result<()> {
     context.give(0, &local, &shape)
 }
 
-/// The vectors of indices, of which this rank has these rows: zeros for others. Differentiable.
+/// Returns the vectors of indices, of which this rank has these rows: zeros for others.
+/// Differentiable.
 ///
 /// # Errors
 /// On the CPU, an index that is no row of the vocabulary, as in libtorch. On a GPU the host does not
@@ -47,7 +50,8 @@ pub fn found(
         let zeros = Tensor::f_zeros(&sizes[..], (weight.kind(), weight.device()))?;
         return Ok(zeros.f_add(&weight.f_sum(weight.kind())?)?);
     }
-    let (start, end) = (rows.start as i64, rows.end as i64);
+    let start = rows.start as i64;
+    let end = rows.end as i64;
     let is_other = indices.f_lt(start)?.f_logical_or(&indices.f_ge(end)?)?;
     let own = indices.f_sub_scalar(start)?.f_clamp(0, end - start - 1)?;
     let found = Tensor::f_embedding(weight, &own, -1, false, false)?;

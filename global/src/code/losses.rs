@@ -12,7 +12,7 @@ fn elements(context: &Context<'_, '_>, tensor: usize) -> f64 {
     context.shape(tensor).iter().product::<usize>() as f64
 }
 
-/// The mean: this rank's sum, divided by the number of all elements.
+/// Returns this rank's term of the mean: its sum, divided by the number of all elements.
 fn mean(
     context: &mut Context<'_, '_>,
     sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor) -> Result<Tensor>,
@@ -25,7 +25,7 @@ fn mean(
     context.give(0, &mean, &[])
 }
 
-/// Of the mean: of the sum, divided by the number of all elements.
+/// Returns the gradient of a mean: that of the sum, divided by the number of all elements.
 fn mean_backward(
     context: &mut Context<'_, '_>,
     of_sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor, &Tensor) -> Result<Tensor>,
@@ -94,33 +94,35 @@ pub fn binary_cross_entropy(context: &mut Context<'_, '_>) -> Result<()> {
 /// (gradient, input, target, weight, reduction)
 pub fn binary_cross_entropy_backward(context: &mut Context<'_, '_>) -> Result<()> {
     mean_backward(context, |context, gradient, input, target| {
-        let (weight, sum) = (context.optional(3)?, Reduction::Sum);
-        Ok(input.f_binary_cross_entropy_backward(gradient, target, weight, sum)?)
+        let weight = context.optional(3)?;
+        Ok(input.f_binary_cross_entropy_backward(gradient, target, weight, Reduction::Sum)?)
     })
 }
 
 /// (input, target, weight, weight of positives, reduction)
 pub fn binary_cross_entropy_with_logits(context: &mut Context<'_, '_>) -> Result<()> {
     mean(context, |context, input, target| {
-        let (weight, positive) = (context.optional(2)?, context.optional(3)?);
+        let weight = context.optional(2)?;
+        let of_positives = context.optional(3)?;
         let sum = Reduction::Sum;
-        Ok(input.f_binary_cross_entropy_with_logits(target, weight, positive, sum)?)
+        Ok(input.f_binary_cross_entropy_with_logits(target, weight, of_positives, sum)?)
     })
 }
 
-/// The mean, weighted by class, without samples of the ignored class.
+/// Computes the mean, weighted by class, without samples of the ignored class.
 pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, target, weight, reduction, ignored class) -> loss, total weight
-    let (input, target) = (context.local(0)?, context.local(1)?);
+    let input = context.local(0)?;
+    let target = context.local(1)?;
     let kind = input.kind();
     let input = input.f_to_kind(wide(kind))?;
     let weight = context.optional(2)?;
     let weight = weight.map(|weight| weight.f_to_kind(wide(kind))).transpose()?;
     let ignored = context.int(4).unwrap_or(-100);
-    let is_flat = input.dim() <= 2;
-    let sum = match is_flat {
-        true => input.f_nll_loss(&target, weight.as_ref(), Reduction::Sum, ignored)?,
-        false => input.f_nll_loss2d(&target, weight.as_ref(), Reduction::Sum, ignored)?,
+    let sum = if input.dim() <= 2 {
+        input.f_nll_loss(&target, weight.as_ref(), Reduction::Sum, ignored)?
+    } else {
+        input.f_nll_loss2d(&target, weight.as_ref(), Reduction::Sum, ignored)?
     };
     let counts = target.f_ne(ignored)?;
     let own: Tensor = match weight {

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::wide;
-use crate::sbp::{NdSbp, Sbp, B, P, S};
+use crate::sbp::{NdSbp, B, P, S};
 
 /// A batch as batch norm sees it.
 struct Batch {
@@ -15,7 +15,7 @@ struct Batch {
     view: Vec<i64>,
     /// Elements of a channel, on all ranks.
     count: f64,
-    /// What sums over the batch are on a rank, and on all.
+    /// The SBP of a rank's sums over the batch, and of all ranks' sums.
     sbps: [NdSbp; 2],
     channels: usize,
 }
@@ -24,12 +24,14 @@ impl Batch {
     fn of(context: &Context<'_, '_>, input: usize) -> Self {
         let shape = context.shape(input);
         let sbp = &context.choice.inputs[input];
-        let term = |sbp: &Sbp| match sbp.dim() {
-            Some(1) => S(0),
-            Some(_) => P,
-            None => B,
-        };
-        let terms: NdSbp = sbp.iter().map(term).collect();
+        let mut terms = NdSbp::new();
+        for sbp in sbp {
+            terms.push(match sbp.dim() {
+                Some(1) => S(0),
+                Some(_) => P,
+                None => B,
+            });
+        }
         let sums = terms.iter().map(|&sbp| if sbp == P { B } else { sbp }).collect();
         Self {
             dims: (0..shape.len() as i64).filter(|&dim| dim != 1).collect(),
@@ -53,12 +55,13 @@ impl Batch {
     }
 }
 
-/// In training.
+/// Normalizes a batch in training.
 pub fn batch_norm(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, weight, bias, running mean, running variance, training, momentum, eps)
     let batch = Batch::of(context, 0);
     let given = context.local(0)?;
-    let (momentum, eps) = (context.number(6).unwrap_or(0.1), context.number(7).unwrap_or(1e-5));
+    let momentum = context.number(6).unwrap_or(0.1);
+    let eps = context.number(7).unwrap_or(1e-5);
     let input = given.f_to_kind(wide(given.kind()))?;
     let mean = batch.sum(context, &input)? / batch.count;
     let centered = &input - batch.spread(&mean)?;
@@ -92,13 +95,13 @@ pub fn batch_norm(context: &mut Context<'_, '_>) -> Result<()> {
     Ok(())
 }
 
-/// In training.
+/// Runs the backward of [`batch_norm`].
 pub fn batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (gradient, input, weight, running mean, running variance, mean, deviation, training, eps, mask)
     backward(context, 0, 1)
 }
 
-/// In training.
+/// Runs the backward of [`batch_norm`] for cuDNN's operation.
 pub fn cudnn_batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, gradient, weight, running mean, running variance, mean, deviation, eps, memory)
     backward(context, 1, 0)
@@ -108,10 +111,12 @@ pub fn cudnn_batch_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
 fn backward(context: &mut Context<'_, '_>, gradient: usize, input: usize) -> Result<()> {
     let batch = Batch::of(context, input);
     let shape = context.shape(input);
-    let (gradient, input) = (context.local(gradient)?, context.local(input)?);
+    let input = context.local(input)?;
     let kind = input.kind();
-    let (gradient, input) = (gradient.f_to_kind(wide(kind))?, input.f_to_kind(wide(kind))?);
-    let (mean, inverse) = (context.local(5)?, context.local(6)?);
+    let input = input.f_to_kind(wide(kind))?;
+    let gradient = context.local(gradient)?.f_to_kind(wide(kind))?;
+    let mean = context.local(5)?;
+    let inverse = context.local(6)?;
     let normal = (&input - batch.spread(&mean)?) * batch.spread(&inverse)?;
     let of_bias = batch.sum(context, &gradient)?;
     let of_weight = batch.sum(context, &(&gradient * &normal))?;

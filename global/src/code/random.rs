@@ -36,90 +36,24 @@ pub fn draws(name: &str) -> bool {
 pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     let mut draw = random::generator(context.runtime()?).draw();
     let name = context.call.name.trim_start_matches("aten::").to_owned();
-    let like = context.local(0)?;
     match name.as_str() {
-        "native_dropout" => return dropout(context, &mut draw, &like),
-        "bernoulli" => {
-            // (self), (self, probability), and the same with a tensor
-            let probability = match (context.argument(1), context.number(1)) {
-                (Argument::Tensor(tensor), _) => context.local(tensor)?,
-                (_, Some(probability)) => Tensor::from(probability),
-                _ => like.shallow_clone(),
-            };
-            let drawn = trials(context, &mut draw, &like, &probability)?;
-            let shape = context.shape(0);
-            return context.give(0, &drawn, &shape);
-        }
+        "native_dropout" => return dropout(context, &mut draw),
+        "bernoulli" => return bernoulli(context, &mut draw),
         _ => {}
     }
+    let like = context.local(0)?;
     let is_like = name.ends_with("_like");
-    let kind_at = match (name.as_str(), context.call.overload) {
-        ("randint_like", overload) if overload.starts_with("low") => 3,
-        ("randint_like", _) => 2,
-        _ => 1,
-    };
-    let kind = context.int(kind_at).filter(|_| is_like).and_then(kind_of).unwrap_or(like.kind());
-    let uniform = uniform_of(kind);
-    let number = |at: usize, default: f64| context.number(at).unwrap_or(default);
+    let kind = if is_like { asked_kind(context, &name) } else { None };
+    let kind = kind.unwrap_or(like.kind());
     let drawn = match name.as_str() {
-        "rand_like" => values(context, &mut draw, &like, kind, uniform)?,
-        "randn_like" => values(context, &mut draw, &like, kind, random::normal)?,
-        "uniform_" => {
-            let (low, high) = (number(1, 0.0), number(2, 1.0));
-            values(context, &mut draw, &like, kind, |bits| low + (high - low) * uniform(bits))?
+        "random_" | "randint_like" => integers(context, &mut draw, &like, kind)?,
+        "bernoulli_" if has_probabilities(context) => {
+            trials(context, &mut draw, &like, &context.local(1)?)?
         }
-        "normal_" => {
-            let (mean, deviation) = (number(1, 0.0), number(2, 1.0));
-            let value = |bits| mean + deviation * random::normal(bits);
-            values(context, &mut draw, &like, kind, value)?
+        _ => {
+            let distribution = Distribution::of(context, &name, kind)?;
+            values(context, &mut draw, &like, kind, |bits| distribution.value(bits))?
         }
-        "exponential_" => {
-            let rate = number(1, 1.0);
-            values(context, &mut draw, &like, kind, |bits| random::exponential(bits) / rate)?
-        }
-        "cauchy_" => {
-            let (median, width) = (number(1, 0.0), number(2, 1.0));
-            let tangent = |bits| (PI * (random::uniform(bits) - 0.5)).tan();
-            values(context, &mut draw, &like, kind, |bits| median + width * tangent(bits))?
-        }
-        "log_normal_" => {
-            let (mean, deviation) = (number(1, 1.0), number(2, 2.0));
-            let value = |bits| (mean + deviation * random::normal(bits)).exp();
-            values(context, &mut draw, &like, kind, value)?
-        }
-        "geometric_" => {
-            // Trials up to the first success.
-            let failure = 1.0 - number(1, 0.5);
-            let value = |bits| (-random::exponential(bits) / failure.ln()).ceil().max(1.0);
-            values(context, &mut draw, &like, kind, value)?
-        }
-        "bernoulli_" => match context.call.is_defined(context.call.tensors() - 1)
-            && context.call.tensors() > 1
-        {
-            true => trials(context, &mut draw, &like, &context.local(1)?)?,
-            false => {
-                let probability = number(1, 0.5);
-                let value = |bits| f64::from(random::uniform(bits) < probability);
-                values(context, &mut draw, &like, kind, value)?
-            }
-        },
-        "random_" | "randint_like" => {
-            let (low, high) = match (context.argument(1), context.int(2)) {
-                (Argument::Tensor(_), _) => {
-                    return Err(context.fail("the limit must be a number: read the tensor first"))
-                }
-                (Argument::Int(low), Some(high)) if kind_at != 2 => (low, high),
-                (Argument::Int(low), None) if context.call.overload == "from" => {
-                    (low, greatest(kind))
-                }
-                (Argument::Int(high), _) => (0, high),
-                _ => (0, greatest(kind)),
-            };
-            let (shape, region) = (context.shape(0), context.region(0));
-            let value = whole(low, high, &name)?;
-            drawn_whole(&mut draw, &shape, &region, (kind, like.device()), value)?
-        }
-        _ => return Err(context.fail("global tensors cannot draw from this distribution")),
     };
     if is_like {
         let shape = context.shape(0);
@@ -127,6 +61,130 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     }
     context.overwrite(0, &drawn)?;
     context.give_written(0)
+}
+
+/// The kind that an operation as `rand_like` is asked for.
+fn asked_kind(context: &Context<'_, '_>, name: &str) -> Option<Kind> {
+    // (self, dtype), (self, high, dtype), (self, low, high, dtype)
+    let argument = match name {
+        "randint_like" if context.call.overload.starts_with("low") => 3,
+        "randint_like" => 2,
+        _ => 1,
+    };
+    context.int(argument).and_then(kind_of)
+}
+
+/// Whether `bernoulli_` has a tensor of probabilities.
+fn has_probabilities(context: &Context<'_, '_>) -> bool {
+    let tensors = context.call.tensors();
+    tensors > 1 && context.call.is_defined(tensors - 1)
+}
+
+/// Makes a number of random bits.
+enum Distribution {
+    /// Numbers from `low` to `high`, by a function that gives numbers from 0 to 1.
+    Uniform {
+        low: f64,
+        high: f64,
+        unit: fn(Bits) -> f64,
+    },
+    Normal {
+        mean: f64,
+        deviation: f64,
+    },
+    LogNormal {
+        mean: f64,
+        deviation: f64,
+    },
+    Exponential {
+        rate: f64,
+    },
+    Cauchy {
+        median: f64,
+        width: f64,
+    },
+    /// Trials up to the first success; `failure` is the logarithm of a failure's probability.
+    Geometric {
+        failure: f64,
+    },
+    /// One with a probability, else zero.
+    Bernoulli {
+        probability: f64,
+    },
+}
+
+impl Distribution {
+    /// Finds the distribution of an operation, for numbers of a kind.
+    fn of(context: &Context<'_, '_>, name: &str, kind: Kind) -> Result<Self> {
+        let number = |at: usize, default: f64| context.number(at).unwrap_or(default);
+        let unit = uniform_of(kind);
+        Ok(match name {
+            "rand_like" => Self::Uniform { low: 0.0, high: 1.0, unit },
+            "randn_like" => Self::Normal { mean: 0.0, deviation: 1.0 },
+            "uniform_" => Self::Uniform { low: number(1, 0.0), high: number(2, 1.0), unit },
+            "normal_" => Self::Normal { mean: number(1, 0.0), deviation: number(2, 1.0) },
+            "log_normal_" => Self::LogNormal { mean: number(1, 1.0), deviation: number(2, 2.0) },
+            "exponential_" => Self::Exponential { rate: number(1, 1.0) },
+            "cauchy_" => Self::Cauchy { median: number(1, 0.0), width: number(2, 1.0) },
+            "geometric_" => Self::Geometric { failure: (1.0 - number(1, 0.5)).ln() },
+            "bernoulli_" => Self::Bernoulli { probability: number(1, 0.5) },
+            _ => return Err(context.fail("global tensors cannot draw from this distribution")),
+        })
+    }
+
+    fn value(&self, bits: Bits) -> f64 {
+        match *self {
+            Self::Uniform { low, high, unit } => low + (high - low) * unit(bits),
+            Self::Normal { mean, deviation } => mean + deviation * random::normal(bits),
+            Self::LogNormal { mean, deviation } => (mean + deviation * random::normal(bits)).exp(),
+            Self::Exponential { rate } => random::exponential(bits) / rate,
+            Self::Cauchy { median, width } => {
+                median + width * (PI * (random::uniform(bits) - 0.5)).tan()
+            }
+            Self::Geometric { failure } => (-random::exponential(bits) / failure).ceil().max(1.0),
+            Self::Bernoulli { probability } => f64::from(random::uniform(bits) < probability),
+        }
+    }
+}
+
+/// Whole numbers from a least one on, below a limit.
+fn integers(
+    context: &Context<'_, '_>,
+    draw: &mut Draw,
+    like: &Tensor,
+    kind: Kind,
+) -> Result<Tensor> {
+    // random_(self), random_(self, high), random_(self, low, high), where high may be none;
+    // randint_like(self, high, dtype), randint_like(self, low, high, dtype)
+    let overload = context.call.overload;
+    let is_like = context.call.name.ends_with("_like");
+    let has_low = if is_like { overload.starts_with("low") } else { overload == "from" };
+    let (low, high) = match context.argument(1) {
+        Argument::Tensor(_) => {
+            return Err(context.fail("the limit must be a number: read the tensor first"))
+        }
+        Argument::Int(low) if has_low => (low, context.int(2).unwrap_or(greatest(kind))),
+        Argument::Int(high) => (0, high),
+        _ => (0, greatest(kind)),
+    };
+    let name = context.call.name.trim_start_matches("aten::");
+    let value = whole(low, high, name)?;
+    let options = (kind, like.device());
+    Ok(drawn_whole(draw, &context.shape(0), &context.region(0), options, value)?)
+}
+
+/// Makes a tensor of ones with a probability, else zeros.
+fn bernoulli(context: &mut Context<'_, '_>, draw: &mut Draw) -> Result<()> {
+    // (self), (self, probability), and the same with a tensor
+    let like = context.local(0)?;
+    let probability = match (context.argument(1), context.number(1)) {
+        (Argument::Tensor(tensor), _) => context.local(tensor)?,
+        (_, Some(probability)) => Tensor::from(probability),
+        _ => like.shallow_clone(),
+    };
+    let drawn = trials(context, draw, &like, &probability)?;
+    let shape = context.shape(0);
+    context.give(0, &drawn, &shape)
 }
 
 /// Ones with a probability, else zeros. The numbers are drawn in double precision, also for
@@ -154,8 +212,9 @@ fn values(
 }
 
 /// Elements are left with a probability, and made greater by that.
-fn dropout(context: &mut Context<'_, '_>, draw: &mut Draw, input: &Tensor) -> Result<()> {
+fn dropout(context: &mut Context<'_, '_>, draw: &mut Draw) -> Result<()> {
     // (input, probability, training) -> result, mask
+    let input = &context.local(0)?;
     let left = 1.0 - context.number(1).unwrap_or(0.5);
     let is_training = !matches!(context.argument(2), Argument::Bool(false));
     let probability = if is_training { left } else { 1.0 };

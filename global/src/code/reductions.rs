@@ -6,29 +6,32 @@ use tch::{Kind, Tensor};
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::{kind_of, real, wide};
-use crate::sbp::{NdSbp, Sbp, B, P};
+use crate::sbp::{NdSbp, Sbp, B};
 
 /// Dimensions that are an argument; all if it is missing or empty.
 fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
     let rank = context.shape(0).len() as i64;
     let dims = context.ints(argument);
-    match dims.is_empty() {
-        true => (0..rank).collect(),
-        false => dims.iter().map(|&dim| if dim < 0 { dim + rank } else { dim }).collect(),
+    if dims.is_empty() {
+        return (0..rank).collect();
     }
+    dims.iter().map(|&dim| if dim < 0 { dim + rank } else { dim }).collect()
 }
 
 /// The shape without these dimensions, or with one element in each.
 fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
-    let sizes =
-        shape.iter().enumerate().filter_map(|(dim, &size)| match dims.contains(&(dim as i64)) {
-            true => keep.then_some(1),
-            false => Some(size),
-        });
-    sizes.collect()
+    let mut sizes = Vec::new();
+    for (dim, &size) in shape.iter().enumerate() {
+        if !dims.contains(&(dim as i64)) {
+            sizes.push(size);
+        } else if keep {
+            sizes.push(1);
+        }
+    }
+    sizes
 }
 
-/// As libtorch: an average or a norm is no integer.
+/// Fails as libtorch does: an average or a norm is no integer.
 fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
     match kind {
         Kind::Uint8 | Kind::Int8 | Kind::Int16 | Kind::Int | Kind::Int64 | Kind::Bool => {
@@ -42,19 +45,20 @@ fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
 /// Each rank's sum, divided by the number of all elements.
 pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     // mean(self, dtype) and mean(self, dims, keepdim, dtype)
-    let is_of_all = context.call.overload.is_empty();
     let shape = context.shape(0);
-    let (dims, keep, kind) = match is_of_all {
-        true => ((0..shape.len() as i64).collect(), false, context.int(1)),
-        false => (dims(context, 1), context.flag(2), context.int(3)),
+    let (dims, keep, kind) = if context.call.overload.is_empty() {
+        ((0..shape.len() as i64).collect(), false, context.int(1))
+    } else {
+        (dims(context, 1), context.flag(2), context.int(3))
     };
     let local = context.local(0)?;
     let kind = kind.and_then(kind_of).unwrap_or(local.kind());
     check_kind(context, kind)?;
     let count: usize = dims.iter().map(|&dim| shape[dim as usize]).product();
-    let sum = match dims.is_empty() {
-        true => local.f_to_kind(wide(kind))?,
-        false => local.f_sum_dim_intlist(&dims[..], keep, wide(kind))?,
+    let sum = if dims.is_empty() {
+        local.f_to_kind(wide(kind))?
+    } else {
+        local.f_sum_dim_intlist(&dims[..], keep, wide(kind))?
     };
     let mean = (sum / count as f64).f_to_kind(kind)?;
     context.give(0, &mean, &reduced(&shape, &dims, keep))
@@ -80,17 +84,13 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     } else {
         (magnitudes.f_pow_tensor_scalar(order)?.f_sum(wide)?, ReduceOp::Sum)
     };
-    let term = |sbp: &Sbp| match sbp.dim() {
-        Some(_) if op == ReduceOp::Sum => P,
-        Some(_) => Sbp::Partial(op),
-        None => B,
-    };
-    let from: NdSbp = context.choice.inputs[0].iter().map(term).collect();
-    let all = context.boxed(&own, &[], &from, &vec![B; from.len()])?;
-    let norm = match order.is_finite() && order != 0.0 {
-        true => all.f_pow_tensor_scalar(1.0 / order)?,
-        false => all,
-    };
+    let of_parts = &context.choice.inputs[0];
+    let from: NdSbp =
+        of_parts.iter().map(|sbp| sbp.dim().map_or(B, |_| Sbp::Partial(op))).collect();
+    let mut norm = context.boxed(&own, &[], &from, &vec![B; from.len()])?;
+    if order.is_finite() && order != 0.0 {
+        norm = norm.f_pow_tensor_scalar(1.0 / order)?;
+    }
     let shape = context.shape(0);
     let dims: Vec<i64> = (0..shape.len() as i64).collect();
     let shape = reduced(&shape, &dims, context.flag(3));

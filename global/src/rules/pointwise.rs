@@ -19,8 +19,21 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// Operations that are linear in all tensors.
-const LINEAR: &[&str] =
-    &["_to_copy", "alias", "clone", "copy", "detach", "lift_fresh", "neg", "zero", "zeros_like"];
+const LINEAR: &[&str] = &[
+    "_conj",
+    "_conj_physical",
+    "_neg_view",
+    "_to_copy",
+    "alias",
+    "clone",
+    "conj_physical",
+    "copy",
+    "detach",
+    "lift_fresh",
+    "neg",
+    "zero",
+    "zeros_like",
+];
 
 /// Operations that are linear in the first tensor, the gradient of the result.
 const BACKWARD: &[&str] = &[
