@@ -10,7 +10,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
 
 use super::agreed;
-use super::plan::{InputSource, Meta, OutputLayout, Outside, ExecutionPlan};
+use super::plan::{ExecutionPlan, InputSource, Meta, OutputLayout, Outside};
 use super::written;
 use crate::code::{draws, takes_sizes};
 use crate::error::{Error, Result};
@@ -86,7 +86,11 @@ pub fn run(
     Ok(())
 }
 
-fn find_out(call: &mut Call<'_, Spec>, plan: &ExecutionPlan, placement: &Placement) -> Result<Vec<Outside>> {
+fn find_out(
+    call: &mut Call<'_, Spec>,
+    plan: &ExecutionPlan,
+    placement: &Placement,
+) -> Result<Vec<Outside>> {
     // Some operations, as the solution of equations, run on no zeros.
     try_out(call, plan, placement, |sizes, options| Tensor::f_zeros(sizes, options)).or_else(|_| {
         try_out(call, plan, placement, |sizes, (kind, device)| {

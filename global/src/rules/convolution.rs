@@ -1,12 +1,18 @@
 //! Convolutions and what samples images: the batch is split, or channels.
 
 use super::op::{Arg, Op, Rule, Signature};
+use super::views::moved;
 use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[
     Rule { names: &["convolution"], signatures: convolution },
     Rule { names: &["convolution_backward"], signatures: convolution_backward },
     Rule { names: SAMPLING, signatures: sampling },
+    // No views, as libtorch gives other sizes if there are no images.
+    Rule {
+        names: &["pixel_shuffle", "pixel_unshuffle"],
+        signatures: |op| moved(op, |dim, rank| (dim + 3 < rank).then_some(dim)),
+    },
 ];
 
 /// Each image and channel by itself.

@@ -24,10 +24,6 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["repeat"], signatures: repeat },
     Rule { names: &["diagonal"], signatures: diagonal },
     Rule { names: &["diagonal_backward"], signatures: diagonal_backward },
-    Rule {
-        names: &["pixel_shuffle", "pixel_unshuffle"],
-        signatures: |op| moved(op, |dim, rank| (dim + 3 < rank).then_some(dim)),
-    },
     Rule { names: &["view_as_real"], signatures: |op| others(op, &[]) },
     // The last dimension is that of the two parts.
     Rule {
@@ -41,7 +37,7 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// Partial sums stay so, and each dimension goes where `to(dim, rank)` says, if anywhere.
-fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> {
+pub(super) fn moved(op: &Op, to: impl Fn(usize, usize) -> Option<usize>) -> Vec<Signature> {
     let rank = op.rank(0);
     let splits = (0..rank).filter_map(|dim| {
         let to = to(dim, rank)?;
