@@ -53,7 +53,9 @@ impl ProcessGroup {
                     OperationContext::within(self.timeout, || agreement.reach(first, own_offset));
                 if agreed.is_err() && agreement.may_succeed {
                     // The others may use it.
-                    block.take().map(Block::leak);
+                    if let Some(block) = block.take() {
+                        block.leak();
+                    }
                 }
                 agreed?
             }

@@ -307,8 +307,8 @@ impl CudaGroup {
         let done = self.enqueue(operation, &[], |communicator, stream| {
             word.0.fill_zero(stream)?;
             // SAFETY: freeing the word waits for the device.
-            let op = ReduceOp::Sum;
-            Ok(unsafe { enqueue_all_reduce(communicator, &mut word, op, stream) }?)
+            unsafe { enqueue_all_reduce(communicator, &mut word, ReduceOp::Sum, stream)? };
+            Ok(())
         })?;
         self.wait("barrier", &done)
     }
