@@ -77,7 +77,7 @@ fn errors_are_everybodys() {
         assert_close(&x.full().unwrap(), &plain, 0.0);
         // Sizes that do not fit.
         let error = x.f_matmul(&x).unwrap_err().to_string();
-        assert!(error.contains("4x6"), "{error}");
+        assert!(error.contains("shapes cannot be multiplied"), "{error}");
         assert_close(&x.exp().full().unwrap(), &plain.exp(), 0.0);
     });
 }
