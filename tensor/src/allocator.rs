@@ -29,18 +29,18 @@ pub struct ArenaAllocatorGuard {
     handle: ArenaHandle,
 }
 
-/// All that live, the last one installed last.
+/// All guards that live, the last one installed last.
 static INSTALLED: Mutex<Vec<Weak<ArenaAllocatorGuard>>> = Mutex::new(Vec::new());
 
 impl ArenaAllocatorGuard {
-    /// The guard whose memory libtorch allocates from at present. There is only one allocator, so
+    /// Returns the guard whose memory libtorch allocates from now. There is only one allocator, so
     /// groups of other joins of the job use that memory, too.
     pub fn current() -> Option<Arc<Self>> {
         let installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         installed.iter().rev().find_map(Weak::upgrade)
     }
 
-    /// Its memory.
+    /// The memory that it allocates from.
     pub fn handle(&self) -> &ArenaHandle {
         &self.handle
     }

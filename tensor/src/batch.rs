@@ -6,9 +6,9 @@ use flow_comm::nccl::{CudaGroup, Stream};
 use flow_comm::{Lane, P2pOp, ProcessGroup};
 use tch::Tensor;
 
-use crate::error::{failed, Result};
-use crate::operation::{check, Prepared};
-use crate::tensors::{contiguous, copy_back, cuda_group, cuda_tensor, HostTensor};
+use crate::error::{Result, failed};
+use crate::operation::{Prepared, check};
+use crate::tensors::{HostTensor, contiguous, copy_back, cuda_buffer, cuda_group};
 
 const NAME: &str = "batch_send_recv";
 
@@ -26,28 +26,64 @@ struct Message {
 impl Batch {
     /// Checks the tensors, and makes contiguous ones where needed.
     pub fn new(group: &ProcessGroup, ops: &[P2pOp<Tensor>]) -> Result<Self> {
-        let message = |op: &P2pOp<Tensor>| {
-            let (tensor, written) = tensor_of(op);
-            check(false, tensor, written).map_err(failed(group, NAME))?;
-            let tensor = tensor.shallow_clone();
-            let op = match *op {
-                P2pOp::Send { to, .. } => P2pOp::Send { data: tensor, to },
-                P2pOp::Recv { from, .. } => P2pOp::Recv { buffer: tensor, from },
-            };
-            Ok(Message { contiguous: contiguous(tensor_of(&op).0), op })
-        };
-        let messages: Vec<Message> = ops.iter().map(message).collect::<Result<_>>()?;
-        let device = |message: &Message| message.contiguous.device();
-        if let [first, others @ ..] = &messages[..] {
-            if let Some(other) = others.iter().find(|other| device(other) != device(first)) {
+        let messages: Vec<Message> =
+            ops.iter().map(|op| Message::new(group, op)).collect::<Result<_>>()?;
+        for message in &messages {
+            let first = messages[0].contiguous.device();
+            let device = message.contiguous.device();
+            if device != first {
                 return Err(failed(group, NAME)(format!(
-                    "tensors are on {:?} and on {:?}: put those of a batch on one device",
-                    device(first),
-                    device(other)
+                    "tensors are on {first:?} and on {device:?}: put those of a batch on one device"
                 )));
             }
         }
         Ok(Self { messages })
+    }
+}
+
+impl Message {
+    fn new(group: &ProcessGroup, op: &P2pOp<Tensor>) -> Result<Self> {
+        let op = match op {
+            P2pOp::Send { data, to } => {
+                check(false, data, false).map_err(failed(group, NAME))?;
+                P2pOp::Send { data: data.shallow_clone(), to: *to }
+            }
+            P2pOp::Recv { buffer, from } => {
+                check(false, buffer, true).map_err(failed(group, NAME))?;
+                P2pOp::Recv { buffer: buffer.shallow_clone(), from: *from }
+            }
+        };
+        let contiguous = match &op {
+            P2pOp::Send { data: tensor, .. } | P2pOp::Recv { buffer: tensor, .. } => {
+                contiguous(tensor)
+            }
+        };
+        Ok(Self { op, contiguous })
+    }
+
+    /// Starts to send or receive, beside the caller.
+    fn start(self, group: &ProcessGroup) -> flow_comm::Result<flow_comm::Work<Self>> {
+        match self.op {
+            P2pOp::Send { to, .. } => group.start(Lane::To(to), "send", move |group| {
+                group.send(&HostTensor::new(&self.contiguous), to)?;
+                Ok(self)
+            }),
+            P2pOp::Recv { from, .. } => group.start(Lane::From(from, 0), "recv", move |group| {
+                group.recv(&mut HostTensor::new(&self.contiguous), from)?;
+                Ok(self)
+            }),
+        }
+    }
+
+    /// Returns the caller's tensor, with what was received.
+    fn finish(self, group: &ProcessGroup) -> Result<Tensor> {
+        match self.op {
+            P2pOp::Send { data, .. } => Ok(data),
+            P2pOp::Recv { mut buffer, .. } => {
+                copy_back(group, NAME, &self.contiguous, &mut buffer)?;
+                Ok(buffer)
+            }
+        }
     }
 }
 
@@ -77,16 +113,11 @@ impl Prepared for Batch {
         self,
         group: &ProcessGroup,
     ) -> Result<impl FnOnce() -> Result<Self> + Send + 'static> {
-        let start = |message: Message| match message.op {
-            P2pOp::Send { to, .. } => group.start(Lane::To(to), "send", move |group| {
-                group.send(&HostTensor::new(&message.contiguous), to).map(|()| message)
-            }),
-            P2pOp::Recv { from, .. } => group.start(Lane::From(from, 0), "recv", move |group| {
-                group.recv(&mut HostTensor::new(&message.contiguous), from).map(|()| message)
-            }),
-        };
-        let works: Vec<_> =
-            self.messages.into_iter().map(start).collect::<flow_comm::Result<_>>()?;
+        let works: Vec<_> = self
+            .messages
+            .into_iter()
+            .map(|message| message.start(group))
+            .collect::<flow_comm::Result<_>>()?;
         Ok(move || {
             let messages = works.into_iter().map(flow_comm::Work::wait);
             Ok(Self { messages: messages.collect::<flow_comm::Result<_>>()? })
@@ -94,42 +125,30 @@ impl Prepared for Batch {
     }
 
     fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
-        let failed = failed(group, NAME);
-        let memory = |message: &Message| {
-            cuda_tensor(&message.contiguous).map_err(|error| failed(error.to_string()))
-        };
-        let mut buffers = self.messages.iter().map(memory).collect::<Result<Vec<_>>>()?;
+        let mut buffers = self
+            .messages
+            .iter()
+            .map(|message| cuda_buffer(group, NAME, &message.contiguous))
+            .collect::<Result<Vec<_>>>()?;
         cuda.batch_send_recv(&mut self.ops(&mut buffers), stream)?;
         Ok(())
     }
 
     fn finish(self, group: &ProcessGroup) -> Result<Vec<Tensor>> {
-        let finish = |message: Message| match message.op {
-            P2pOp::Send { data, .. } => Ok(data),
-            P2pOp::Recv { mut buffer, .. } => {
-                copy_back(group, NAME, &message.contiguous, &mut buffer)?;
-                Ok(buffer)
-            }
-        };
-        self.messages.into_iter().map(finish).collect()
+        self.messages.into_iter().map(|message| message.finish(group)).collect()
     }
 }
 
 impl Batch {
     /// The messages on these buffers.
     fn ops<'a, B>(&self, buffers: &'a mut [B]) -> Vec<P2pOp<&'a mut B>> {
-        let op = |(message, buffer): (&Message, &'a mut B)| match message.op {
-            P2pOp::Send { to, .. } => P2pOp::Send { data: buffer, to },
-            P2pOp::Recv { from, .. } => P2pOp::Recv { buffer, from },
-        };
-        self.messages.iter().zip(buffers).map(op).collect()
-    }
-}
-
-/// A message's tensor, and whether it is written to.
-fn tensor_of(op: &P2pOp<Tensor>) -> (&Tensor, bool) {
-    match op {
-        P2pOp::Send { data, .. } => (data, false),
-        P2pOp::Recv { buffer, .. } => (buffer, true),
+        let mut ops = Vec::with_capacity(buffers.len());
+        for (message, buffer) in self.messages.iter().zip(buffers) {
+            ops.push(match message.op {
+                P2pOp::Send { to, .. } => P2pOp::Send { data: buffer, to },
+                P2pOp::Recv { from, .. } => P2pOp::Recv { buffer, from },
+            });
+        }
+        ops
     }
 }

@@ -7,8 +7,8 @@ use flow_comm::nccl::{CudaGroup, FlatBucket};
 use flow_comm::{ProcessGroup, ReduceOp, SharedBuffer};
 use tch::{Kind, Tensor};
 
-use crate::error::{failed, torch_failed, Error, Result};
-use crate::operation::{check, Call, Operation, Output, Prepared};
+use crate::error::{Error, Result, failed, torch_failed};
+use crate::operation::{Call, Operation, Output, Prepared, check};
 use crate::tensors::{contiguous, copy_back, cuda_group, current_stream};
 
 const OPERATION: &str = "broadcasting tensors";
@@ -16,9 +16,9 @@ const ALL_REDUCE: &str = "all_reduce_coalesced";
 
 /// See [`TensorCollectives::all_reduce_coalesced`](crate::TensorCollectives::all_reduce_coalesced).
 pub(crate) fn all_reduce(group: &ProcessGroup, tensors: &mut [Tensor], op: ReduceOp) -> Result<()> {
-    let failed = |reason: String| failed(group, ALL_REDUCE)(reason);
+    let failed = failed(group, ALL_REDUCE);
     for tensor in tensors.iter() {
-        check(true, tensor, true).map_err(failed)?;
+        check(true, tensor, true).map_err(&failed)?;
         if tensor.device() != tensors[0].device() {
             let devices = (tensors[0].device(), tensor.device());
             return Err(failed(format!("tensors are on {devices:?}: put them on one device")));
@@ -56,7 +56,7 @@ fn by_kind(tensors: &[Tensor]) -> Vec<Vec<usize>> {
 pub struct CoalescedBroadcast {
     names: Vec<String>,
     tensors: Vec<Tensor>,
-    /// Of each tensor: what the buffers were made for.
+    /// The kind and number of elements that the buffers were made for, of each tensor.
     sizes: Vec<(Kind, usize)>,
     buffers: CoalescedBuffers,
 }
@@ -110,18 +110,17 @@ impl CoalescedBroadcast {
     pub fn run(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
         let contiguous: Vec<Tensor> = self.tensors.iter().map(contiguous).collect();
         // A model may have given a tensor other data since it was wrapped.
-        let changed =
-            |(tensor, size): (&Tensor, &(Kind, usize))| (tensor.kind(), tensor.numel()) != *size;
-        if let Some(index) = contiguous.iter().zip(&self.sizes).position(changed) {
-            let (name, (kind, length), now) =
-                (&self.names[index], self.sizes[index], &contiguous[index]);
-            let reason = format!(
-                "{name} had {length} elements of {kind:?} when the model was wrapped and is {:?} \
-                 {:?} now: wrap it again",
-                now.size(),
-                now.kind()
-            );
-            return Err(failed(group, OPERATION)(reason));
+        for (index, now) in contiguous.iter().enumerate() {
+            let (kind, length) = self.sizes[index];
+            if (now.kind(), now.numel()) != (kind, length) {
+                return Err(failed(group, OPERATION)(format!(
+                    "{} had {length} elements of {kind:?} when the model was wrapped and is {:?} \
+                     {:?} now: wrap it again",
+                    self.names[index],
+                    now.size(),
+                    now.kind()
+                )));
+            }
         }
         match &mut self.buffers {
             CoalescedBuffers::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
@@ -139,17 +138,18 @@ impl CoalescedBroadcast {
 }
 
 fn flat(cuda: &CudaGroup, tensors: &[Tensor]) -> Result<Vec<Flat>> {
-    let of_kind = |(number, members): (usize, Vec<usize>)| {
+    let mut all = Vec::new();
+    for (number, members) in by_kind(tensors).into_iter().enumerate() {
         let kind = tensors[members[0]].kind();
         let floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
         let lengths: Vec<usize> = members.iter().map(|&member| tensors[member].numel()).collect();
-        let dtype = flow_autograd::dtype(kind).filter(|_| floating);
-        let bucket = dtype
-            .map(|dtype| cuda.bucket_to_broadcast(number as u32, dtype, &lengths))
-            .transpose()?;
-        Ok(Flat { members, bucket })
-    };
-    by_kind(tensors).into_iter().enumerate().map(of_kind).collect()
+        let bucket = match flow_autograd::dtype(kind).filter(|_| floating) {
+            Some(dtype) => Some(cuda.bucket_to_broadcast(number as u32, dtype, &lengths)?),
+            None => None,
+        };
+        all.push(Flat { members, bucket });
+    }
+    Ok(all)
 }
 
 fn broadcast_flat(
@@ -161,22 +161,21 @@ fn broadcast_flat(
 ) -> Result<()> {
     let stream = current_stream(group, cuda)?;
     for Flat { members, bucket } in flat {
-        let members = || members.iter().map(|&member| &tensors[member]);
+        let members = members.iter().map(|&member| &tensors[member]);
         match bucket {
             Some(bucket) => {
-                let tensors =
-                    members().map(CudaTensor::new).collect::<std::result::Result<Vec<_>, _>>();
-                cuda.broadcast_bucket(
-                    bucket,
-                    &mut tensors.map_err(libtorch_failed(group))?,
-                    root,
-                    &stream,
-                )?;
+                let mut buffers = members
+                    .map(CudaTensor::new)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(libtorch_failed(group))?;
+                cuda.broadcast_bucket(bucket, &mut buffers, root, &stream)?;
             }
             None => {
-                let tensors =
-                    members().map(CudaTensor::as_bytes).collect::<std::result::Result<Vec<_>, _>>();
-                cuda.broadcast(&mut tensors.map_err(libtorch_failed(group))?, root, &stream)?;
+                let mut buffers = members
+                    .map(CudaTensor::as_bytes)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(libtorch_failed(group))?;
+                cuda.broadcast(&mut buffers, root, &stream)?;
             }
         }
     }

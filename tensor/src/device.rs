@@ -1,13 +1,13 @@
-//! Where a rank computes.
+//! Chooses the device that a rank computes on.
 
 use std::str::FromStr;
 
 use flow_comm::ProcessGroup;
 use tch::Device;
 
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 
-/// What a job's ranks compute on.
+/// The kind of device that a job's ranks compute on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceKind {
     /// The processor.
@@ -29,7 +29,7 @@ impl FromStr for DeviceKind {
     }
 }
 
-/// [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
+/// See [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
 pub(crate) fn choose(group: &ProcessGroup, kind: DeviceKind) -> Result<Device> {
     if kind == DeviceKind::Cpu {
         return Ok(Device::Cpu);
@@ -38,10 +38,7 @@ pub(crate) fn choose(group: &ProcessGroup, kind: DeviceKind) -> Result<Device> {
     // All ranks take part in the group's own check, also those that failed here.
     let loaded = flow_autograd::load_cuda();
     let device = group.use_cuda();
-    let fail = |reason: String| Error::Device { rank, reason };
-    match (loaded, device) {
-        (Ok(()), Ok(device)) => Ok(flow_autograd::torch_device(&device)),
-        (_, Err(error)) => Err(error.into()),
-        (Err(error), Ok(_)) => Err(fail(error.to_string())),
-    }
+    let device = device?;
+    loaded.map_err(|error| Error::Device { rank, reason: error.to_string() })?;
+    Ok(flow_autograd::torch_device(&device))
 }

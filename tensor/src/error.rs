@@ -1,4 +1,4 @@
-//! What can go wrong with collectives on tensors.
+//! Errors of collectives on tensors.
 
 use flow_comm::ProcessGroup;
 use tch::TchError;
@@ -32,7 +32,7 @@ pub enum Error {
 /// Result of collectives on tensors.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank's number in the job. Errors of sub-groups use it too.
+/// This rank's number in the job, which errors of sub-groups use too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }

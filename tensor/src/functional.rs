@@ -20,70 +20,87 @@
 //! | [`recv`] | send |
 //! | [`batch_send_recv`] | batch_send_recv |
 //!
-//! The gradient is that of the sum of all ranks' losses. Backward is a collective operation as
-//! well: an input requires a gradient on all ranks or on none, all ranks run backward through the
-//! results, and if a program has several of these operations, the results depend on each other, or
-//! else their backwards run in the same order on all ranks. A gradient that is undefined on a rank
-//! counts as zeros. But where a rank's loss does not depend on the result at all, no backward runs
-//! there, and the others wait for it until the time-out: add `0 * result.sum()` to that loss.
+//! The gradient is that of the sum of all ranks' losses. Backward is collective too: an input needs
+//! a gradient on all ranks or none; all ranks run backward through the results; several such
+//! operations depend on each other, or run backward in one order everywhere. A gradient that is
+//! undefined on a rank counts as zeros. But where a rank's loss does not depend on the result at
+//! all, no backward runs there, and the others wait for it until the time-out: add
+//! `0 * result.sum()` to that loss.
 //! Gradients of gradients work, except for those of [`send`], [`recv`] and [`batch_send_recv`].
 
 use std::sync::{Arc, OnceLock};
 
-use flow_autograd::{custom_function, Forward};
+use flow_autograd::{Forward, custom_function};
 use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
 use crate::batch::Batch;
-use crate::collectives as calls;
-use crate::error::{failed, Error, Result};
-use crate::operation::{Call, Prepared};
+use crate::calls;
+use crate::error::{Error, Result, failed};
+use crate::operation::Prepared;
 
-/// The reduction of all ranks' tensors, on all ranks. `op` is `Sum` or `Avg`.
+/// Reduces all ranks' tensors; all ranks get the result. `op` is `Sum` or `Avg`.
 pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
     check_linear(group, "all_reduce", op)?;
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = copied(tensor);
-        calls::all_reduce(group, &result, op)?.run(group)
-    };
-    function(group, "all_reduce", tensor, forward, move |group, grad| all_reduce(group, grad, op))
+    function(
+        group,
+        "all_reduce",
+        tensor,
+        |tensor| calls::all_reduce(group, &copied(tensor), op)?.run(group),
+        move |group, grad| all_reduce(group, grad, op),
+    )
 }
 
-/// All ranks' tensors, stacked along a new first dimension, on all ranks.
+/// Gathers all ranks' tensors, stacked along a new first dimension; all ranks get the result.
 pub fn all_gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
-    let forward = run(calls::all_gather);
-    function(group, "all_gather", tensor, forward, |group, grad| {
-        reduce_scatter(group, grad, ReduceOp::Sum)
-    })
+    function(
+        group,
+        "all_gather",
+        tensor,
+        |tensor| calls::all_gather(group, tensor)?.run(group),
+        |group, grad| reduce_scatter(group, grad, ReduceOp::Sum),
+    )
 }
 
-/// Rank r's result is `[r]` of the reduction of all ranks' tensors, whose first dimension is the
-/// number of ranks. `op` is `Sum` or `Avg`.
+/// Reduces all ranks' tensors, whose first dimension is the number of ranks; rank r gets `[r]` of
+/// the result. `op` is `Sum` or `Avg`.
 pub fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
     check_linear(group, "reduce_scatter", op)?;
-    let forward = run(move |group, tensor| calls::reduce_scatter(group, tensor, op));
-    function(group, "reduce_scatter", tensor, forward, move |group, grad| {
-        Ok(all_gather(group, grad)? * weight(group, op))
-    })
+    function(
+        group,
+        "reduce_scatter",
+        tensor,
+        |tensor| calls::reduce_scatter(group, tensor, op)?.run(group),
+        move |group, grad| Ok(all_gather(group, grad)? * weight(group, op)),
+    )
 }
 
-/// Rank r's result is block r of every rank's tensor: see
+/// Gives rank r block r of every rank's tensor: see
 /// [`all_to_all_tensor`](crate::TensorCollectives::all_to_all_tensor).
 pub fn all_to_all(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
-    function(group, "all_to_all", tensor, run(calls::all_to_all), all_to_all)
+    function(
+        group,
+        "all_to_all",
+        tensor,
+        |tensor| calls::all_to_all(group, tensor)?.run(group),
+        all_to_all,
+    )
 }
 
-/// All ranks' tensors, one after the other along the first dimension: see
+/// Gathers all ranks' tensors, one after the other along the first dimension: see
 /// [`all_gather_v_tensor`](crate::TensorCollectives::all_gather_v_tensor).
 pub fn all_gather_v(group: &ProcessGroup, tensor: &Tensor, counts: &[usize]) -> Result<Tensor> {
-    let forward = run(|group, tensor| calls::all_gather_v(group, tensor, counts));
-    let counts = counts.to_vec();
-    function(group, "all_gather_v", tensor, forward, move |group, grad| {
-        reduce_scatter_v(group, grad, &counts, ReduceOp::Sum)
-    })
+    let counts_of_backward = counts.to_vec();
+    function(
+        group,
+        "all_gather_v",
+        tensor,
+        |tensor| calls::all_gather_v(group, tensor, counts)?.run(group),
+        move |group, grad| reduce_scatter_v(group, grad, &counts_of_backward, ReduceOp::Sum),
+    )
 }
 
-/// Rank r's part of the reduction of all ranks' tensors: see
+/// Reduces all ranks' tensors; rank r gets its part of the result: see
 /// [`reduce_scatter_v_tensor`](crate::TensorCollectives::reduce_scatter_v_tensor). `op` is `Sum` or
 /// `Avg`.
 pub fn reduce_scatter_v(
@@ -93,14 +110,17 @@ pub fn reduce_scatter_v(
     op: ReduceOp,
 ) -> Result<Tensor> {
     check_linear(group, "reduce_scatter_v", op)?;
-    let forward = run(|group, tensor| calls::reduce_scatter_v(group, tensor, counts, op));
-    let counts = counts.to_vec();
-    function(group, "reduce_scatter_v", tensor, forward, move |group, grad| {
-        Ok(all_gather_v(group, grad, &counts)? * weight(group, op))
-    })
+    let counts_of_backward = counts.to_vec();
+    function(
+        group,
+        "reduce_scatter_v",
+        tensor,
+        |tensor| calls::reduce_scatter_v(group, tensor, counts, op)?.run(group),
+        move |group, grad| Ok(all_gather_v(group, grad, &counts_of_backward)? * weight(group, op)),
+    )
 }
 
-/// What each rank sends this one: see
+/// Sends each rank a part, and returns what all ranks have sent: see
 /// [`all_to_all_v_tensor`](crate::TensorCollectives::all_to_all_v_tensor).
 pub fn all_to_all_v(
     group: &ProcessGroup,
@@ -108,95 +128,116 @@ pub fn all_to_all_v(
     input_counts: &[usize],
     output_counts: &[usize],
 ) -> Result<Tensor> {
-    let forward =
-        run(|group, tensor| calls::all_to_all_v(group, tensor, input_counts, output_counts));
-    let (sent, received) = (input_counts.to_vec(), output_counts.to_vec());
-    function(group, "all_to_all_v", tensor, forward, move |group, grad| {
-        all_to_all_v(group, grad, &received, &sent)
-    })
+    let sent = input_counts.to_vec();
+    let received = output_counts.to_vec();
+    function(
+        group,
+        "all_to_all_v",
+        tensor,
+        |tensor| calls::all_to_all_v(group, tensor, input_counts, output_counts)?.run(group),
+        move |group, grad| all_to_all_v(group, grad, &received, &sent),
+    )
 }
 
-/// Rank `root`'s tensor, on all ranks. The others pass a tensor of the same shape.
+/// Gives all ranks rank `root`'s tensor. The others pass a tensor of the same shape.
 pub fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = copied(tensor);
-        calls::broadcast(group, &result, root)?.run(group)
-    };
-    function(group, "broadcast", tensor, forward, move |group, grad| {
-        reduce(group, grad, ReduceOp::Sum, root)
-    })
+    function(
+        group,
+        "broadcast",
+        tensor,
+        |tensor| calls::broadcast(group, &copied(tensor), root)?.run(group),
+        move |group, grad| reduce(group, grad, ReduceOp::Sum, root),
+    )
 }
 
-/// The reduction of all ranks' tensors on rank `root`, zeros on the others. `op` is `Sum` or `Avg`.
+/// Reduces all ranks' tensors; rank `root` gets the result, the others zeros. `op` is `Sum` or `Avg`.
 pub fn reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp, root: usize) -> Result<Tensor> {
     check_linear(group, "reduce", op)?;
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let result = copied(tensor);
-        let result = calls::reduce(group, &result, op, root)?.run(group)?;
-        Ok(if group.rank() == root { result } else { result.zeros_like() })
-    };
-    function(group, "reduce", tensor, forward, move |group, grad| {
-        Ok(broadcast(group, grad, root)? * weight(group, op))
-    })
+    function(
+        group,
+        "reduce",
+        tensor,
+        |tensor| {
+            let result = calls::reduce(group, &copied(tensor), op, root)?.run(group)?;
+            Ok(if group.rank() == root { result } else { result.zeros_like() })
+        },
+        move |group, grad| Ok(broadcast(group, grad, root)? * weight(group, op)),
+    )
 }
 
-/// On rank `root`, all ranks' tensors stacked along a new first dimension; on the others an empty
-/// tensor, with 0 as first dimension, through which they run backward.
+/// Gathers all ranks' tensors on rank `root`, stacked along a new first dimension. The others get an
+/// empty tensor, with 0 as first dimension, through which they run backward.
 pub fn gather(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let gathered = calls::gather(group, tensor, root)?.run(group)?;
-        let empty: Vec<i64> = std::iter::once(0).chain(tensor.size()).collect();
-        Ok(if group.rank() == root { gathered } else { Tensor::zeros(empty, of(tensor)) })
-    };
-    function(group, "gather", tensor, forward, move |group, grad| {
-        let size = grad.size();
-        let all: Vec<i64> =
-            std::iter::once(group.world_size() as i64).chain(size[1..].iter().copied()).collect();
-        // The others have no gradients to send; theirs only has the shape.
-        let grad = if group.rank() == root {
-            grad.shallow_clone()
-        } else {
-            depends_on(grad, &grad.new_zeros(&all, of(grad)))
-        };
-        scatter(group, &grad, root)
-    })
+    function(
+        group,
+        "gather",
+        tensor,
+        |tensor| {
+            let gathered = calls::gather(group, tensor, root)?.run(group)?;
+            if group.rank() == root {
+                return Ok(gathered);
+            }
+            Ok(Tensor::zeros(with_first(0, &tensor.size()), of(tensor)))
+        },
+        move |group, grad| {
+            if group.rank() == root {
+                return scatter(group, grad, root);
+            }
+            // The others have no gradients to send; theirs only has the shape.
+            let all = with_first(group.world_size(), &grad.size()[1..]);
+            scatter(group, &depends_on(grad, &grad.new_zeros(&all, of(grad))), root)
+        },
+    )
 }
 
-/// `[r]` of rank `root`'s tensor, on rank r. The others pass a tensor of the same shape.
+/// Gives rank r `[r]` of rank `root`'s tensor. The others pass a tensor of the same shape.
 pub fn scatter(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tensor> {
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        let size = tensor.size();
-        if size.first() != Some(&(group.world_size() as i64)) {
-            return Err(failed(group, "scatter")(format!(
-                "the first dimension of {size:?} is not the number of ranks, {}",
-                group.world_size()
-            )));
-        }
-        let output = Tensor::empty(&size[1..], of(tensor));
-        let input = (group.rank() == root).then_some(tensor);
-        calls::scatter(group, input, &output, root)?.run(group)
-    };
-    function(group, "scatter", tensor, forward, move |group, grad| {
-        let gathered = gather(group, grad, root)?;
-        if group.rank() == root {
-            return Ok(gathered);
-        }
-        let all: Vec<i64> = std::iter::once(group.world_size() as i64).chain(grad.size()).collect();
-        Ok(depends_on(&gathered, &Tensor::zeros(all, of(grad))))
-    })
+    function(
+        group,
+        "scatter",
+        tensor,
+        |tensor| {
+            let size = tensor.size();
+            if size.first() != Some(&(group.world_size() as i64)) {
+                return Err(failed(group, "scatter")(format!(
+                    "the first dimension of {size:?} is not the number of ranks, {}",
+                    group.world_size()
+                )));
+            }
+            let output = Tensor::empty(&size[1..], of(tensor));
+            let input = (group.rank() == root).then_some(tensor);
+            calls::scatter(group, input, &output, root)?.run(group)
+        },
+        move |group, grad| {
+            let gathered = gather(group, grad, root)?;
+            if group.rank() == root {
+                return Ok(gathered);
+            }
+            let all = with_first(group.world_size(), &grad.size());
+            Ok(depends_on(&gathered, &Tensor::zeros(all, of(grad))))
+        },
+    )
+}
+
+/// A shape with one dimension more, before the others.
+fn with_first(length: usize, shape: &[i64]) -> Vec<i64> {
+    std::iter::once(length as i64).chain(shape.iter().copied()).collect()
 }
 
 /// Sends the tensor to rank `to`, which receives it by [`recv`]. The result is a zero to add to the
 /// loss, or to run backward from: that receives the gradient from rank `to`.
 pub fn send(group: &ProcessGroup, tensor: &Tensor, to: usize) -> Result<Tensor> {
-    let (shape, options) = (tensor.size(), of(tensor));
-    let forward = |group: &ProcessGroup, tensor: &Tensor| {
-        drop(calls::send(group, tensor, to)?.run(group)?);
-        Ok(Tensor::zeros([0i64; 0], of(tensor)))
-    };
-    function(group, "send", tensor, forward, move |group, _| {
-        recv(group, &shape, options.0, options.1, to)
-    })
+    let sent = TensorMeta::of(tensor);
+    function(
+        group,
+        "send",
+        tensor,
+        |tensor| {
+            drop(calls::send(group, tensor, to)?.run(group)?);
+            Ok(Tensor::zeros([0i64; 0], of(tensor)))
+        },
+        move |group, _| recv(group, &sent.shape, sent.options.0, sent.options.1, to),
+    )
 }
 
 /// Receives a tensor of this shape and kind that rank `from` sends by [`send`]. The result requires
@@ -208,13 +249,16 @@ pub fn recv(
     device: Device,
     from: usize,
 ) -> Result<Tensor> {
-    let forward = |group: &ProcessGroup, _: &Tensor| {
-        calls::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group)
-    };
-    function(group, "recv", &anchor((kind, device)), forward, move |group, grad| {
-        drop(send(group, grad, from)?);
-        Ok(Tensor::zeros([0], of(grad)))
-    })
+    function(
+        group,
+        "recv",
+        &anchor((kind, device)),
+        |_| calls::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group),
+        move |group, grad| {
+            drop(send(group, grad, from)?);
+            Ok(Tensor::zeros([0], of(grad)))
+        },
+    )
 }
 
 /// Sends and receives messages together: see
@@ -233,19 +277,6 @@ pub fn batch_send_recv(group: &ProcessGroup, ops: &[P2pOp<&Tensor>]) -> Result<V
             P2pOp::Recv { buffer, .. } => anchor(of(buffer)),
         })
         .collect();
-    let forward = |inputs: &[Tensor]| {
-        let message = |(op, input): (&P2pOp<&Tensor>, &Tensor)| match *op {
-            P2pOp::Send { to, .. } => P2pOp::Send { data: input.shallow_clone(), to },
-            P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer: buffer.empty_like(), from },
-        };
-        let messages: Vec<_> = ops.iter().zip(inputs).map(message).collect();
-        let tensors = Batch::new(group, &messages)?.run(group)?;
-        let result = |(op, tensor): (&P2pOp<&Tensor>, Tensor)| match op {
-            P2pOp::Send { .. } => Tensor::zeros([0i64; 0], of(&tensor)),
-            P2pOp::Recv { .. } => tensor,
-        };
-        Ok(ops.iter().zip(tensors).map(result).collect())
-    };
     // What backward sends is what forward has received.
     let answers: Vec<P2pOp<TensorMeta>> = ops
         .iter()
@@ -254,31 +285,71 @@ pub fn batch_send_recv(group: &ProcessGroup, ops: &[P2pOp<&Tensor>]) -> Result<V
             P2pOp::Recv { buffer, from } => P2pOp::Send { data: TensorMeta::of(buffer), to: from },
         })
         .collect();
-    let backward = move |group: &ProcessGroup, grads: &[Option<Tensor>]| {
-        let has_grad = |answer: &P2pOp<TensorMeta>| match answer {
-            P2pOp::Send { data: meta, .. } | P2pOp::Recv { buffer: meta, .. } => {
-                is_floating(meta.options.0)
-            }
-        };
-        let message = |(answer, grad): (&P2pOp<TensorMeta>, &Option<Tensor>)| match answer {
-            P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer: buffer.zeros(), from: *from },
-            P2pOp::Send { data, to } => P2pOp::Send { data: data.or_zeros(grad), to: *to },
-        };
-        let messages: Vec<_> =
-            answers.iter().zip(grads).filter(|(answer, _)| has_grad(answer)).map(message).collect();
-        let mut tensors = Batch::new(group, &messages)?.run(group)?.into_iter();
-        let result = |answer: &P2pOp<TensorMeta>| match answer {
-            _ if !has_grad(answer) => None,
-            P2pOp::Recv { .. } => tensors.next(),
-            P2pOp::Send { .. } => tensors.next().map(|sent| Tensor::zeros([0], of(&sent))),
-        };
-        Ok(answers.iter().map(result).collect())
-    };
     let inputs: Vec<&Tensor> = inputs.iter().collect();
-    functions(group, "batch_send_recv", &inputs, forward, backward)
+    functions(
+        group,
+        "batch_send_recv",
+        &inputs,
+        |inputs| batch_forward(group, ops, inputs),
+        move |group, grads| batch_backward(group, &answers, grads),
+    )
 }
 
-/// What another tensor like this one is made of.
+/// Sends and receives a batch. Returns what was received, and zeros in place of what was sent.
+fn batch_forward(
+    group: &ProcessGroup,
+    ops: &[P2pOp<&Tensor>],
+    inputs: &[Tensor],
+) -> Result<Vec<Tensor>> {
+    let mut messages = Vec::with_capacity(ops.len());
+    for (op, input) in ops.iter().zip(inputs) {
+        messages.push(match *op {
+            P2pOp::Send { to, .. } => P2pOp::Send { data: input.shallow_clone(), to },
+            P2pOp::Recv { buffer, from } => P2pOp::Recv { buffer: buffer.empty_like(), from },
+        });
+    }
+    let mut results = Batch::new(group, &messages)?.run(group)?;
+    for (op, result) in ops.iter().zip(&mut results) {
+        if let P2pOp::Send { .. } = op {
+            *result = Tensor::zeros([0i64; 0], of(result));
+        }
+    }
+    Ok(results)
+}
+
+/// Sends and receives the gradients of a batch. Kinds that have none are left out.
+fn batch_backward(
+    group: &ProcessGroup,
+    answers: &[P2pOp<TensorMeta>],
+    grads: &[Option<Tensor>],
+) -> Result<Gradients> {
+    let mut messages = Vec::new();
+    for (answer, grad) in answers.iter().zip(grads) {
+        match answer {
+            P2pOp::Recv { buffer, from } if is_floating(buffer.options.0) => {
+                messages.push(P2pOp::Recv { buffer: buffer.zeros(), from: *from });
+            }
+            P2pOp::Send { data, to } if is_floating(data.options.0) => {
+                messages.push(P2pOp::Send { data: data.or_zeros(grad), to: *to });
+            }
+            _ => {}
+        }
+    }
+    let mut tensors = Batch::new(group, &messages)?.run(group)?.into_iter();
+    let mut results = Vec::with_capacity(answers.len());
+    for answer in answers {
+        results.push(match answer {
+            P2pOp::Recv { buffer, .. } if is_floating(buffer.options.0) => tensors.next(),
+            P2pOp::Send { data, .. } if is_floating(data.options.0) => {
+                tensors.next().map(|sent| Tensor::zeros([0], of(&sent)))
+            }
+            _ => None,
+        });
+    }
+    Ok(results)
+}
+
+/// The shape, kind and device of a tensor.
 struct TensorMeta {
     shape: Vec<i64>,
     options: (Kind, Device),
@@ -293,7 +364,7 @@ impl TensorMeta {
         Tensor::zeros(&self.shape, self.options)
     }
 
-    /// The gradient. Where there is none, other ranks may have one, and so this one takes part.
+    /// Returns the gradient, or zeros: other ranks may have one, and so this one takes part.
     fn or_zeros(&self, gradient: &Option<Tensor>) -> Tensor {
         gradient.as_ref().map_or_else(|| self.zeros(), Tensor::shallow_clone)
     }
@@ -313,28 +384,34 @@ fn function(
     group: &ProcessGroup,
     operation: &'static str,
     tensor: &Tensor,
-    forward: impl FnOnce(&ProcessGroup, &Tensor) -> Result<Tensor>,
+    forward: impl FnOnce(&Tensor) -> Result<Tensor>,
     backward: impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> + Send + 'static,
 ) -> Result<Tensor> {
-    let of_result = Arc::new(OnceLock::new());
-    let meta = Arc::clone(&of_result);
-    let forward = |inputs: &[Tensor]| {
-        let result = forward(group, &inputs[0])?;
-        let _ = of_result.set(TensorMeta::of(&result));
-        Ok(vec![result])
-    };
-    let backward = move |group: &ProcessGroup, grads: &[Option<Tensor>]| {
-        let known = || failed(group, operation)("backward before forward".into());
-        let grad = meta.get().ok_or_else(known)?.or_zeros(&grads[0]);
-        Ok(vec![Some(backward(group, &grad)?)])
-    };
-    functions(group, operation, &[tensor], forward, backward).map(|mut one| one.swap_remove(0))
+    let result_of_forward = Arc::new(OnceLock::new());
+    let meta = Arc::clone(&result_of_forward);
+    let mut results = functions(
+        group,
+        operation,
+        &[tensor],
+        |inputs| {
+            let result = forward(&inputs[0])?;
+            let _ = result_of_forward.set(TensorMeta::of(&result));
+            Ok(vec![result])
+        },
+        move |group, grads| {
+            let Some(meta) = meta.get() else {
+                return Err(failed(group, operation)("backward before forward".into()));
+            };
+            Ok(vec![Some(backward(group, &meta.or_zeros(&grads[0]))?)])
+        },
+    )?;
+    Ok(results.swap_remove(0))
 }
 
 /// A gradient for each input, if it has one.
 type Gradients = Vec<Option<Tensor>>;
 
-/// As [`function`], for any number of tensors and results.
+/// Runs `forward` on tensors, with `backward` from the results' gradients to the tensors'.
 fn functions(
     group: &ProcessGroup,
     operation: &'static str,
@@ -343,34 +420,27 @@ fn functions(
     backward: impl Fn(&ProcessGroup, &[Option<Tensor>]) -> Result<Gradients> + Send + 'static,
 ) -> Result<Vec<Tensor>> {
     let group_of_backward = group.clone();
-    let mut own_error = None;
+    let mut error_of_forward = None;
     let result = custom_function(
         tensors,
         |inputs| match forward(inputs) {
             Ok(outputs) => Ok(Forward { outputs, saved: Vec::new() }),
             Err(error) => {
                 let text = error.to_string();
-                own_error = Some(error);
+                error_of_forward = Some(error);
                 Err(text.into())
             }
         },
         move |_, grads| Ok(backward(&group_of_backward, grads)?),
     );
-    match (own_error, result) {
-        (Some(error), _) => Err(error),
-        (None, Ok(outputs)) => Ok(outputs),
-        (None, Err(error)) => Err(failed(group, operation)(error.to_string())),
+    if let Some(error) = error_of_forward {
+        return Err(error);
     }
+    result.map_err(|error| failed(group, operation)(error.to_string()))
 }
 
-fn run(
-    call: impl Fn(&ProcessGroup, &Tensor) -> Result<Call>,
-) -> impl Fn(&ProcessGroup, &Tensor) -> Result<Tensor> {
-    move |group, tensor| call(group, tensor)?.run(group)
-}
-
-/// `tensor`, in such a way that backward also runs through `empty`, whose first dimension is 0:
-/// what other ranks do to compute a gradient of a gradient, this one must do, too.
+/// Makes `tensor` depend on `empty`, whose first dimension is 0, so that backward runs through both.
+/// What other ranks do to compute a gradient of a gradient, this one must do, too.
 fn depends_on(empty: &Tensor, tensor: &Tensor) -> Tensor {
     Tensor::cat(&[empty, tensor], 0)
 }
@@ -384,7 +454,7 @@ fn of(tensor: &Tensor) -> (Kind, Device) {
     (tensor.kind(), tensor.device())
 }
 
-/// What each rank's element counts in the result.
+/// The factor of each rank's element in the result.
 fn weight(group: &ProcessGroup, op: ReduceOp) -> f64 {
     match op {
         ReduceOp::Avg => 1.0 / group.world_size() as f64,

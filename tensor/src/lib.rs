@@ -40,6 +40,7 @@
 
 mod allocator;
 mod batch;
+mod calls;
 mod coalesced;
 mod collectives;
 mod device;
@@ -56,4 +57,4 @@ pub use device::DeviceKind;
 pub use error::{Error, Result};
 pub use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 pub use nonblocking::Work;
-pub use tensors::{cuda_group, cuda_tensor, current_stream, overlaps, HostTensor, OVERLAPS};
+pub use tensors::{HostTensor, OVERLAPS, cuda_group, cuda_tensor, current_stream, overlaps};

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use flow_comm::nccl::{CudaGroup, DeviceError, Event, Stream};
 use flow_comm::ProcessGroup;
+use flow_comm::nccl::{CudaGroup, DeviceError, Event, Stream};
 use tch::Tensor;
 
-use crate::error::{failed, Result};
+use crate::error::{Result, failed};
 use crate::operation::Prepared;
 use crate::tensors::current_stream;
 
@@ -22,7 +22,7 @@ pub struct Work<T = Tensor> {
 }
 
 impl<T> Work<T> {
-    /// Starts what was prepared. `result` makes the caller's result of its output.
+    /// Starts an operation. `result` makes the caller's result of its output.
     pub(crate) fn start<P: Prepared>(
         group: &ProcessGroup,
         prepared: P,
@@ -31,15 +31,15 @@ impl<T> Work<T> {
     where
         T: 'static,
     {
-        let own = group.clone();
-        let wait: Box<dyn FnOnce() -> Result<T> + Send> = match prepared.cuda(group)? {
+        let group = group.clone();
+        let wait: Box<dyn FnOnce() -> Result<T> + Send> = match prepared.cuda(&group)? {
             Some(cuda) => {
-                let enqueued = Enqueued::new(group, &cuda, prepared)?;
-                Box::new(move || enqueued.join(&own)?.finish(&own).map(result))
+                let enqueued = Enqueued::new(&group, &cuda, prepared)?;
+                Box::new(move || enqueued.join(&group)?.finish(&group).map(result))
             }
             None => {
-                let wait = prepared.start_on_host(group)?;
-                Box::new(move || wait()?.finish(&own).map(result))
+                let wait = prepared.start_on_host(&group)?;
+                Box::new(move || wait()?.finish(&group).map(result))
             }
         };
         Ok(Self { wait })
@@ -72,14 +72,11 @@ struct Enqueued<P> {
 impl<P: Prepared> Enqueued<P> {
     fn new(group: &ProcessGroup, cuda: &CudaGroup, prepared: P) -> Result<Self> {
         let current = current_stream(group, cuda)?;
-        let failed = failed(group, prepared.name());
-        let failed = |error: DeviceError| failed(error.to_string());
-        let stream = Stream::high_priority(cuda.device()).map_err(failed)?;
-        let event = Event::new(cuda.device()).map_err(failed)?;
-        // The operation begins when what libtorch has enqueued is done.
-        event.record(&current).and_then(|()| stream.wait(&event)).map_err(failed)?;
+        let name = prepared.name();
+        let (stream, event) =
+            stream_after(&current, cuda).map_err(|error| failed(group, name)(error.to_string()))?;
         prepared.enqueue(group, cuda, &stream)?;
-        event.record(&stream).map_err(failed)?;
+        event.record(&stream).map_err(|error| failed(group, name)(error.to_string()))?;
         Ok(Self { prepared: Some(prepared), stream, done: event })
     }
 
@@ -95,18 +92,28 @@ impl<P: Prepared> Enqueued<P> {
 
 impl<P> Enqueued<P> {
     fn let_libtorch_wait(&self) -> Result<(), String> {
-        let current = flow_autograd::current_stream(self.stream.device());
-        current.map_err(|e| e.to_string())?.wait(&self.done).map_err(|e| e.to_string())
+        let current = flow_autograd::current_stream(self.stream.device())
+            .map_err(|error| error.to_string())?;
+        current.wait(&self.done).map_err(|error| error.to_string())
     }
+}
+
+/// Makes a stream whose operations begin when what is enqueued in `current` is done, and an event.
+fn stream_after(current: &Stream, cuda: &CudaGroup) -> Result<(Stream, Event), DeviceError> {
+    let stream = Stream::high_priority(cuda.device())?;
+    let event = Event::new(cuda.device())?;
+    event.record(current)?;
+    stream.wait(&event)?;
+    Ok((stream, event))
 }
 
 impl<P> Drop for Enqueued<P> {
     /// libtorch may give the tensors' memory to others only after the operation.
     fn drop(&mut self) {
-        if self.prepared.is_some() {
-            if let Err(error) = self.let_libtorch_wait() {
-                log::debug!("{error}");
-            }
+        if self.prepared.is_some()
+            && let Err(error) = self.let_libtorch_wait()
+        {
+            log::debug!("{error}");
         }
     }
 }

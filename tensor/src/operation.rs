@@ -6,9 +6,9 @@ use flow_comm::nccl::{CudaGroup, Stream};
 use flow_comm::{Lane, ProcessGroup, ReduceOp};
 use tch::Tensor;
 
-use crate::error::{failed, torch_failed, Result};
+use crate::error::{Result, failed, torch_failed};
 use crate::tensors::{
-    contiguous, copy_back, cuda_group, cuda_tensor, current_stream, overlaps, HostTensor, OVERLAPS,
+    HostTensor, OVERLAPS, contiguous, copy_back, cuda_buffer, cuda_group, current_stream, overlaps,
 };
 
 /// The length of each rank's block, in elements of the buffer.
@@ -107,7 +107,7 @@ pub(crate) enum Output<'a> {
 
 /// Operations and this rank's tensors for them, ready to run.
 pub(crate) trait Prepared: std::marker::Send + Sized + 'static {
-    /// What the caller gets.
+    /// The caller's result.
     type Output: 'static;
 
     fn name(&self) -> &'static str;
@@ -160,14 +160,15 @@ impl Call {
         output: Output,
     ) -> Result<Self> {
         let name = operation.name();
+        if let Some(input) = input {
+            check(operation.reduces(), input, false).map_err(failed(group, name))?;
+        }
         let target = match output {
             Output::Given(tensor) => Some(tensor),
             _ => None,
         };
-        for (tensor, written) in [(input, false), (target, true)] {
-            if let Some(tensor) = tensor {
-                check(operation.reduces(), tensor, written).map_err(failed(group, name))?;
-            }
+        if let Some(target) = target {
+            check(operation.reduces(), target, true).map_err(failed(group, name))?;
         }
         let own = match (&output, input) {
             (Output::Given(tensor), _) => Some((tensor.shallow_clone(), true)),
@@ -202,7 +203,8 @@ impl Prepared for Call {
     }
 
     fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()> {
-        let (input, mut output) = (HostTensor::new(&self.input), HostTensor::new(&self.output));
+        let input = HostTensor::new(&self.input);
+        let mut output = HostTensor::new(&self.output);
         run_on!(&self.operation, group, input, output, std::convert::identity)
     }
 
@@ -221,9 +223,8 @@ impl Prepared for Call {
     }
 
     fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
-        let failed = failed(group, self.name());
-        let memory = |tensor| cuda_tensor(tensor).map_err(|error| failed(error.to_string()));
-        let (input, mut output) = (memory(&self.input)?, memory(&self.output)?);
+        let input = cuda_buffer(group, self.name(), &self.input)?;
+        let mut output = cuda_buffer(group, self.name(), &self.output)?;
         run_on!(&self.operation, cuda, input, output, std::slice::from_mut, stream)?;
         Ok(())
     }
@@ -241,7 +242,7 @@ impl Prepared for Call {
     }
 }
 
-/// Whether an operation can read the tensor and, if `written`, write it.
+/// Checks that an operation can read the tensor and, if `written`, write it.
 pub(crate) fn check(reduces: bool, tensor: &Tensor, written: bool) -> Result<(), String> {
     if let Some(reason) = flow_autograd::unsendable(tensor) {
         return Err(format!("the tensor {reason}"));

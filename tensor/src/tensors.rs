@@ -7,9 +7,9 @@ use flow_comm::nccl::{CudaGroup, Stream};
 use flow_comm::{Buffer, DType, ProcessGroup};
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{failed, torch_failed, Result};
+use crate::error::{Result, failed, torch_failed};
 
-/// What is wrong with a tensor that [`overlaps`].
+/// The reason that errors give for a tensor that [`overlaps`].
 pub const OVERLAPS: &str =
     "has elements that share memory, as expand() makes them: use contiguous()";
 
@@ -24,17 +24,21 @@ fn may_overlap(shape: &[i64], strides: &[i64]) -> bool {
     let mut steps: Vec<(i64, i64)> = strides
         .iter()
         .zip(shape)
-        .filter(|(_, &length)| length != 1)
-        .map(|(&s, &l)| (s, l))
+        .filter(|&(_, &length)| length != 1)
+        .map(|(&stride, &length)| (stride, length))
         .collect();
     steps.sort_unstable();
+    if shape.contains(&0) {
+        return false;
+    }
     let mut reach = 0;
-    let overlaps = |&(stride, length): &(i64, i64)| {
-        let within = stride <= reach;
+    for (stride, length) in steps {
+        if stride <= reach {
+            return true;
+        }
         reach += stride * (length - 1);
-        within
-    };
-    !shape.contains(&0) && steps.iter().any(overlaps)
+    }
+    false
 }
 
 /// The group's collectives on the tensor's GPU; None for a tensor that is not on one.
@@ -65,10 +69,10 @@ pub fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<Stream> 
 /// The tensor itself, without its history, or a contiguous copy of it.
 pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
     let tensor = tensor.detach();
-    match tensor.is_neg() || tensor.is_conj() {
-        true => tensor.resolve_conj().resolve_neg().contiguous(),
-        false => tensor.contiguous(),
+    if tensor.is_neg() || tensor.is_conj() {
+        return tensor.resolve_conj().resolve_neg().contiguous();
     }
+    tensor.contiguous()
 }
 
 /// Writes what [`contiguous`] returned back to the tensor, unless it is the tensor itself.
@@ -128,6 +132,15 @@ pub fn cuda_tensor(tensor: &Tensor) -> Result<CudaTensor, flow_autograd::Error> 
         Some(_) => CudaTensor::new(tensor),
         None => CudaTensor::as_bytes(tensor),
     }
+}
+
+/// Makes a buffer for `operation` of a contiguous CUDA tensor.
+pub(crate) fn cuda_buffer(
+    group: &ProcessGroup,
+    operation: &'static str,
+    tensor: &Tensor,
+) -> Result<CudaTensor> {
+    cuda_tensor(tensor).map_err(|error| failed(group, operation)(error.to_string()))
 }
 
 #[cfg(test)]
