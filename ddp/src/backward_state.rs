@@ -1,4 +1,4 @@
-//! What a reducer knows of its parameters and of the backward that runs.
+//! The state of a backward: its buckets, and the gradients that have come.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::options::Options;
 use crate::parameter::Parameter;
-use crate::stats::{times, BucketStats, Stats};
+use crate::stats::{BucketStats, BucketTimes, Stats};
 
 /// A bucket in its place in the order of launches.
 pub(crate) struct ScheduledBucket {
@@ -22,7 +22,7 @@ pub(crate) struct ScheduledBucket {
     pub missing: usize,
     /// The reduction, once it is launched.
     pub pending: Option<Pending>,
-    /// What a communication hook has made of the bucket, if that is not in the bucket.
+    /// The reduced gradients, if a communication hook returned them in a tensor of its own.
     reduced: Option<Tensor>,
     /// Bytes of gradients that are reduced where they are.
     in_place_bytes: usize,
@@ -93,10 +93,10 @@ impl ScheduledBucket {
             let parameter = &parameters[member];
             let end = start + parameter.elements() as i64;
             let part = flat.slice(0, start, end, 1).view(&parameter.shape[..]);
-            let mut gradient = match self.memory.reduced_grad(slot) {
-                Some(gradient) => gradient.shallow_clone(),
-                None => parameter.tensor.grad(),
-            };
+            let mut gradient = self
+                .memory
+                .reduced_grad(slot)
+                .map_or_else(|| parameter.tensor.grad(), Tensor::shallow_clone);
             tch::no_grad(|| gradient.copy_(&part));
             start = end;
         }
@@ -111,17 +111,18 @@ impl ScheduledBucket {
         self.memory.reset(stream_joined);
     }
 
-    fn begin(&mut self) {
+    fn begin(&mut self, step: u32) {
+        self.memory.set_step(step);
         self.in_place_bytes = 0;
         self.ready = None;
         self.done = None;
     }
 }
 
-/// What changes from backward to backward.
+/// The parameters and buckets of a model, and the backward that runs.
 pub(crate) struct BackwardState {
     pub parameters: Vec<Parameter>,
-    /// Those that were not trained when the model was wrapped: they have no hooks.
+    /// Parameters that were not trained when the model was wrapped: they have no hooks.
     pub frozen: Vec<Parameter>,
     pub buckets: Vec<ScheduledBucket>,
     /// Bucket and slot of each parameter.
@@ -173,14 +174,18 @@ impl BackwardState {
         }
     }
 
-    pub fn begin(&mut self) {
+    /// Begins the backward of a step.
+    pub fn begin(&mut self, step: u32) {
+        self.step = step;
         self.in_backward = true;
         self.began = Instant::now();
         self.peer_misses_grads = false;
         self.arrived.fill(false);
         self.ready_order.clear();
         self.next = 0;
-        self.buckets.iter_mut().for_each(ScheduledBucket::begin);
+        for bucket in &mut self.buckets {
+            bucket.begin(step);
+        }
     }
 
     /// Makes the buckets anew, for gradients that come in `order`.
@@ -190,20 +195,7 @@ impl BackwardState {
         options: &Options,
         order: &[usize],
     ) -> Result<()> {
-        let mut kinds: Vec<Kind> = Vec::new();
-        let items: Vec<Item> = self
-            .parameters
-            .iter()
-            .map(|p| {
-                let class = kinds.iter().position(|&k| k == p.kind).unwrap_or_else(|| {
-                    kinds.push(p.kind);
-                    kinds.len() - 1
-                });
-                let sent = options.communication.unwrap_or(p.kind);
-                Item { bytes: p.elements() * sent.elt_size_in_bytes(), class: class as u8 }
-            })
-            .collect();
-        let assigned = assign(&items, order, options.caps);
+        let assigned = assign(&items(&self.parameters, options), order, options.caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -226,12 +218,11 @@ impl BackwardState {
     pub fn alias_grad_to_bucket(&self, index: usize) -> Result<(), flow_autograd::Error> {
         let (bucket, slot) = self.slots[index];
         let parameter = &self.parameters[index];
-        match self.buckets[bucket].memory.reduced_grad(slot) {
-            Some(place) if place.kind() == parameter.kind => {
-                flow_autograd::set_grad(&parameter.tensor, Some(place))
-            }
-            _ => Ok(()),
-        }
+        let place = self.buckets[bucket].memory.reduced_grad(slot);
+        let Some(place) = place.filter(|place| place.kind() == parameter.kind) else {
+            return Ok(());
+        };
+        flow_autograd::set_grad(&parameter.tensor, Some(place))
     }
 
     /// Makes `.grad` the reduced gradient, unless it was reduced where it is. `bucket_view`: a new
@@ -280,40 +271,57 @@ impl BackwardState {
     /// Keeps the times of a backward whose buckets are reduced.
     pub fn record(&mut self, backward_end: Instant) {
         let end = Instant::now();
-        let bucket = |bucket: &ScheduledBucket| {
+        self.stats.buckets.clear();
+        for bucket in &self.buckets {
             let done = bucket.done.unwrap_or(end);
             let ready = bucket.ready.unwrap_or(done);
-            let (ready_to_done, behind_backward) = times(ready, done, backward_end);
-            let name = |&member: &usize| self.parameters[member].name.clone();
-            BucketStats {
+            self.stats.buckets.push(BucketStats {
                 bytes: bucket.memory.bytes(),
-                parameters: bucket.members.iter().map(name).collect(),
+                parameters: bucket
+                    .members
+                    .iter()
+                    .map(|&member| self.parameters[member].name.clone())
+                    .collect(),
                 in_place: bucket.in_place_bytes,
-                ready_at: ready.saturating_duration_since(self.began),
-                ready_to_done,
-                behind_backward,
-            }
-        };
-        self.stats.buckets = self.buckets.iter().map(bucket).collect();
+                times: BucketTimes::new(self.began, ready, done, backward_end),
+            });
+        }
         self.stats.backward = backward_end - self.began;
         self.stats.backwards += 1;
         self.stats.exposed = end - backward_end;
     }
 
-    /// What is known of the last backward. Times are the device's if it has a clock of its own:
+    /// Returns the figures of the last backward. Times are the device's if it has a clock of its own:
     /// asking for them waits for it.
     pub fn timed_stats(&self, path: &dyn ReducePath) -> Stats {
         let mut stats = self.stats.clone();
         if stats.backwards == 0 {
             return stats;
         }
-        let Some([backward, exposed]) = path.phase_times() else { return stats };
-        (stats.backward, stats.exposed) = (backward, exposed);
+        let Some(phases) = path.phase_times() else { return stats };
+        stats.backward = phases.backward;
+        stats.exposed = phases.exposed;
         for (recorded, bucket) in stats.buckets.iter_mut().zip(&self.buckets) {
             if let Some(times) = bucket.memory.times() {
-                [recorded.ready_at, recorded.ready_to_done, recorded.behind_backward] = times;
+                recorded.times = times;
             }
         }
         stats
     }
+}
+
+/// Describes parameters for bucketing.
+fn items(parameters: &[Parameter], options: &Options) -> Vec<Item> {
+    let mut kinds: Vec<Kind> = Vec::new();
+    let mut items = Vec::with_capacity(parameters.len());
+    for parameter in parameters {
+        let class = kinds.iter().position(|&kind| kind == parameter.kind).unwrap_or(kinds.len());
+        if class == kinds.len() {
+            kinds.push(parameter.kind);
+        }
+        let sent = options.communication.unwrap_or(parameter.kind);
+        let bytes = parameter.elements() * sent.elt_size_in_bytes();
+        items.push(Item { bytes, class: class as u8 });
+    }
+    items
 }

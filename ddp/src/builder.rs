@@ -43,9 +43,9 @@ impl<M> Ddp<M> {
         DdpBuilder::new(group).wrap(model, vs)
     }
 
-    /// As [`Ddp::new`] for a model that keeps no `VarStore`: its parameters by name, in the order
-    /// of their use in forward, and its buffers (running statistics). Parameters that do not
-    /// require gradients are frozen.
+    /// Wraps a model that keeps no `VarStore`: its parameters by name, in the order of their use in
+    /// forward, and its buffers (running statistics). Parameters that do not require gradients are
+    /// frozen. Errors are those of [`Ddp::new`].
     pub fn from_tensors(
         model: M,
         parameters: Vec<(String, Tensor)>,
@@ -119,12 +119,6 @@ impl DdpBuilder {
         self
     }
 
-    /// Cap of the first bucket, in MiB: small, so that communication begins early.
-    pub fn first_bucket_cap_mb(mut self, cap: f64) -> Self {
-        self.options.caps.first = (cap * MIB) as usize;
-        self
-    }
-
     /// Whether ranks take over rank 0's buffers, when the model is wrapped and with each forward in
     /// training mode (default: yes). If not, each rank's buffers are its own from the beginning, as
     /// in PyTorch.
@@ -148,7 +142,7 @@ impl DdpBuilder {
         self
     }
 
-    /// What is done with a bucket of gradients that is ready: one of
+    /// The hook that reduces each bucket of gradients: one of
     /// [`comm_hooks`](crate::comm_hooks), or one of your own (default:
     /// [`AllReduce`](crate::comm_hooks::AllReduce)).
     pub fn comm_hook(mut self, hook: impl CommHook) -> Self {
@@ -172,21 +166,21 @@ impl DdpBuilder {
             .map(|v| flow_autograd::identity(&v.tensor))
             .collect();
         drop(variables);
-        let place = |tensor: &Tensor| {
-            let identity = flow_autograd::identity(tensor);
-            created.iter().position(|&c| c == identity).unwrap_or(usize::MAX)
-        };
-        named.sort_by_cached_key(|(name, tensor)| (place(tensor), name.clone()));
+        named.sort_by_cached_key(|(name, tensor)| {
+            (position(&created, tensor).unwrap_or(usize::MAX), name.clone())
+        });
         // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
         let (parameters, buffers) =
-            named.into_iter().partition(|(_, tensor)| place(tensor) != usize::MAX);
+            named.into_iter().partition(|(_, tensor)| position(&created, tensor).is_some());
         let mut ddp = self.wrap_tensors(model, parameters, buffers)?;
-        // The store has them all.
         let held = ddp.held.get_mut().unwrap_or_else(PoisonError::into_inner);
-        held.iter_mut().for_each(|buffer| buffer.others += 1);
-        held.retain(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others);
+        for buffer in held.iter_mut() {
+            buffer.others += 1; // the store has one handle, too
+        }
+        held.retain(HeldBuffer::is_held);
         if let Some(reducer) = &ddp.reducer {
-            let (store, known) = (Arc::clone(&vs.variables_), created.len());
+            let store = Arc::clone(&vs.variables_);
+            let known = created.len();
             reducer.watch_for(Box::new(move || {
                 let store = store.try_lock().ok()?;
                 added(&store, known)
@@ -205,34 +199,9 @@ impl DdpBuilder {
         let Self { group, mut options, broadcast_buffers, comm_hook } = self;
         options.communication = comm_hook.kind();
         let rank = job_rank(&group);
-        let mut settings = None;
-        let mut fit = check(&parameters, &buffers, &options, broadcast_buffers);
-        if group.world_size() > 1 {
-            fit = fit.and_then(|()| check_hooks(&parameters));
-            fit = fit.and_then(|()| Settings::from_env().map(|read| settings = Some(read)));
-            let mut lines = vec![format!(
-                "options {options:?}, broadcast_buffers: {broadcast_buffers}, comm_hook: {}",
-                comm_hook.name()
-            )];
-            match &fit {
-                Ok(()) => {
-                    lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
-                    lines.extend(describe(&parameters, &buffers));
-                }
-                Err(reason) => lines
-                    .push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " "))),
-            }
-            if let Some(difference) = first_mismatch(&group, &lines)? {
-                return Err(Error::Mismatch { rank, difference });
-            }
-        }
-        fit.map_err(|reason| Error::Model { rank, reason })?;
-        let mut seen = HashSet::new();
-        let mut is_first =
-            |(_, tensor): &(String, Tensor)| seen.insert(flow_autograd::identity(tensor));
-        parameters.retain(&mut is_first);
-        buffers.retain(&mut is_first);
-        let Some(settings) = settings else {
+        let fit = check(&parameters, &buffers, &options, broadcast_buffers);
+        if group.world_size() == 1 {
+            fit.map_err(|reason| Error::Model { rank, reason })?;
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
                 model,
@@ -243,7 +212,29 @@ impl DdpBuilder {
                 buffers,
                 held: Mutex::default(),
             });
-        };
+        }
+        let settings =
+            fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
+        let mut lines = vec![format!(
+            "options {options:?}, broadcast_buffers: {broadcast_buffers}, comm_hook: {}",
+            comm_hook.name()
+        )];
+        match &settings {
+            Ok(_) => {
+                lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
+                lines.extend(describe(&parameters, &buffers));
+            }
+            Err(reason) => {
+                lines.push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " ")))
+            }
+        }
+        if let Some(difference) = first_mismatch(&group, &lines)? {
+            return Err(Error::Mismatch { rank, difference });
+        }
+        let settings = settings.map_err(|reason| Error::Model { rank, reason })?;
+        let mut seen = HashSet::new();
+        parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
+        buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
         if !broadcast_buffers {
             buffers.clear();
         }
@@ -275,7 +266,7 @@ impl DdpBuilder {
     }
 }
 
-/// What each rank makes on its own to reduce gradients.
+/// The parts of a wrapped model that each rank makes on its own.
 struct WrappedParts {
     reducer: Arc<Reducer>,
     hooks: Vec<GradHook>,
@@ -296,12 +287,12 @@ impl WrappedParts {
     ) -> Result<Self> {
         let to_broadcast =
             buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-        // There are two handles here, one in the broadcast.
-        let held = buffers.into_iter().map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 });
-        let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
-        let held = held
-            .filter(|buffer| flow_autograd::use_count(&buffer.tensor) > buffer.others)
+        let mut held: Vec<HeldBuffer> = buffers
+            .into_iter()
+            .map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 }) // here and in the broadcast
             .collect();
+        let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
+        held.retain(HeldBuffer::is_held);
         let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
         let (trained, frozen): (Vec<_>, Vec<_>) =
             parameters.partition(|parameter| parameter.tensor.requires_grad());
@@ -312,35 +303,38 @@ impl WrappedParts {
     }
 }
 
-/// What has the CPU's gradients allocated where ranks reach them; None on GPUs.
+/// Keeps the CPU's gradients in memory that ranks reach; None on GPUs.
 pub(crate) type Allocator = Option<Arc<ArenaAllocatorGuard>>;
 
-/// How gradients of tensors on the device of `like` are reduced, and what has the CPU's allocated where
-/// ranks reach them.
+/// Chooses how gradients are reduced on the device of `like`. On the CPU, gradients are from now on
+/// allocated where ranks reach them.
 pub(crate) fn reduce_path(
     group: &ProcessGroup,
     settings: &Settings,
     like: &Tensor,
     op: ReduceOp,
 ) -> Result<(Arc<dyn ReducePath>, Allocator)> {
-    Ok(match cuda_group(group, like)? {
-        Some(cuda) => (Arc::new(CudaPath::new(group, cuda, op)), None),
-        None => {
-            let path = Arc::new(CpuPath::new(group, settings, op)?);
-            (path, ArenaAllocatorGuard::install(group.arena_handle()))
-        }
-    })
+    if let Some(cuda) = cuda_group(group, like)? {
+        return Ok((Arc::new(CudaPath::new(group, cuda, op)), None));
+    }
+    let path = Arc::new(CpuPath::new(group, settings, op)?);
+    Ok((path, ArenaAllocatorGuard::install(group.arena_handle())))
 }
 
-/// The name of a parameter in a store that has come to the first `known`.
+/// The place of a tensor among those that a store has made.
+fn position(created: &[usize], tensor: &Tensor) -> Option<usize> {
+    let identity = flow_autograd::identity(tensor);
+    created.iter().position(|&other| other == identity)
+}
+
+/// The name of a parameter that a store has got after its first `known` ones.
 fn added(store: &Variables, known: usize) -> Option<String> {
     let new = store
         .trainable_variables
         .iter()
         .skip(known)
         .find(|variable| variable.tensor.requires_grad())?;
-    let is_new =
-        |tensor: &Tensor| flow_autograd::identity(tensor) == flow_autograd::identity(&new.tensor);
-    let named = store.named_variables.iter().find(|(_, tensor)| is_new(tensor));
+    let identity = flow_autograd::identity(&new.tensor);
+    let named = store.named_variables.iter().find(|(_, t)| flow_autograd::identity(t) == identity);
     Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
 }

@@ -44,11 +44,11 @@ use crate::stats::Stats;
 /// Ranks on GPUs do not wait for each other's hosts; their time-outs name the steps.
 ///
 /// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then
-/// unusable: each later backward returns the cause (if the backward that failed ran another one
-/// inside it: once its graph is freed). If all ranks are still alive, they may drop their `Ddp` and
-/// wrap the model anew. [`Error::from_backward`] gives the error that ended a backward. A backward
-/// may run inside another one, as in checkpointing, if each parameter gets its gradient in one of
-/// them.
+/// unusable, and each later backward returns the cause. If the failed backward ran another inside
+/// it, this holds once its graph is freed. If all ranks are still alive, they may drop their `Ddp`
+/// and wrap the model anew. [`Error::from_backward`] gives the error that ended a backward. A
+/// backward may run inside another one, as in checkpointing, if each parameter gets its gradient in
+/// one of them.
 ///
 /// `Ddp` reduces gradients and broadcasts buffers in a group of its own, so that they do not mix
 /// with the program's collectives in `group`. The cost: if ranks are out of step (one in backward,
@@ -86,18 +86,27 @@ pub(crate) struct HeldBuffer {
     pub others: usize,
 }
 
+impl HeldBuffer {
+    /// Whether the model, or somebody else, still holds the buffer.
+    pub fn is_held(&self) -> bool {
+        flow_autograd::use_count(&self.tensor) > self.others
+    }
+}
+
 impl<M> Ddp<M> {
     /// The group that gradients are averaged over.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// Until the guard is dropped, and every other one, backward only accumulates this rank's
-    /// gradients; the first backward after that reduces what has been accumulated.
+    /// Makes backward only accumulate this rank's gradients, until this guard and every other one is
+    /// dropped. The first backward after that reduces what has been accumulated.
     #[must_use = "gradients are reduced again as soon as the guard is dropped"]
     pub fn no_sync(&self) -> NoSync {
         let reducer = self.reducer.clone();
-        reducer.iter().for_each(|reducer| reducer.keep_local());
+        if let Some(reducer) = &reducer {
+            reducer.keep_local();
+        }
         NoSync { reducer }
     }
 
@@ -124,7 +133,7 @@ impl<M> Ddp<M> {
         }
     }
 
-    /// What the last backward's communication took.
+    /// Times and bytes of the last backward's communication.
     pub fn stats(&self) -> Stats {
         self.reducer.as_ref().map(|r| r.stats()).unwrap_or_default()
     }
@@ -134,8 +143,8 @@ impl<M> Ddp<M> {
         self.model
     }
 
-    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode: for a step that has
-    /// them so once, before several forwards under [`Ddp::no_sync`], which leave them alone. All
+    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode. A step with several
+    /// forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once before them. All
     /// ranks call this.
     ///
     /// # Errors
@@ -158,13 +167,12 @@ impl<M> Ddp<M> {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
         if !buffers.is_empty() {
             let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-            let replaced =
-                |buffer: &&HeldBuffer| flow_autograd::use_count(&buffer.tensor) <= buffer.others;
-            if let Some(HeldBuffer { name, .. }) = held.iter().find(replaced) {
+            if let Some(replaced) = held.iter().find(|buffer| !buffer.is_held()) {
                 let reason = format!(
-                    "the model has another tensor in place of the buffer {name} since it was \
-                     wrapped, which ranks would not share (or whoever else held the buffer then \
-                     has dropped it): copy into the buffer (copy_), or wrap the model again"
+                    "the model has another tensor in place of the buffer {} since it was wrapped, \
+                     which ranks would not share (or whoever else held the buffer then has dropped \
+                     it): copy into the buffer (copy_), or wrap the model again",
+                    replaced.name
                 );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
@@ -175,7 +183,7 @@ impl<M> Ddp<M> {
 }
 
 impl<M: ModuleT> Ddp<M> {
-    /// As `forward_t`, with the error if rank 0's buffers cannot be had.
+    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers.
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train {
             self.sync_buffers()?;

@@ -1,4 +1,4 @@
-//! What can go wrong in data-parallel training.
+//! Errors of data-parallel training.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -8,8 +8,8 @@ use tch::{Kind, TchError};
 
 /// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
 ///
-/// What ends a backward comes to the caller through libtorch, and so as an error of tch's: see
-/// [`Error::from_backward`].
+/// libtorch reports what ends a backward, so the caller gets tch's error. [`Error::from_backward`]
+/// returns the original one.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A collective failed.
@@ -109,15 +109,13 @@ impl From<flow_tensor::Error> for Error {
     }
 }
 
-/// What has ended backwards, with the text under which libtorch passes it on: the last few, for
-/// whoever asks.
+/// The errors that ended the last backwards, each with the text that libtorch passes on.
 static IN_BACKWARD: Mutex<VecDeque<(String, Error)>> = Mutex::new(VecDeque::new());
 const KEPT: usize = 16;
 
 impl Error {
-    /// The error of a backward that tch returned, as it was when it ended the backward: that of
-    /// [`Ddp`](crate::Ddp), if it was that, or else [`Error::Backward`]. To be asked once for each
-    /// error.
+    /// Returns the error that ended a backward, given the one that tch returned: that of
+    /// [`Ddp`](crate::Ddp), or else [`Error::Backward`]. Call this once for each error.
     ///
     /// ```
     /// # use tch::{Kind, Tensor};
@@ -138,14 +136,14 @@ impl Error {
             other => other.to_string(),
         };
         let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = kept
-            .iter()
-            .rposition(|(text, _)| reason.contains(text))
-            .and_then(|index| kept.remove(index));
-        own.map_or(Self::Backward { reason }, |(_, error)| error)
+        let position = kept.iter().rposition(|(text, _)| reason.contains(text));
+        match position.and_then(|position| kept.remove(position)) {
+            Some((_, error)) => error,
+            None => Self::Backward { reason },
+        }
     }
 
-    /// Ends a backward with this error: returns what libtorch is to pass on.
+    /// Keeps this error for [`Error::from_backward`], and returns the text that libtorch passes on.
     pub(crate) fn end_backward(self) -> flow_autograd::BoxError {
         let text = self.to_string();
         let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
@@ -160,18 +158,17 @@ impl Error {
 /// Result of data-parallel training.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank's number in the job. Errors of sub-groups use it too.
+/// This rank's number in the job, which errors of sub-groups use too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }
 
 /// The element type of gradients of a kind, as collectives name it.
 pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
-    flow_autograd::dtype(kind).ok_or_else(|| failed(group)(format!("{kind:?} cannot be reduced")))
+    flow_autograd::dtype(kind).ok_or_else(|| failed(group, format!("{kind:?} cannot be reduced")))
 }
 
 /// Makes an error of a reason for which a bucket could not be made or reduced.
-pub(crate) fn failed(group: &ProcessGroup) -> impl Fn(String) -> Error {
-    let rank = job_rank(group);
-    move |reason| Error::Torch { rank, operation: "reducing a bucket", reason }
+pub(crate) fn failed(group: &ProcessGroup, reason: String) -> Error {
+    Error::Torch { rank: job_rank(group), operation: "reducing a bucket", reason }
 }

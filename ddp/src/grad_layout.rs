@@ -14,11 +14,12 @@ pub(crate) struct GradLayout {
 }
 
 impl GradLayout {
-    /// That of the gradients of `parameter`: the parameter's own strides if it lies without gaps,
+    /// The layout of the gradients of `parameter`: the parameter's own strides if it lies without gaps,
     /// otherwise those of a contiguous tensor. This is libtorch's "gradient layout contract"
     /// (torch/csrc/autograd/functions/accumulate_grad.h), which a gradient keeps as a rule.
     pub fn of(parameter: &Tensor) -> Self {
-        let (shape, strides) = (parameter.size(), parameter.stride());
+        let shape = parameter.size();
+        let strides = parameter.stride();
         // Strictly: strides of dimensions of length 1 are kept, too.
         let contiguous = (0..shape.len())
             .map(|axis| shape[axis + 1..].iter().product::<i64>())
@@ -82,8 +83,10 @@ fn memory_order(shape: &[i64], strides: &[i64]) -> Option<Vec<i64>> {
         step *= shape[dimension];
         strides[dimension] == expected
     });
-    (dense && !shape.contains(&0))
-        .then(|| order.into_iter().map(|dimension| dimension as i64).collect())
+    if !dense || shape.contains(&0) {
+        return None;
+    }
+    Some(order.into_iter().map(|dimension| dimension as i64).collect())
 }
 
 #[cfg(test)]

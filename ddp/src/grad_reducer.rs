@@ -36,9 +36,9 @@ impl fmt::Debug for GradReducer {
 }
 
 impl GradReducer {
-    /// For these parameters, leaves of one device that require gradients, in the order of their use
-    /// in forward. All ranks of the group call this with parameters of the same names, sizes and
-    /// kinds.
+    /// Makes buckets for these parameters: leaves of one device that require gradients, in the order
+    /// of their use in forward. All ranks of the group call this with parameters of the same names,
+    /// sizes and kinds.
     ///
     /// # Errors
     ///
@@ -47,12 +47,12 @@ impl GradReducer {
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Tensor)>) -> Result<Self> {
         const MIB: usize = 1 << 20;
         let rank = job_rank(group);
-        let model = |reason| Error::Model { rank, reason };
         if let Some(difference) = first_mismatch(group, &describe(&parameters, &[]))? {
             return Err(Error::Buckets { rank, difference });
         }
         let Some(first) = parameters.first().map(|(_, tensor)| tensor.shallow_clone()) else {
-            return Err(model("there are no parameters to reduce".to_owned()));
+            let reason = "there are no parameters to reduce".to_owned();
+            return Err(Error::Model { rank, reason });
         };
         let options = Options {
             caps: Caps { first: MIB, rest: 25 * MIB },
@@ -61,7 +61,7 @@ impl GradReducer {
             communication: None,
             op: ReduceOp::Sum,
         };
-        let settings = Settings::from_env().map_err(model)?;
+        let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let parameters: Vec<Parameter> =
@@ -81,8 +81,8 @@ impl GradReducer {
         self.reducer.grads_are_views()
     }
 
-    /// In backward: `gradient`, which is `.grad` of parameter `index`, is final. `exclusive`: nothing
-    /// else uses its memory, so that it may be reduced where it is.
+    /// Takes `gradient`, which is `.grad` of parameter `index` and final, in backward. `exclusive`:
+    /// nothing else uses its memory, so that it may be reduced where it is.
     ///
     /// # Errors
     ///

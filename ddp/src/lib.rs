@@ -59,4 +59,4 @@ pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
 pub use optimizer::TryBackwardStep;
-pub use stats::{BucketStats, Stats};
+pub use stats::{BucketStats, BucketTimes, Stats};

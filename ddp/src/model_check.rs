@@ -1,6 +1,5 @@
 //! Whether a model can be wrapped, and whether all ranks wrap the same one.
 
-use std::collections::hash_map::Entry;
 use std::collections::HashMap;
 use std::hash::Hasher;
 
@@ -13,15 +12,15 @@ use crate::error::{job_rank, Error, Result};
 use crate::grad_layout::GradLayout;
 use crate::options::Options;
 
-/// Compares `own`, one line for each thing that must be equal, over all ranks. `Some` is the first
-/// difference, in the same words on every rank.
+/// Compares this rank's lines, one for each thing that must be equal, with all ranks'. `Some` is the
+/// first difference, in the same words on every rank.
 pub(crate) fn first_mismatch(
     group: &ProcessGroup,
-    own: &[String],
+    lines: &[String],
 ) -> flow_comm::Result<Option<String>> {
-    let text = own.join("\n").into_bytes();
+    let text = lines.join("\n");
     let mut hasher = fnv::FnvHasher::default();
-    hasher.write(&text);
+    hasher.write(text.as_bytes());
     let digest = [hasher.finish() as i64, text.len() as i64];
     let mut digests = vec![0i64; 2 * group.world_size()];
     group.all_gather(&digest, &mut digests)?;
@@ -29,55 +28,60 @@ pub(crate) fn first_mismatch(
         return Ok(None);
     }
     // Only now are the texts themselves worth sending.
-    let texts = gather_texts(group, &own.join("\n"))?;
-    let lines: Vec<Vec<&str>> = texts.iter().map(|text| text.lines().collect()).collect();
-    let (rank, first, theirs) = lines
-        .iter()
-        .enumerate()
-        .find_map(|(rank, theirs)| {
-            let at = (0..lines[0].len().max(theirs.len()))
-                .find(|&i| lines[0].get(i) != theirs.get(i))?;
-            Some((rank, lines[0].get(at).copied(), theirs.get(at).copied()))
-        })
-        .unwrap_or_default();
-    let described = |rank: usize, line: Option<&str>| match line {
-        Some(line) => format!("rank {} has {line}", group.ranks()[rank]),
-        None => format!("rank {} has nothing in its place", group.ranks()[rank]),
-    };
-    Ok(Some(format!("{}, {}", described(0, first), described(rank, theirs))))
+    let texts = gather_texts(group, &text)?;
+    Ok(first_difference(group.ranks(), &texts))
 }
 
-/// What this rank has made, if all ranks have made theirs. An error of one rank is one of all, so
-/// that none goes on to wait for it.
+/// The first line in which a rank's text differs from that of the first rank.
+fn first_difference(ranks: &[usize], texts: &[String]) -> Option<String> {
+    let first: Vec<&str> = texts[0].lines().collect();
+    for (text, &rank) in texts.iter().zip(ranks) {
+        let lines: Vec<&str> = text.lines().collect();
+        for at in 0..first.len().max(lines.len()) {
+            if first.get(at) != lines.get(at) {
+                let expected = first.get(at).unwrap_or(&NOTHING);
+                let found = lines.get(at).unwrap_or(&NOTHING);
+                return Some(format!("rank {} has {expected}, rank {rank} has {found}", ranks[0]));
+            }
+        }
+    }
+    None
+}
+
+const NOTHING: &str = "nothing in its place";
+
+/// Returns what this rank has made, if all ranks have made theirs. An error of one rank is one of
+/// all, so that none goes on to wait for it.
 pub(crate) fn agree<T>(group: &ProcessGroup, made: Result<T>) -> Result<T> {
-    let own = made.as_ref().err().map(ToString::to_string).unwrap_or_default();
-    let texts = gather_texts(group, &own);
+    let error = made.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let errors = gather_texts(group, &error);
     let made = made?;
-    match texts?.into_iter().find(|text| !text.is_empty()) {
+    match errors?.into_iter().find(|error| !error.is_empty()) {
         Some(reason) => Err(Error::Peer { rank: job_rank(group), reason }),
         None => Ok(made),
     }
 }
 
-/// All ranks' texts.
-fn gather_texts(group: &ProcessGroup, own: &str) -> flow_comm::Result<Vec<String>> {
+/// Gathers a text of each rank.
+fn gather_texts(group: &ProcessGroup, text: &str) -> flow_comm::Result<Vec<String>> {
     let mut lengths = vec![0i64; group.world_size()];
-    group.all_gather(&[own.len() as i64], &mut lengths)?;
+    group.all_gather(&[text.len() as i64], &mut lengths)?;
     let lengths: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();
     let mut all = vec![0u8; lengths.iter().sum()];
     if !all.is_empty() {
-        group.all_gather_v(own.as_bytes(), &mut all[..], &lengths)?;
+        group.all_gather_v(text.as_bytes(), &mut all[..], &lengths)?;
     }
+    let mut texts = Vec::with_capacity(lengths.len());
     let mut rest = &all[..];
-    let text = |length| {
+    for length in lengths {
         let (text, others) = rest.split_at(length);
+        texts.push(String::from_utf8_lossy(text).into_owned());
         rest = others;
-        String::from_utf8_lossy(text).into_owned()
-    };
-    Ok(lengths.into_iter().map(text).collect())
+    }
+    Ok(texts)
 }
 
-/// What ranks may not mix: GPUs, whichever they are, and the CPU.
+/// Names the kind of a device. Ranks may not mix GPUs, whichever they are, and the CPU.
 pub(crate) fn device_kind(device: Device) -> String {
     match device {
         Device::Cuda(_) => "a GPU".into(),
@@ -86,37 +90,38 @@ pub(crate) fn device_kind(device: Device) -> String {
     }
 }
 
-/// What must be equal on all ranks of the model's tensors, each in a line.
+/// Describes a model's tensors, each in a line, by what must be equal on all ranks.
 pub(crate) fn describe(
     parameters: &[(String, Tensor)],
     buffers: &[(String, Tensor)],
 ) -> Vec<String> {
-    let mut first_names = HashMap::new();
+    let mut first_names: HashMap<usize, String> = HashMap::new();
+    let mut lines = Vec::with_capacity(parameters.len() + buffers.len());
     let parameters = parameters.iter().map(|named| ("parameter", named));
-    let line = |(what, (name, tensor)): (&str, &(String, Tensor))| {
+    let buffers = buffers.iter().map(|named| ("buffer", named));
+    for (what, (name, tensor)) in parameters.chain(buffers) {
         let name = name.replace('\n', " ");
-        let form = format!(
-            "{:?} {:?} requires_grad={}",
+        let mut line = format!(
+            "{what} {name} {:?} {:?} requires_grad={}",
             tensor.size(),
             tensor.kind(),
             tensor.requires_grad()
         );
-        // What lies at the same place in memory is added up.
-        let layout =
-            if what == "parameter" { GradLayout::of(tensor).to_string() } else { String::new() };
-        let line = format!("{what} {name} {form}{layout}");
-        match first_names.entry(flow_autograd::identity(tensor)) {
-            Entry::Occupied(first) => format!("{line}, the same tensor as {}", first.get()),
-            Entry::Vacant(none) => {
-                none.insert(name);
-                line
-            }
+        if what == "parameter" {
+            // Ranks add up what lies at the same place in memory.
+            line += &GradLayout::of(tensor).to_string();
         }
-    };
-    parameters.chain(buffers.iter().map(|named| ("buffer", named))).map(line).collect()
+        let identity = flow_autograd::identity(tensor);
+        match first_names.get(&identity) {
+            Some(first) => line += &format!(", the same tensor as {first}"),
+            None => drop(first_names.insert(identity, name)),
+        }
+        lines.push(line);
+    }
+    lines
 }
 
-/// No other `Ddp` may have hooks on the parameters.
+/// Checks that no other `Ddp` has hooks on the parameters.
 pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String> {
     for (name, tensor) in parameters.iter().filter(|(_, tensor)| tensor.requires_grad()) {
         match GradHook::is_installed(tensor) {
@@ -130,7 +135,7 @@ pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String>
     Ok(())
 }
 
-/// What this rank finds wrong with a model, without other ranks.
+/// Checks a model without other ranks. The error says what is wrong.
 pub(crate) fn check(
     parameters: &[(String, Tensor)],
     buffers: &[(String, Tensor)],
@@ -150,7 +155,8 @@ pub(crate) fn check(
     if options.caps.first == 0 || options.caps.rest == 0 {
         return Err("bucket caps must be positive".into());
     }
-    let (first, device) = (&parameters[0].0, parameters[0].1.device());
+    let first = &parameters[0].0;
+    let device = parameters[0].1.device();
     for (name, tensor) in parameters.iter().chain(buffers) {
         if tensor.device() != device {
             let other = tensor.device();
@@ -158,9 +164,7 @@ pub(crate) fn check(
                 "{first} is on {device:?} and {name} on {other:?}: a model must be on one device"
             ));
         }
-        let floating =
-            matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
-        if tensor.requires_grad() && !floating {
+        if tensor.requires_grad() && !can_be_averaged(tensor.kind()) {
             return Err(format!(
                 "{name} is {:?}: parameters must be Float, Double, Half or BFloat16",
                 tensor.kind()
@@ -172,13 +176,15 @@ pub(crate) fn check(
         return Err(format!("{name} {OVERLAPS}"));
     }
     match options.communication {
-        Some(kind) if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) => {
-            Err(format!(
-                "gradients cannot be sent as {kind:?}: use Float, Double, Half or BFloat16"
-            ))
-        }
+        Some(kind) if !can_be_averaged(kind) => Err(format!(
+            "gradients cannot be sent as {kind:?}: use Float, Double, Half or BFloat16"
+        )),
         _ => Ok(()),
     }
+}
+
+fn can_be_averaged(kind: Kind) -> bool {
+    matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
 }
 
 #[cfg(test)]

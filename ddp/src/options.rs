@@ -1,11 +1,11 @@
-//! What a reducer does differently when asked to.
+//! Options of a reducer.
 
 use flow_comm::ReduceOp;
 use tch::Kind;
 
 use crate::bucket::assignment::Caps;
 
-/// What the reducer does differently when asked to.
+/// Options of a reducer, the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Options {
     pub caps: Caps,

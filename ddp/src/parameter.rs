@@ -10,7 +10,7 @@ pub(crate) struct Parameter {
     pub tensor: Tensor,
     pub shape: Vec<i64>,
     pub kind: Kind,
-    /// Of its gradients, alike on all ranks.
+    /// The layout of its gradients, the same on all ranks.
     pub layout: GradLayout,
 }
 
@@ -25,6 +25,7 @@ impl Parameter {
         }
     }
 
+    /// How many elements it has.
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }

@@ -23,7 +23,7 @@ use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
 
-/// The name of a parameter that the model has got since it was wrapped, if there is one.
+/// Returns the name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
 
 /// The state of one wrapped model, shared by its hooks.
@@ -61,60 +61,64 @@ impl Reducer {
         }))
     }
 
-    /// Hooks of all parameters: dropped, they are gone from the model.
+    /// Installs a hook on each parameter. A hook that is dropped is gone from the model.
     pub fn install_hooks(self: &Arc<Self>) -> Result<Vec<GradHook>> {
         let state = self.state();
-        let install = |(index, parameter): (usize, &Parameter)| {
+        let mut hooks = Vec::with_capacity(state.parameters.len());
+        for (index, parameter) in state.parameters.iter().enumerate() {
             let reducer = Arc::clone(self);
-            let hook = move |tensor: &Tensor| {
+            let hook = GradHook::install(&parameter.tensor, move |tensor| {
                 // First of all: in a forked child the state may be locked for ever.
                 reducer.check_process("backward").map_err(Error::end_backward)?;
                 // Backward may read memory that others use again: it must stay as it is.
                 let exclusive = flow_autograd::grad_is_exclusive(tensor);
                 reducer.on_gradient(index, &tensor.grad(), exclusive)
-            };
-            GradHook::install(&parameter.tensor, hook)
-                .map_err(|e| self.torch("installing a hook", format!("{}: {e}", parameter.name)))
-        };
-        state.parameters.iter().enumerate().map(install).collect()
+            });
+            hooks.push(hook.map_err(|error| {
+                self.torch("installing a hook", format!("{}: {error}", parameter.name))
+            })?);
+        }
+        Ok(hooks)
     }
 
-    /// Backwards reduce no gradients until this has been ended, and every other call.
+    /// Keeps gradients of backwards on this rank, until [`Reducer::end_local`] was called as often.
     pub fn keep_local(&self) {
         if self.state.is_ours() {
             self.state().local += 1;
         }
     }
 
+    /// Ends one [`Reducer::keep_local`].
     pub fn end_local(&self) {
         if self.state.is_ours() {
             self.state().local -= 1;
         }
     }
 
+    /// Whether a backward now reduces gradients.
     pub fn synchronizes(&self) -> bool {
         self.state().local == 0
     }
 
-    /// Has each backward ask `added`.
+    /// Calls `added` in each backward; a name that it returns makes the backward fail.
     pub fn watch_for(&self, added: Added) {
         let _ = self.added.set(added); // once, when the model is wrapped
     }
 
-    /// A forward in training mode has this result.
+    /// Counts a forward in training mode, whose result is `output`, as a step.
     pub fn follow(&self, output: &Tensor) -> Result<()> {
-        match self.synchronizes() {
-            true => self.steps.follow(output).map_err(|e| self.torch("forward", e.to_string())),
-            false => Ok(()),
+        if !self.synchronizes() {
+            return Ok(());
         }
+        self.steps.follow(output).map_err(|error| self.torch("forward", error.to_string()))
     }
 
-    /// The forward of the next step, in the timeline until the result is dropped.
+    /// Begins the next step's forward in the timeline. It ends there when the result is dropped.
     pub fn begin_forward(&self) -> trace::Span {
         trace::phase(trace::Phase::Forward, self.steps.next().into())
     }
 
-    /// The error of `operation` in a process that was forked from this rank.
+    /// Fails `operation` in a process that was forked from this rank.
     pub fn check_process(&self, operation: &str) -> Result<()> {
         Ok(self.group.check_process(operation)?)
     }
@@ -125,12 +129,13 @@ impl Reducer {
         self.path.abort(cause);
     }
 
-    /// Gives all ranks rank 0's buffers: in the group in which gradients are reduced, so that a
-    /// rank that is out of step finds others in backward.
+    /// Gives all ranks rank 0's buffers. It uses the group in which gradients are reduced, so that a
+    /// rank that is out of step finds the others in backward.
     pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
         Ok(buffers.run(&self.group, 0)?)
     }
 
+    /// Whether `.grad` is a view of its bucket after a backward.
     pub fn grads_are_views(&self) -> bool {
         self.path.grads_are_views()
     }
@@ -140,6 +145,7 @@ impl Reducer {
         self.path.synchronize()
     }
 
+    /// Times and bytes of the last backward.
     pub fn stats(&self) -> Stats {
         if !self.state.is_ours() {
             return Stats::default();
@@ -147,7 +153,8 @@ impl Reducer {
         self.state().timed_stats(&**self.path)
     }
 
-    /// In backward: `.grad` of a parameter is final. `exclusive`: nothing else uses its memory.
+    /// Takes the final `.grad` of parameter `index`, in backward. `exclusive`: nothing else uses its
+    /// memory.
     pub fn on_gradient(
         self: &Arc<Self>,
         index: usize,
@@ -172,61 +179,66 @@ impl Reducer {
             self.group.check("backward")?;
         }
         if !state.in_backward {
-            state.begin();
-            let step = self.steps.begin();
-            state.step = step;
-            state.buckets.iter_mut().for_each(|bucket| bucket.memory.set_step(step));
-            // Unlocked: if the callback is refused it is dropped, and locks the state for that.
-            drop(state);
-            let end = EndOfBackward {
-                reducer: Arc::clone(self),
-                reached: false,
-                _phase: trace::phase(trace::Phase::Backward, step.into()),
-            };
-            flow_autograd::at_end_of_backward(move || end.run())
-                .map_err(|e| self.in_backward(e))?;
-            state = self.state();
-            // From here on an error of this rank alone reaches the others.
-            self.path.record(BackwardEvent::FirstGradient)?;
-            if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
-                let name = &parameter.name;
-                let reason = format!(
-                    "{name} was frozen when the model was wrapped and is not now: wrap it again"
-                );
-                return Err(Error::Model { rank: job_rank(&self.group), reason });
-            }
-            if let Some(name) = self.added.get().and_then(|added| added()) {
-                let reason = format!(
-                    "{name} was added after the model was wrapped: wrap it again, or, if it is \
-                     another model's, keep that in a VarStore of its own"
-                );
-                return Err(Error::Model { rank: job_rank(&self.group), reason });
-            }
+            state = self.begin_backward(state)?;
         }
         let state = &mut *state;
-        if std::mem::replace(&mut state.arrived[index], true) {
-            let reason = format!(
+        if state.arrived[index] {
+            return Err(self.model_error(format!(
                 "{} got its gradient twice in one backward (a nested backward, as in \
                  checkpointing): its first part was already being reduced; run the parts under \
                  no_sync, or wrap the whole",
                 state.parameters[index].name
-            );
-            return Err(Error::Model { rank: job_rank(&self.group), reason });
+            )));
         }
+        state.arrived[index] = true;
         state.ready_order.push(index);
         if let Some(reason) = flow_autograd::unsendable(gradient) {
-            let reason = format!("the gradient of {} {reason}", state.parameters[index].name);
-            return Err(Error::Model { rank: job_rank(&self.group), reason });
+            let name = &state.parameters[index].name;
+            return Err(self.model_error(format!("the gradient of {name} {reason}")));
         }
         let (bucket, slot) = state.slots[index];
         let in_place = state.buckets[bucket].mark_ready(slot, gradient, exclusive)?;
         if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
-            state.alias_grad_to_bucket(index).map_err(|e| self.in_backward(e))?;
+            state.alias_grad_to_bucket(index).map_err(|error| self.in_backward(error))?;
         }
-        self.defer_missing_grads(state, |reducer, state| {
-            reducer.launch(state)?;
-            Ok(reducer.path.progress()?)
+        self.defer_missing_grads(state, |state| {
+            self.launch(state)?;
+            Ok(self.path.progress()?)
         })
+    }
+
+    /// Begins a backward with its first gradient, and queues what is done at its end.
+    fn begin_backward<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, BackwardState>,
+    ) -> Result<MutexGuard<'a, BackwardState>> {
+        let step = self.steps.begin();
+        state.begin(step);
+        // Unlocked: if the callback is refused it is dropped, and locks the state for that.
+        drop(state);
+        let end = EndOfBackward {
+            reducer: Arc::clone(self),
+            reached: false,
+            _phase: trace::phase(trace::Phase::Backward, step.into()),
+        };
+        flow_autograd::at_end_of_backward(move || end.run())
+            .map_err(|error| self.in_backward(error))?;
+        let state = self.state();
+        // From here on an error of this rank alone reaches the others.
+        self.path.record(BackwardEvent::FirstGradient)?;
+        if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
+            return Err(self.model_error(format!(
+                "{} was frozen when the model was wrapped and is not now: wrap it again",
+                parameter.name
+            )));
+        }
+        if let Some(name) = self.added.get().and_then(|added| added()) {
+            return Err(self.model_error(format!(
+                "{name} was added after the model was wrapped: wrap it again, or, if it is \
+                 another model's, keep that in a VarStore of its own"
+            )));
+        }
+        Ok(state)
     }
 
     /// Launches the ready buckets whose turn it is.
@@ -243,8 +255,8 @@ impl Reducer {
                 group: &self.group,
             };
             let mut hook = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner);
-            let pending = hook.launch(&mut bucket).map_err(|e| self.hook_error(state.next, e))?;
-            scheduled.pending = Some(pending);
+            let pending = hook.launch(&mut bucket);
+            scheduled.pending = Some(pending.map_err(|error| self.hook_error(state.next, error))?);
             state.next += 1;
         }
         Ok(())
@@ -254,16 +266,15 @@ impl Reducer {
     fn wait(&self, state: &mut BackwardState) -> Result<()> {
         for (index, bucket) in state.buckets.iter_mut().enumerate() {
             let _wait = trace::wait(state.step.into(), index as u32);
-            bucket.wait().map_err(|e| self.hook_error(index, e))?;
+            bucket.wait().map_err(|error| self.hook_error(index, error))?;
         }
         Ok(())
     }
 
     /// Puts what the communication hook has made of buckets where reduced gradients are.
     fn scatter(&self, state: &mut BackwardState) -> Result<()> {
-        let BackwardState { buckets, parameters, .. } = state;
-        for (bucket, scheduled) in buckets.iter_mut().enumerate() {
-            scheduled.scatter(parameters).map_err(|expected| Error::CommHook {
+        for (bucket, scheduled) in state.buckets.iter_mut().enumerate() {
+            scheduled.scatter(&state.parameters).map_err(|expected| Error::CommHook {
                 rank: job_rank(&self.group),
                 bucket,
                 reason: format!(
@@ -277,38 +288,38 @@ impl Reducer {
 
     /// An error of the communication hook, or one that passed through it.
     fn hook_error(&self, bucket: usize, error: BoxError) -> Error {
-        let rank = job_rank(&self.group);
-        error.downcast::<flow_comm::Error>().map_or_else(
-            |error| {
-                error.downcast::<Error>().map_or_else(
-                    |error| Error::CommHook { rank, bucket, reason: error.to_string() },
-                    |error| *error,
-                )
-            },
-            |error| Error::Comm(*error),
-        )
+        let error = match error.downcast::<flow_comm::Error>() {
+            Ok(error) => return Error::Comm(*error),
+            Err(error) => error,
+        };
+        match error.downcast::<Error>() {
+            Ok(error) => *error,
+            Err(error) => {
+                let rank = job_rank(&self.group);
+                Error::CommHook { rank, bucket, reason: error.to_string() }
+            }
+        }
     }
 
-    /// Runs communication. If it fails because another rank misses gradients, that is noted and
+    /// Runs `communicate`. If it fails because another rank misses gradients, that is noted and
     /// reported at the end of backward, when this rank knows which ones it misses itself.
     fn defer_missing_grads(
         &self,
         state: &mut BackwardState,
-        communicate: impl FnOnce(&Self, &mut BackwardState) -> Result<()>,
+        communicate: impl FnOnce(&mut BackwardState) -> Result<()>,
     ) -> Result<()> {
         if state.peer_misses_grads {
             return Ok(());
         }
-        match communicate(self, state) {
-            Err(_) if self.group.awaits_error_details() => {
-                state.peer_misses_grads = true;
-                Ok(())
-            }
-            other => other,
+        let result = communicate(state);
+        if result.is_err() && self.group.awaits_error_details() {
+            state.peer_misses_grads = true;
+            return Ok(());
         }
+        result
     }
 
-    /// The end of backward: all gradients of this rank are there, or will not come.
+    /// Ends a backward: all gradients of this rank are there, or will not come.
     fn finish(&self) -> Result<()> {
         let mut state = self.state();
         let result = self.finish_buckets(&mut state);
@@ -317,43 +328,31 @@ impl Reducer {
         self.drop_grads(&mut state, result.is_ok());
         let missing = result?;
         self.steps.end();
-        if !std::mem::replace(&mut state.rebuilt, true) {
-            self.rebuild(&mut state, missing)?;
+        if state.rebuilt {
+            return Ok(());
         }
-        Ok(())
+        state.rebuilt = true;
+        self.rebuild(&mut state, missing)
     }
 
-    /// Returns the parameters without a gradient.
+    /// Waits for all buckets and gives the reduced gradients to the parameters. Returns the
+    /// parameters without a gradient.
     fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
         self.path.record(BackwardEvent::EndOfBackward)?;
         let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
-        if !missing.is_empty() && !self.options.find_unused {
+        if self.options.find_unused {
+            self.fill_in(state, &missing)?;
+        } else if !missing.is_empty() {
             state.peer_misses_grads = true;
         }
-        for &index in missing.iter().filter(|_| self.options.find_unused) {
-            let (bucket, slot) = state.slots[index];
-            let gradient = state.parameters[index].tensor.grad();
-            if gradient.defined() {
-                if self.options.bucket_view || self.path.grads_are_views() {
-                    let apart = gradient.copy();
-                    flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
-                        .map_err(|e| self.in_backward(e))?;
-                }
-                // What earlier backwards under no_sync have left counts; it must not change before
-                // all agree.
-                state.buckets[bucket].mark_ready(slot, &gradient, false)?;
-            } else {
-                state.buckets[bucket].mark_unused(slot)?;
-            }
-        }
         let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
-        self.defer_missing_grads(state, |reducer, state| {
-            reducer.launch(state)?;
-            reducer.wait(state)?;
-            if reducer.options.find_unused {
+        self.defer_missing_grads(state, |state| {
+            self.launch(state)?;
+            self.wait(state)?;
+            if self.options.find_unused {
                 let _wait = trace::wait(state.step.into(), None);
-                reducer.group.all_reduce(&mut used, ReduceOp::Max)?;
+                self.group.all_reduce(&mut used, ReduceOp::Max)?;
             }
             Ok(())
         })?;
@@ -362,15 +361,38 @@ impl Reducer {
         }
         self.path.join()?;
         self.scatter(state)?;
-        for (index, _) in used.iter().enumerate().filter(|(_, used)| **used != 0) {
-            state
-                .write_back(index, &**self.path, self.options.bucket_view)
-                .map_err(|e| self.in_backward(e))?;
+        for (index, &used) in used.iter().enumerate() {
+            if used != 0 {
+                state
+                    .write_back(index, &**self.path, self.options.bucket_view)
+                    .map_err(|error| self.in_backward(error))?;
+            }
         }
         state.used.fill(false);
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         Ok(missing)
+    }
+
+    /// Marks parameters ready that got no gradient in this backward: with what earlier backwards
+    /// under `no_sync` have left, or with zeros.
+    fn fill_in(&self, state: &mut BackwardState, missing: &[usize]) -> Result<()> {
+        for &index in missing {
+            let (bucket, slot) = state.slots[index];
+            let gradient = state.parameters[index].tensor.grad();
+            if !gradient.defined() {
+                state.buckets[bucket].mark_unused(slot)?;
+                continue;
+            }
+            if self.options.bucket_view || self.path.grads_are_views() {
+                let apart = gradient.copy();
+                flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
+                    .map_err(|error| self.in_backward(error))?;
+            }
+            // Not in place: `.grad` must not change before all ranks agree which were used.
+            state.buckets[bucket].mark_ready(slot, &gradient, false)?;
+        }
+        Ok(())
     }
 
     /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for
@@ -380,7 +402,7 @@ impl Reducer {
         state.buckets.iter_mut().for_each(|bucket| bucket.reset(stream_joined));
     }
 
-    /// A backward of this rank fails, and with it the group: no rank is to wait for gradients that
+    /// Fails this rank's backward and, with it, the group: no rank is to wait for gradients that
     /// will not come.
     fn fail(&self, error: Error) -> BoxError {
         self.state().unusable = true;
@@ -392,34 +414,26 @@ impl Reducer {
         error.end_backward()
     }
 
-    /// The error that lists the parameters without a gradient on all ranks, which all take part.
-    fn missing_gradients(&self, state: &mut BackwardState, missing: &[usize]) -> Error {
-        let name = |&index: &usize| {
-            let parameter = &state.parameters[index];
-            let frozen =
-                if parameter.tensor.requires_grad() { "" } else { " (frozen after wrapping)" };
-            format!("{}{frozen}", parameter.name)
-        };
-        let mut own = missing.iter().take(20).map(name).collect::<Vec<_>>().join(", ");
-        if missing.len() > 20 {
-            own += &format!(" and {} more", missing.len() - 20);
-        }
-        let missing = self.group.fail_and_collect("parameters got no gradient", &own);
-        let missing: Vec<String> =
-            missing.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
-        Error::MissingGradients { rank: job_rank(&self.group), missing: missing.join("; ") }
+    /// Collects the parameters without a gradient of all ranks, which all call this, into an error.
+    fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
+        let of_this_rank = names_of(&state.parameters, missing);
+        let of_ranks = self.group.fail_and_collect("parameters got no gradient", &of_this_rank);
+        let lines: Vec<String> =
+            of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
+        Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; ") }
     }
 
-    /// Buckets in the order in which rank 0's gradients came; unused parameters last.
+    /// Makes the buckets anew, in the order in which rank 0's gradients came; unused parameters are
+    /// last.
     fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
         let mut order: Vec<i32> =
             state.ready_order.iter().chain(&missing).map(|&i| i as i32).collect();
-        self.defer_missing_grads(state, |reducer, state| {
+        self.defer_missing_grads(state, |state| {
             let _wait = trace::wait(state.step.into(), None);
-            reducer.group.broadcast(&mut order, 0)?;
+            self.group.broadcast(&mut order, 0)?;
             // A rank that went on and failed would else take from slower ones what this backward
             // has done.
-            Ok(reducer.group.barrier()?)
+            Ok(self.group.barrier()?)
         })?;
         // On a GPU, a rank learns only here that another has failed in this backward.
         if state.peer_misses_grads {
@@ -427,7 +441,7 @@ impl Reducer {
         }
         let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
         if self.path.grads_are_views() {
-            state.keep_grads_apart().map_err(|e| self.in_backward(e))?;
+            state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
         }
         state.build(&**self.path, &self.options, &order)
     }
@@ -440,13 +454,35 @@ impl Reducer {
         self.torch("backward", error.to_string())
     }
 
+    fn model_error(&self, reason: String) -> Error {
+        Error::Model { rank: job_rank(&self.group), reason }
+    }
+
     fn torch(&self, operation: &'static str, reason: String) -> Error {
         Error::Torch { rank: job_rank(&self.group), operation, reason }
     }
 }
 
-/// Queued in the first hook of a backward. If backward fails before its end, the group is failed
-/// with it.
+/// Names parameters in an error, at most 20 of them.
+fn names_of(parameters: &[Parameter], indices: &[usize]) -> String {
+    let mut names = Vec::new();
+    for &index in indices.iter().take(20) {
+        let parameter = &parameters[index];
+        if parameter.tensor.requires_grad() {
+            names.push(parameter.name.clone());
+        } else {
+            names.push(format!("{} (frozen after wrapping)", parameter.name));
+        }
+    }
+    let mut text = names.join(", ");
+    if indices.len() > 20 {
+        text += &format!(" and {} more", indices.len() - 20);
+    }
+    text
+}
+
+/// A callback at the end of a backward, queued in its first hook. If backward fails before its end,
+/// the group fails too.
 struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
@@ -469,12 +505,13 @@ impl Drop for EndOfBackward {
             let mut state = self.reducer.state();
             // If a hook of ours has failed, the group knows why. Any other error of a backward is
             // known to its caller alone.
-            if !std::mem::replace(&mut state.unusable, true) {
+            if !state.unusable {
                 self.reducer.group.abort(
                     "its backward failed before all gradients were there, see its own error; to \
                      go on, all ranks drop their Ddp and wrap the model again",
                 );
             }
+            state.unusable = true;
             state.in_backward = false;
             self.reducer.drop_grads(&mut state, false);
         }

@@ -5,7 +5,7 @@ const COPY: &str = "FLOW_DDP_COPY";
 /// Who reduces buckets on the CPU beside backward: `hooks` or `thread`.
 const PROGRESS: &str = "FLOW_DDP_PROGRESS";
 
-/// What the environment asks for.
+/// Settings that the environment asks for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
     /// Gradients may be reduced where they are.

@@ -25,32 +25,55 @@ pub struct BucketStats {
     pub parameters: Vec<String>,
     /// Bytes that were reduced where backward had put them, without a copy.
     pub in_place: usize,
+    /// When the bucket was full and reduced.
+    pub times: BucketTimes,
+}
+
+/// The times of one bucket in the last backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BucketTimes {
     /// From the backward's first gradient to this bucket's last.
     pub ready_at: Duration,
-    /// From its last gradient on this rank until the reduction was seen to be over.
+    /// From the bucket's last gradient on this rank until the reduction was seen to be over.
     pub ready_to_done: Duration,
     /// The part of `ready_to_done` during which backward still ran.
     pub behind_backward: Duration,
 }
 
-impl Stats {
-    /// Of the time that reductions took, the share during which backward still ran: 0 to 1.
-    pub fn hidden(&self) -> f64 {
-        let sum = |time: fn(&BucketStats) -> Duration| {
-            self.buckets.iter().map(time).sum::<Duration>().as_secs_f64()
-        };
-        let total = sum(|b| b.ready_to_done);
-        if total == 0.0 {
-            1.0
-        } else {
-            sum(|b| b.behind_backward) / total
+impl BucketTimes {
+    /// The times of a bucket that was `ready` and `done` at these moments, in a backward from
+    /// `began` to `backward_end`.
+    pub(crate) fn new(
+        began: Instant,
+        ready: Instant,
+        done: Instant,
+        backward_end: Instant,
+    ) -> Self {
+        Self {
+            ready_at: ready.saturating_duration_since(began),
+            ready_to_done: done.saturating_duration_since(ready),
+            behind_backward: done.min(backward_end).saturating_duration_since(ready),
         }
     }
 }
 
-/// The times of one bucket: all of the communication, and the part before `backward_end`.
-pub(crate) fn times(ready: Instant, done: Instant, backward_end: Instant) -> (Duration, Duration) {
-    (done.saturating_duration_since(ready), done.min(backward_end).saturating_duration_since(ready))
+/// The times of the last backward on a device's clock: see [`Stats`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PhaseTimes {
+    pub backward: Duration,
+    pub exposed: Duration,
+}
+
+impl Stats {
+    /// The share of the reductions' time during which backward still ran: 0 to 1.
+    pub fn hidden(&self) -> f64 {
+        let total: Duration = self.buckets.iter().map(|b| b.times.ready_to_done).sum();
+        let hidden: Duration = self.buckets.iter().map(|b| b.times.behind_backward).sum();
+        if total.is_zero() {
+            return 1.0;
+        }
+        hidden.as_secs_f64() / total.as_secs_f64()
+    }
 }
 
 #[cfg(test)]
@@ -59,16 +82,15 @@ mod tests {
 
     #[test]
     fn hidden_is_the_share_before_the_end_of_backward() {
-        let start = Instant::now();
-        let at = |ms| start + Duration::from_millis(ms);
-        assert_eq!(
-            times(at(1), at(3), at(10)),
-            (Duration::from_millis(2), Duration::from_millis(2))
-        );
-        assert_eq!(
-            times(at(8), at(12), at(10)),
-            (Duration::from_millis(4), Duration::from_millis(2))
-        );
-        assert_eq!(times(at(11), at(12), at(10)), (Duration::from_millis(1), Duration::ZERO));
+        let began = Instant::now();
+        let at = |ms| began + Duration::from_millis(ms);
+        let times = |ready_at, ready_to_done, behind_backward| BucketTimes {
+            ready_at: Duration::from_millis(ready_at),
+            ready_to_done: Duration::from_millis(ready_to_done),
+            behind_backward: Duration::from_millis(behind_backward),
+        };
+        assert_eq!(BucketTimes::new(began, at(1), at(3), at(10)), times(1, 2, 2));
+        assert_eq!(BucketTimes::new(began, at(8), at(12), at(10)), times(8, 4, 2));
+        assert_eq!(BucketTimes::new(began, at(11), at(12), at(10)), times(11, 1, 0));
     }
 }

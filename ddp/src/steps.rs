@@ -36,12 +36,22 @@ struct Counts {
     open: BTreeSet<u64>,
 }
 
+impl Counts {
+    /// Returns the forward's number.
+    fn begin_forward(&mut self) -> u64 {
+        let number = self.forwards;
+        self.forwards += 1;
+        self.open.insert(number);
+        number
+    }
+}
+
 impl Steps {
     pub fn new() -> Self {
         Self { counts: ForkSafe::new(Mutex::default()) }
     }
 
-    /// A backward that reduces gradients begins: in which step, from 1 on.
+    /// Begins a backward that reduces gradients. Returns its step, from 1 on.
     pub fn begin(&self) -> u32 {
         let counts = &mut *self.counts();
         let may_come = counts.open.split_off(&counts.before_last);
@@ -59,32 +69,25 @@ impl Steps {
         counts.backwards.wrapping_add(counts.left_out).wrapping_add(1)
     }
 
-    /// A backward that reduces gradients is over.
+    /// Ends a backward that reduces gradients.
     pub fn end(&self) {
         let mut counts = self.counts();
         counts.before_last = counts.forwards;
     }
 
-    /// A forward in training mode has this result.
+    /// Counts a forward in training mode, whose result is `output`.
     pub fn follow(self: &Arc<Self>, output: &Tensor) -> Result<(), flow_autograd::Error> {
         if !output.requires_grad() {
             return Ok(()); // it can have no backward
         }
-        let number = {
-            let mut counts = self.counts();
-            let number = counts.forwards;
-            counts.forwards += 1;
-            counts.open.insert(number);
-            number
-        };
+        let number = self.counts().begin_forward();
         let forward = Arc::new(Forward { steps: Arc::clone(self), number });
         flow_autograd::on_backward(output, move || {
             let forward = Arc::clone(&forward);
-            let done = move || {
+            Ok(flow_autograd::at_end_of_backward(move || {
                 forward.steps.counts().open.remove(&forward.number);
                 Ok(())
-            };
-            Ok(flow_autograd::at_end_of_backward(done)?)
+            })?)
         })
     }
 

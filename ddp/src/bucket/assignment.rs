@@ -3,13 +3,13 @@
 /// Byte caps of buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Caps {
-    /// Of the first bucket: small, so that communication begins early.
+    /// The first bucket's: small, so that communication begins early.
     pub first: usize,
-    /// Of the others.
+    /// The others'.
     pub rest: usize,
 }
 
-/// What bucketing needs to know of a parameter: its size in bytes as communicated, and a class
+/// A parameter, for bucketing: its size in bytes as communicated, and a class
 /// (type and device); only parameters of one class share a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Item {
@@ -47,7 +47,9 @@ pub fn assign(items: &[Item], order: &[usize], caps: Caps) -> Vec<Vec<usize>> {
     }
     // What is left is complete only when its last member has come.
     let mut position = vec![0; items.len()];
-    order.iter().enumerate().for_each(|(at, &index)| position[index] = at);
+    for (at, &index) in order.iter().enumerate() {
+        position[index] = at;
+    }
     buckets.extend(open.into_iter().map(|o| o.members).filter(|m| !m.is_empty()));
     buckets.sort_by_key(|members| members.iter().map(|&m| position[m]).max());
     buckets

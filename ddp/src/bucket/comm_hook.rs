@@ -1,4 +1,4 @@
-//! What is done with a ready bucket: the contract of PyTorch's `register_comm_hook`.
+//! Communication hooks: the contract of PyTorch's `register_comm_hook`.
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
@@ -9,7 +9,7 @@ use super::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::parameter::Parameter;
 
-/// What a [`Ddp`](crate::Ddp) does with a bucket of gradients that is ready: see
+/// Reduces each bucket of a [`Ddp`](crate::Ddp) whose gradients are there: see
 /// [`DdpBuilder::comm_hook`](crate::DdpBuilder::comm_hook).
 ///
 /// All ranks use the same hook. It is called in `backward`, on the thread that runs the gradients'
@@ -32,9 +32,12 @@ use crate::parameter::Parameter;
 /// }
 /// ```
 pub trait CommHook: Send + 'static {
-    /// Starts the reduction of `bucket`. The result is the reduced gradients, which each rank
-    /// finds in `.grad` after backward: unlike a mean, a sum has to be divided here.
-    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError>;
+    /// Starts the reduction of `bucket` (default: [`GradBucket::all_reduce`]). The result is the
+    /// reduced gradients, which each rank finds in `.grad` after backward: unlike a mean, a sum has
+    /// to be divided here.
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        Ok(bucket.all_reduce()?)
+    }
 
     /// The type in which [`GradBucket::all_reduce`] sends gradients; None: their own.
     fn kind(&self) -> Option<Kind> {
@@ -86,11 +89,14 @@ impl GradBucket<'_> {
     /// Those of a GPU.
     pub fn gradients(&self) -> Result<Vec<Tensor>> {
         self.memory.join_gradients()?;
-        let gradient = |(slot, &member): (usize, &usize)| match self.memory.gradient(slot) {
-            Some(gradient) => gradient.shallow_clone(),
-            None => self.parameters[member].tensor.grad(),
-        };
-        Ok(self.members.iter().enumerate().map(gradient).collect())
+        let mut gradients = Vec::with_capacity(self.members.len());
+        for (slot, &member) in self.members.iter().enumerate() {
+            gradients.push(match self.memory.gradient(slot) {
+                Some(gradient) => gradient.shallow_clone(),
+                None => self.parameters[member].tensor.grad(),
+            });
+        }
+        Ok(gradients)
     }
 
     /// A copy of all gradients in one tensor of one dimension, one after the other.
@@ -104,7 +110,8 @@ impl GradBucket<'_> {
         Ok(Tensor::cat(&flat, 0))
     }
 
-    /// The group over which gradients are averaged. A hook may use it only while it is called.
+    /// The group over which gradients are averaged. A hook may use the group only while the hook is
+    /// called.
     pub fn group(&self) -> &ProcessGroup {
         // An error is the group's, and what the caller does next finds it.
         let _ = self.path.flush();

@@ -1,7 +1,6 @@
 //! Buckets on the CPU: gradients are reduced in memory that all ranks of the machine reach.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use flow_comm::{ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
@@ -13,6 +12,7 @@ use crate::error::{dtype, failed, job_rank, Error, Result};
 use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 use crate::settings::Settings;
+use crate::stats::{BucketTimes, PhaseTimes};
 
 /// Buckets in shared memory, and who reduces them beside backward.
 pub(crate) struct CpuPath {
@@ -23,13 +23,12 @@ pub(crate) struct CpuPath {
 
 impl CpuPath {
     pub fn new(group: &ProcessGroup, settings: &Settings, op: ReduceOp) -> Result<Self> {
-        let model = |reason| Error::Model { rank: job_rank(group), reason };
         let progress = Progress::choose(group, settings.progress_thread, op);
-        Ok(Self {
-            group: group.clone(),
-            progress: Arc::new(progress.map_err(model)?),
-            in_place: settings.in_place,
-        })
+        let progress = progress.map_err(|error| Error::Model {
+            rank: job_rank(group),
+            reason: format!("cannot start a thread: {error}"),
+        })?;
+        Ok(Self { group: group.clone(), progress: Arc::new(progress), in_place: settings.in_place })
     }
 }
 
@@ -58,7 +57,7 @@ impl ReducePath for CpuPath {
         Ok(())
     }
 
-    fn phase_times(&self) -> Option<[Duration; 2]> {
+    fn phase_times(&self) -> Option<PhaseTimes> {
         None
     }
 
@@ -87,15 +86,17 @@ impl CpuBucket {
         let group = &path.group;
         let dtype = dtype(group, kind)?;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
-        // A place that no gradient is copied to is never touched, and takes no memory.
-        let place = |member: &&Parameter| {
+        let mut places = Vec::with_capacity(members.len());
+        for member in members {
+            // A place that no gradient is copied to is never touched, and takes no memory.
             let memory = group.alloc_shared::<u8>(member.elements() * dtype.size())?;
-            let place =
-                flow_autograd::tensor_from_memory(memory, &member.layout.memory_shape(), kind);
-            Ok(member.layout.in_own_order(&place.map_err(|e| failed(group)(e.to_string()))?))
-        };
+            let shape = member.layout.memory_shape();
+            let place = flow_autograd::tensor_from_memory(memory, &shape, kind)
+                .map_err(|error| failed(group, error.to_string()))?;
+            places.push(member.layout.in_own_order(&place));
+        }
         Ok(Self {
-            places: members.iter().map(place).collect::<Result<Vec<_>>>()?,
+            places,
             segments: Arc::new(group.segments(number, dtype, lengths)?),
             progress: Arc::clone(&path.progress),
             in_place: path.in_place,
@@ -107,10 +108,10 @@ impl CpuBucket {
 
     fn use_place(&mut self, slot: usize) {
         self.copied[slot] = true;
+        let place = self.layouts[slot].in_memory_order(&self.places[slot]);
         // Refused only while a backward that failed still reduces the bucket: then launching it
         // fails.
-        self.segments
-            .set_piece(slot, GradBytes(self.layouts[slot].in_memory_order(&self.places[slot])));
+        self.segments.set_piece(slot, GradBytes(place));
     }
 }
 
@@ -122,11 +123,12 @@ impl Bucket for CpuBucket {
     fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
         // Ranks add up what lies at the same place in memory: a gradient of another layout must be
         // copied.
-        let memory = || GradBytes(self.layouts[slot].in_memory_order(gradient));
         let in_place = self.in_place
             && exclusive
             && gradient.kind() == self.kind
-            && self.segments.set_piece(slot, memory());
+            && self
+                .segments
+                .set_piece(slot, GradBytes(self.layouts[slot].in_memory_order(gradient)));
         if in_place {
             self.copied[slot] = false;
         } else {
@@ -162,7 +164,7 @@ impl Bucket for CpuBucket {
         self.segments.bytes()
     }
 
-    fn times(&self) -> Option<[Duration; 3]> {
+    fn times(&self) -> Option<BucketTimes> {
         None
     }
 

@@ -1,8 +1,7 @@
 //! Buckets on a GPU: gradients are packed into flat memory, reduced there beside backward, and
 //! become views of it.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::CudaTensor;
 use flow_comm::nccl::{CudaGroup, Event, FlatBucket, Stream};
@@ -14,19 +13,27 @@ use super::{BackwardEvent, Bucket, ReducePath};
 use crate::error::{dtype, failed, Error, Result};
 use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
+use crate::stats::{BucketTimes, PhaseTimes};
 
 /// Buckets that are reduced over NCCL: the host waits for none of them, libtorch's stream does.
 pub(crate) struct CudaPath {
     device: Arc<CudaDevice>,
 }
 
-/// What the buckets share.
+/// A GPU, shared by its buckets.
 struct CudaDevice {
     group: ProcessGroup,
     cuda: Arc<CudaGroup>,
     op: ReduceOp,
-    /// One for each [`BackwardEvent`], in libtorch's stream.
-    phases: Mutex<Option<[Event; 3]>>,
+    /// When the last backward passed its moments.
+    phases: Mutex<Option<Phases>>,
+}
+
+/// An event in libtorch's stream for each [`BackwardEvent`].
+struct Phases {
+    first_gradient: Event,
+    end_of_backward: Event,
+    end_of_reduction: Event,
 }
 
 impl CudaPath {
@@ -39,11 +46,42 @@ impl CudaPath {
 impl CudaDevice {
     /// libtorch's stream on this thread.
     fn current_stream(&self) -> Result<Stream> {
-        flow_autograd::current_stream(self.cuda.device()).map_err(|e| self.error(e))
+        flow_autograd::current_stream(self.cuda.device()).map_err(|error| self.error(error))
+    }
+
+    fn new_phases(&self) -> Result<Phases> {
+        Ok(Phases {
+            first_gradient: self.timed_event()?,
+            end_of_backward: self.timed_event()?,
+            end_of_reduction: self.timed_event()?,
+        })
+    }
+
+    /// The places of gradients in flat memory.
+    fn views(&self, flat: &FlatBucket, members: &[&Parameter]) -> Result<Vec<Tensor>> {
+        let mut views = Vec::with_capacity(members.len());
+        for (slot, member) in members.iter().enumerate() {
+            let place =
+                flat.view(slot).ok_or_else(|| self.error(format!("there is no slot {slot}")))?;
+            let shape = member.layout.memory_shape();
+            let device = self.cuda.device();
+            let view = flow_autograd::tensor_from_device_memory(device, place, &shape, member.kind)
+                .map_err(|error| self.error(error))?;
+            views.push(member.layout.in_own_order(&view));
+        }
+        Ok(views)
+    }
+
+    fn timed_event(&self) -> Result<Event> {
+        Event::timed(self.cuda.device()).map_err(|error| self.error(error))
+    }
+
+    fn phases(&self) -> MutexGuard<'_, Option<Phases>> {
+        self.phases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn error(&self, error: impl ToString) -> Error {
-        failed(&self.group)(error.to_string())
+        failed(&self.group, error.to_string())
     }
 }
 
@@ -71,22 +109,29 @@ impl ReducePath for CudaPath {
     fn record(&self, event: BackwardEvent) -> Result<()> {
         let device = &self.device;
         let stream = device.current_stream()?;
-        let mut phases = device.phases.lock().unwrap_or_else(PoisonError::into_inner);
-        let events = match phases.take() {
-            Some(events) => events,
-            None => {
-                let event = || Event::timed(device.cuda.device()).map_err(|e| device.error(e));
-                [event()?, event()?, event()?]
-            }
+        let mut phases = device.phases();
+        if phases.is_none() {
+            *phases = Some(device.new_phases()?);
+        }
+        let Some(phases) = phases.as_mut() else { return Ok(()) };
+        let moment = match event {
+            BackwardEvent::FirstGradient => &mut phases.first_gradient,
+            BackwardEvent::EndOfBackward => &mut phases.end_of_backward,
+            BackwardEvent::EndOfReduction => &mut phases.end_of_reduction,
         };
-        phases.insert(events)[event as usize].record(&stream).map_err(|e| device.error(e))
+        moment.record(&stream).map_err(|error| device.error(error))
     }
 
-    fn phase_times(&self) -> Option<[Duration; 2]> {
-        let phases = self.device.phases.lock().unwrap_or_else(PoisonError::into_inner);
-        let [first, end, reduced] = phases.as_ref()?;
-        reduced.synchronize().ok()?;
-        Some([end.since(first).unwrap_or_default(), reduced.since(end).unwrap_or_default()])
+    fn phase_times(&self) -> Option<PhaseTimes> {
+        let phases = self.device.phases();
+        let phases = phases.as_ref()?;
+        phases.end_of_reduction.synchronize().ok()?;
+        let backward = phases.end_of_backward.since(&phases.first_gradient);
+        let exposed = phases.end_of_reduction.since(&phases.end_of_backward);
+        Some(PhaseTimes {
+            backward: backward.unwrap_or_default(),
+            exposed: exposed.unwrap_or_default(),
+        })
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -120,28 +165,16 @@ impl CudaBucket {
         members: &[&Parameter],
         communication: Kind,
     ) -> Result<Self> {
-        let (group, cuda) = (&device.group, &device.cuda);
         let kind = members[0].kind;
         let lengths: Vec<usize> = members.iter().map(|member| member.elements()).collect();
-        let mut flat =
-            cuda.bucket(number, dtype(group, kind)?, dtype(group, communication)?, &lengths)?;
+        let mut flat = device.cuda.bucket(
+            number,
+            dtype(&device.group, kind)?,
+            dtype(&device.group, communication)?,
+            &lengths,
+        )?;
         flat.set_op(device.op);
-        let view = |(slot, member): (usize, &&Parameter)| {
-            let place =
-                flat.view(slot).ok_or_else(|| failed(group)(format!("there is no slot {slot}")))?;
-            let view = flow_autograd::tensor_from_device_memory(
-                cuda.device(),
-                place,
-                &member.layout.memory_shape(),
-                kind,
-            );
-            Ok(member.layout.in_own_order(&view.map_err(|e| device.error(e))?))
-        };
-        let views = if kind == communication {
-            members.iter().enumerate().map(view).collect::<Result<Vec<_>>>()?
-        } else {
-            Vec::new()
-        };
+        let views = if kind == communication { device.views(&flat, members)? } else { Vec::new() };
         Ok(Self {
             device: Arc::clone(device),
             flat,
@@ -169,7 +202,7 @@ impl CudaBucket {
         if !self.streams.contains(&stream) {
             self.streams.push(stream);
         }
-        let memory = CudaTensor::new(source).map_err(|e| self.device.error(e))?;
+        let memory = CudaTensor::new(source).map_err(|error| self.device.error(error))?;
         let gradient = self.layouts[slot].in_own_order(memory.tensor());
         self.gradients[slot] = Some((memory, gradient));
         Ok(())
@@ -183,14 +216,16 @@ impl Bucket for CudaBucket {
 
     /// A gradient is reduced where it is if it lies in the bucket already.
     fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
+        let mut source = self.layouts[slot].in_memory_order(gradient).contiguous();
         // A gradient that is sent in another type is where the result goes: it needs memory of its
         // own.
-        let source = self.layouts[slot].in_memory_order(gradient).contiguous();
-        let source = if self.views.is_empty() && !exclusive { source.copy() } else { source };
+        if self.views.is_empty() && !exclusive {
+            source = source.copy();
+        }
         let in_place = self
             .views
             .get(slot)
-            .is_some_and(|v| flow_autograd::data_ptr(v) == flow_autograd::data_ptr(&source));
+            .is_some_and(|view| flow_autograd::data_ptr(view) == flow_autograd::data_ptr(&source));
         self.put(slot, &source)?;
         Ok(in_place)
     }
@@ -206,15 +241,16 @@ impl Bucket for CudaBucket {
         let mut gradients: Vec<&mut CudaTensor> =
             self.gradients.iter_mut().flatten().map(|(memory, _)| memory).collect();
         self.device.cuda.reduce_bucket(&mut self.flat, &mut gradients, &self.streams)?;
-        Ok(Pending::in_bucket(|| Ok(None)))
+        Ok(Pending::on_device())
     }
 
     fn join_gradients(&self) -> Result<()> {
         let current = self.device.current_stream()?;
         for stream in self.streams.iter().filter(|&stream| *stream != current) {
-            let event = Event::new(self.device.cuda.device()).map_err(|e| self.device.error(e))?;
-            event.record(stream).map_err(|e| self.device.error(e))?;
-            current.wait(&event).map_err(|e| self.device.error(e))?;
+            let event =
+                Event::new(self.device.cuda.device()).map_err(|error| self.device.error(error))?;
+            event.record(stream).map_err(|error| self.device.error(error))?;
+            current.wait(&event).map_err(|error| self.device.error(error))?;
         }
         Ok(())
     }
@@ -231,12 +267,17 @@ impl Bucket for CudaBucket {
         self.flat.bytes()
     }
 
-    fn times(&self) -> Option<[Duration; 3]> {
-        let phases = self.device.phases.lock().unwrap_or_else(PoisonError::into_inner);
-        let [first, end, _] = phases.as_ref()?;
+    fn times(&self) -> Option<BucketTimes> {
+        let phases = self.device.phases();
+        let phases = phases.as_ref()?;
         let [ready, done] = self.flat.timing()?;
-        let total = done.since(ready).ok()?;
-        Some([ready.since(first).ok()?, total, total.saturating_sub(done.since(end).ok()?)])
+        let ready_to_done = done.since(ready).ok()?;
+        let after_backward = done.since(&phases.end_of_backward).ok()?;
+        Some(BucketTimes {
+            ready_at: ready.since(&phases.first_gradient).ok()?,
+            ready_to_done,
+            behind_backward: ready_to_done.saturating_sub(after_backward),
+        })
     }
 
     /// libtorch uses a gradient's memory again in the order of the stream that computed it, which

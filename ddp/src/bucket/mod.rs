@@ -8,13 +8,12 @@ pub(crate) mod cuda;
 pub(crate) mod pending;
 mod progress;
 
-use std::time::Duration;
-
 use tch::{Kind, Tensor};
 
 use self::pending::Pending;
 use crate::error::Result;
 use crate::parameter::Parameter;
+use crate::stats::{BucketTimes, PhaseTimes};
 
 /// The gradients of some parameters, which are reduced together. A slot is a parameter's place in
 /// its bucket.
@@ -49,17 +48,16 @@ pub(crate) trait Bucket: Send {
     /// Bytes as communicated.
     fn bytes(&self) -> usize;
 
-    /// Times of the last reduction on the device's clock, if it has one of its own: the last
-    /// gradient since the first of the backward, the reduction, and the part of the reduction
-    /// before the end of backward. The device has passed the last [`BackwardEvent`].
-    fn times(&self) -> Option<[Duration; 3]>;
+    /// Times of the last reduction on the device's clock, if it has one of its own. The device has
+    /// passed the last [`BackwardEvent`].
+    fn times(&self) -> Option<BucketTimes>;
 
     /// Drops the gradients: the bucket is ready for the next backward. `stream_joined`: libtorch's
     /// current stream waits for everything that reads the gradients.
     fn reset(&mut self, stream_joined: bool);
 }
 
-/// What a reducer needs of a device besides its buckets.
+/// The part of a device that a reducer needs besides buckets.
 pub(crate) trait ReducePath: Send + Sync {
     /// Bucket `number`, of these parameters, whose gradients are communicated as `kind`.
     fn bucket(&self, number: u32, members: &[&Parameter], kind: Kind) -> Result<Box<dyn Bucket>>;
@@ -80,9 +78,8 @@ pub(crate) trait ReducePath: Send + Sync {
     /// Records a moment of the backward in libtorch's current stream.
     fn record(&self, event: BackwardEvent) -> Result<()>;
 
-    /// From the first gradient to the end of backward, and from there to the end of reductions, on
-    /// the device's clock, if it has one. Waits for the device.
-    fn phase_times(&self) -> Option<[Duration; 2]>;
+    /// Times of the last backward on the device's clock, if it has one. Waits for the device.
+    fn phase_times(&self) -> Option<PhaseTimes>;
 
     /// Waits until all reductions are over.
     fn synchronize(&self) -> Result<()>;

@@ -1,13 +1,29 @@
 //! A reduction that runs beside backward.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use flow_autograd::BoxError;
+use flow_comm::{Segments, Work};
 use tch::Tensor;
+
+use super::progress::HookProgress;
 
 /// A bucket's reduction that has been launched.
 #[must_use = "backward waits for it"]
-pub struct Pending(Box<dyn FnOnce() -> Result<Reduced, BoxError> + Send>);
+pub struct Pending(Launched);
+
+/// How a reduction goes on, and what waiting for it means.
+enum Launched {
+    /// The gradients' hooks reduce the bucket in shared memory.
+    InHooks(Arc<HookProgress>, Arc<Segments>),
+    /// A thread reduces the bucket in shared memory.
+    InThread(Work<Instant>),
+    /// A GPU reduces the bucket. libtorch's stream waits for that, rather than the host.
+    OnDevice,
+    /// A communication hook reduces a tensor of its own.
+    ByHook(Box<dyn FnOnce() -> Result<Tensor, BoxError> + Send>),
+}
 
 /// Where the reduced gradients of a bucket are.
 pub(crate) enum Reduced {
@@ -28,18 +44,28 @@ impl Pending {
     /// A reduction that `wait` completes, at the end of backward. It returns what
     /// [`Pending::ready`] is given.
     pub fn new(wait: impl FnOnce() -> Result<Tensor, BoxError> + Send + 'static) -> Self {
-        Self(Box::new(move || wait().map(Reduced::Flat)))
+        Self(Launched::ByHook(Box::new(wait)))
     }
 
-    /// A reduction in the bucket's own memory.
-    pub(crate) fn in_bucket(
-        wait: impl FnOnce() -> flow_comm::Result<Option<Instant>> + Send + 'static,
-    ) -> Self {
-        Self(Box::new(move || Ok(Reduced::InBucket(wait()?))))
+    pub(super) fn in_hooks(progress: Arc<HookProgress>, bucket: Arc<Segments>) -> Self {
+        Self(Launched::InHooks(progress, bucket))
+    }
+
+    pub(super) fn in_thread(work: Work<Instant>) -> Self {
+        Self(Launched::InThread(work))
+    }
+
+    pub(super) fn on_device() -> Self {
+        Self(Launched::OnDevice)
     }
 
     /// Waits until the reduced gradients may be used, in the order of libtorch's stream.
     pub(crate) fn wait(self) -> Result<Reduced, BoxError> {
-        (self.0)()
+        Ok(match self.0 {
+            Launched::InHooks(progress, bucket) => Reduced::InBucket(Some(progress.wait(&bucket)?)),
+            Launched::InThread(work) => Reduced::InBucket(Some(work.wait()?)),
+            Launched::OnDevice => Reduced::InBucket(None),
+            Launched::ByHook(wait) => Reduced::Flat(wait()?),
+        })
     }
 }

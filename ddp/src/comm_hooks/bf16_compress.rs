@@ -1,10 +1,8 @@
 //! The mean over all ranks, sent as `BFloat16`.
 
-use flow_autograd::BoxError;
 use tch::Kind;
 
-use crate::bucket::comm_hook::{CommHook, GradBucket};
-use crate::bucket::pending::Pending;
+use crate::bucket::comm_hook::CommHook;
 
 /// Averages gradients over all ranks and sends them as `Kind::BFloat16`: half the bytes of `Float`.
 /// Their range is that of `Float`; 8 bits of precision are left.
@@ -15,10 +13,6 @@ use crate::bucket::pending::Pending;
 pub struct Bf16Compress;
 
 impl CommHook for Bf16Compress {
-    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
-        Ok(bucket.all_reduce()?)
-    }
-
     fn kind(&self) -> Option<Kind> {
         Some(Kind::BFloat16)
     }

@@ -1,10 +1,8 @@
 //! The mean over all ranks, sent as `Half`.
 
-use flow_autograd::BoxError;
 use tch::Kind;
 
-use crate::bucket::comm_hook::{CommHook, GradBucket};
-use crate::bucket::pending::Pending;
+use crate::bucket::comm_hook::CommHook;
 
 /// Averages gradients over all ranks and sends them as `Kind::Half`: half the bytes of `Float`.
 /// Half numbers reach to 65504 only: gradients beyond that become infinite.
@@ -18,10 +16,6 @@ use crate::bucket::pending::Pending;
 pub struct Fp16Compress;
 
 impl CommHook for Fp16Compress {
-    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
-        Ok(bucket.all_reduce()?)
-    }
-
     fn kind(&self) -> Option<Kind> {
         Some(Kind::Half)
     }

@@ -110,10 +110,12 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
     /// are left.
     pub fn len(&self) -> usize {
         let samples = self.sampler.range().len();
-        match (self.batch_size, self.drop_last) {
-            (0, _) => 0,
-            (size, true) => samples / size,
-            (size, false) => samples.div_ceil(size),
+        if self.batch_size == 0 {
+            0
+        } else if self.drop_last {
+            samples / self.batch_size
+        } else {
+            samples.div_ceil(self.batch_size)
         }
     }
 
@@ -123,10 +125,11 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
     }
 
     fn check(&self) -> Result<(), LoaderError> {
-        let (sampler, dataset) = (self.sampler.samples(), self.dataset.len());
         if self.batch_size == 0 {
             return Err(LoaderError::BatchSize);
         }
+        let sampler = self.sampler.samples();
+        let dataset = self.dataset.len();
         if sampler != dataset {
             return Err(LoaderError::Length { sampler, dataset });
         }
@@ -141,7 +144,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
     fn into_iter(self) -> Batches<D> {
         let count = self.len();
         let indices = self.sampler.iter();
-        let plan = Plan {
+        let plan = EpochPlan {
             dataset: Arc::clone(self.dataset),
             order: indices.order,
             range: indices.range,
@@ -157,9 +160,8 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             timeout: self.timeout,
             failure: None,
         };
-        if let Err(error) =
-            self.check().and_then(|()| batches.start(self.workers.min(count), self.prefetch))
-        {
+        let workers = self.workers.min(count);
+        if let Err(error) = self.check().and_then(|()| batches.start(workers, self.prefetch)) {
             batches.stop();
             batches.failure = Some(error);
         }
@@ -169,7 +171,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
 
 /// The batches of one epoch; see [`DataLoader`].
 pub struct Batches<D: Dataset + ?Sized> {
-    plan: Arc<Plan<D>>,
+    plan: Arc<EpochPlan<D>>,
     /// Numbers of the batches still to come.
     numbers: Range<usize>,
     /// The sampler's position.
@@ -193,14 +195,12 @@ impl<D: Dataset + ?Sized> Batches<D> {
         for worker in 0..workers {
             // The batch in a worker's hands counts too.
             let (sender, batches) = sync_channel(prefetch - 1);
-            let (plan, numbers) =
-                (Arc::clone(&self.plan), self.numbers.clone().skip(worker).step_by(workers));
+            let plan = Arc::clone(&self.plan);
+            let numbers = self.numbers.clone().skip(worker).step_by(workers);
+            let alive = alive.clone();
             let thread = thread::Builder::new()
                 .name(format!("flow-loader-{worker}"))
-                .spawn({
-                    let alive = alive.clone();
-                    move || plan.work(numbers, &sender, alive)
-                })
+                .spawn(move || plan.work(numbers, &sender, alive))
                 .map_err(|error| LoaderError::Spawn { rank: self.plan.rank, worker, error })?;
             self.workers.push(LoaderWorker { batches, thread });
         }
@@ -215,18 +215,17 @@ impl<D: Dataset + ?Sized> Batches<D> {
             return Err(LoaderError::Panic { batch: self.plan.id(number), message });
         }
         let worker = number % self.workers.len();
-        self.workers[worker].batches.recv_timeout(self.timeout).unwrap_or_else(|why| {
-            let batch = self.plan.id(number);
-            Err(match why {
-                RecvTimeoutError::Timeout => {
-                    self.workers.clear(); // not joined: the one that hangs has had its time
-                    LoaderError::Timeout { batch, timeout: self.timeout }
-                }
-                RecvTimeoutError::Disconnected => {
-                    LoaderError::Panic { batch, message: "worker lost".into() }
-                }
-            })
-        })
+        match self.workers[worker].batches.recv_timeout(self.timeout) {
+            Ok(batch) => batch,
+            Err(RecvTimeoutError::Timeout) => {
+                self.workers.clear(); // not joined: the one that hangs has had its time
+                Err(LoaderError::Timeout { batch: self.plan.id(number), timeout: self.timeout })
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                let message = "worker lost".into();
+                Err(LoaderError::Panic { batch: self.plan.id(number), message })
+            }
+        }
     }
 
     /// Ends the iteration.
@@ -280,8 +279,8 @@ impl<D: Dataset + ?Sized> Drop for Batches<D> {
     }
 }
 
-/// What a worker needs to know to make any batch of the epoch.
-struct Plan<D: ?Sized> {
+/// An epoch's batches, any of which a worker can make.
+struct EpochPlan<D: ?Sized> {
     dataset: Arc<D>,
     order: Arc<Order>,
     /// The positions in the rank's samples that are batched.
@@ -290,9 +289,9 @@ struct Plan<D: ?Sized> {
     rank: usize,
 }
 
-impl<D: Dataset + ?Sized> Plan<D> {
-    /// A worker's life: ends after its last batch, a failed one, or when nobody wants batches any
-    /// more.
+impl<D: Dataset + ?Sized> EpochPlan<D> {
+    /// Makes a worker's batches. It ends after the last one, after a failed one, or when nobody
+    /// wants batches any more.
     fn work(
         &self,
         numbers: impl Iterator<Item = usize>,

@@ -42,8 +42,9 @@ pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
         }
     } else {
         for i in 0..n {
-            let (high, low) = (random.next_u32(), random.next_u32());
-            let draw = u64::from(high) << 32 | u64::from(low);
+            let high = u64::from(random.next_u32());
+            let low = u64::from(random.next_u32());
+            let draw = high << 32 | low;
             // order[i] is still i, so that the inside-out step is a swap.
             order.swap(i, (draw % (i as u64 + 1)) as usize);
         }
@@ -85,7 +86,7 @@ impl KeyedPermutation {
         Self { n, half_bits: bits.div_ceil(2).max(MIN_HALF_BITS), keys }
     }
 
-    /// Where `index`, below `n`, goes.
+    /// Maps `index`, which is below `n`.
     pub(crate) fn get(&self, index: usize) -> usize {
         let mut value = self.network(index as u64);
         while value >= self.n {
@@ -96,7 +97,8 @@ impl KeyedPermutation {
 
     fn network(&self, value: u64) -> u64 {
         let mask = (1 << self.half_bits) - 1;
-        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        let mut left = value >> self.half_bits;
+        let mut right = value & mask;
         for key in self.keys {
             (left, right) = (right, left ^ (mix(right ^ key) & mask));
         }

@@ -70,8 +70,8 @@ pub enum Shuffle {
     Keyed,
 }
 
-/// Where a [`DistributedSampler`] stands, to be kept in a checkpoint. The same on all ranks that
-/// took as many samples, so that one rank's state serves all.
+/// The position of a [`DistributedSampler`], to be kept in a checkpoint. It is the same on all ranks
+/// that took as many samples, so one rank's state serves all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SamplerState {
     /// The epoch.
@@ -90,7 +90,7 @@ pub struct SamplerState {
     pub pad: bool,
 }
 
-/// What a [`DistributedSampler`] refuses.
+/// Errors of a [`DistributedSampler`].
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SamplerError {
     /// The number of ranks is 0.
@@ -231,7 +231,8 @@ impl DistributedSampler {
     /// [`resume`](Self::resume) has set or else from the first, and moves the sampler's position
     /// on. One iteration at a time.
     pub fn iter(&self) -> Indices {
-        let (start, range) = (self.start(), self.range());
+        let start = self.start();
+        let range = self.range();
         self.resumed.store(false, Ordering::Relaxed);
         let skipped = start % self.replicas;
         let taken = Taken { places: Arc::clone(&self.taken), skipped, replicas: self.replicas };
@@ -239,7 +240,7 @@ impl DistributedSampler {
         Indices { order: self.order(skipped), range, taken }
     }
 
-    /// Where this sampler stands.
+    /// The position of this sampler.
     pub fn state(&self) -> SamplerState {
         SamplerState {
             epoch: self.epoch,
@@ -273,7 +274,8 @@ impl DistributedSampler {
         Ok(())
     }
 
-    /// An iterator of before keeps the old counter, so that it no longer moves this sampler.
+    /// Moves the sampler. An earlier iterator keeps the old counter, so that it no longer moves this
+    /// sampler.
     fn go_to(&mut self, epoch: u64, taken: usize, resumed: bool) {
         self.epoch = epoch;
         self.taken = Arc::new(AtomicUsize::new(taken));
@@ -319,27 +321,42 @@ impl DistributedSampler {
 
     /// Maps a position in this rank's samples to an index of the data set.
     fn order(&self, skipped: usize) -> Arc<Order> {
-        let (samples, replicas, first) = (self.samples, self.replicas, skipped + self.rank);
-        // Places beyond the last sample are the padding, which starts over from the front.
-        let place = move |position: usize| (first + position * replicas) % samples;
+        let places =
+            Places { first: skipped + self.rank, replicas: self.replicas, samples: self.samples };
         match self.shuffle {
-            Shuffle::None => Arc::new(place),
+            Shuffle::None => Arc::new(move |position| places.at(position)),
             Shuffle::Keyed => {
-                let permutation = KeyedPermutation::new(samples, self.seed, self.epoch);
-                Arc::new(move |position| permutation.get(place(position)))
+                let permutation = KeyedPermutation::new(self.samples, self.seed, self.epoch);
+                Arc::new(move |position| permutation.get(places.at(position)))
             }
-            Shuffle::Torch if u32::try_from(samples).is_ok() => {
-                self.torch_order::<u32>(skipped, place)
+            Shuffle::Torch if u32::try_from(self.samples).is_ok() => {
+                self.torch_order::<u32>(skipped, places)
             }
-            Shuffle::Torch => self.torch_order::<usize>(skipped, place),
+            Shuffle::Torch => self.torch_order::<usize>(skipped, places),
         }
     }
 
-    fn torch_order<I: Index>(&self, skipped: usize, place: impl Fn(usize) -> usize) -> Arc<Order> {
+    fn torch_order<I: Index>(&self, skipped: usize, places: Places) -> Arc<Order> {
         let all = randperm::<I>(self.samples, self.seed.wrapping_add(self.epoch));
-        let own: Vec<I> =
-            (0..self.len_after(skipped)).map(|position| all[place(position)]).collect();
-        Arc::new(move |position| own[position].get())
+        let of_this_rank: Vec<I> =
+            (0..self.len_after(skipped)).map(|position| all[places.at(position)]).collect();
+        Arc::new(move |position| of_this_rank[position].get())
+    }
+}
+
+/// A rank's places in the order of all samples.
+#[derive(Clone, Copy)]
+struct Places {
+    first: usize,
+    replicas: usize,
+    samples: usize,
+}
+
+impl Places {
+    /// Maps a position in the rank's samples to a place in the order. Places beyond the last sample
+    /// are the padding, which starts over from the front.
+    fn at(self, position: usize) -> usize {
+        (self.first + position * self.replicas) % self.samples
     }
 }
 
@@ -354,7 +371,7 @@ fn same<T: PartialEq + std::fmt::Debug>(
     Err(SamplerError::Mismatch { field, saved: format!("{saved:?}"), here: format!("{here:?}") })
 }
 
-/// From a position in a rank's samples to an index of the data set.
+/// Maps a position in a rank's samples to an index of the data set.
 pub(crate) type Order = dyn Fn(usize) -> usize + Send + Sync;
 
 /// A rank's indices in one epoch; see [`DistributedSampler::iter`].
@@ -372,7 +389,7 @@ pub(crate) struct Taken {
 }
 
 impl Taken {
-    /// Each rank's samples before `position` are taken.
+    /// Notes that each rank's samples before `position` are taken.
     pub fn up_to(&self, position: usize) {
         self.places.store(self.skipped + position * self.replicas, Ordering::Relaxed);
     }

@@ -14,13 +14,13 @@ pub fn write(file: &Path, stats: &Stats) -> Result<()> {
     let buckets = stats.buckets.iter().enumerate().map(|(number, bucket)| {
         let details = json!({
             "bytes": bucket.bytes, "parameters": bucket.parameters.len(),
-            "behind_us": us(bucket.behind_backward),
+            "behind_us": us(bucket.times.behind_backward),
         });
         span(
             number + 1,
             &format!("bucket {number}"),
-            bucket.ready_at,
-            bucket.ready_to_done,
+            bucket.times.ready_at,
+            bucket.times.ready_to_done,
             details,
         )
     });

@@ -142,7 +142,7 @@ pub fn plausible(stats: &Stats, backwards: u64) -> Result<()> {
     ensure!((0.0..=1.0).contains(&stats.hidden()), "hidden: {}", stats.hidden());
     for bucket in &stats.buckets {
         ensure!(bucket.in_place <= bucket.bytes && !bucket.parameters.is_empty(), "{bucket:?}");
-        ensure!(bucket.behind_backward <= bucket.ready_to_done, "{bucket:?}");
+        ensure!(bucket.times.behind_backward <= bucket.times.ready_to_done, "{bucket:?}");
     }
     ensure!(!copies() || on_gpu() || in_place(stats) == 0, "gradients were not copied: {stats:?}");
     Ok(())
