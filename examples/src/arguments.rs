@@ -3,8 +3,8 @@
 use clap::error::ErrorKind;
 use clap::Parser;
 
-/// The program's arguments. Help and version go to stdout; a usage error is one line, and exit code
-/// 2.
+/// Parses the program's arguments. Help and version go to stdout; a usage error is one line, and exit
+/// code 2.
 pub fn parse<A: Parser>() -> A {
     A::try_parse().unwrap_or_else(|error| {
         if !error.use_stderr() {
@@ -16,11 +16,16 @@ pub fn parse<A: Parser>() -> A {
             eprintln!("error: a subcommand is missing: {}; see --help", names.join(", "));
             std::process::exit(2)
         }
-        let text = error.to_string();
-        let more =
-            |line: &&str| line.starts_with("Usage:") || line.starts_with("For more information");
-        let lines = text.lines().map(str::trim).take_while(|line| !more(line));
-        eprintln!("{}", lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" "));
+        let mut lines = Vec::new();
+        for line in error.to_string().lines() {
+            if line.starts_with("Usage:") || line.starts_with("For more information") {
+                break;
+            }
+            if !line.trim().is_empty() {
+                lines.push(line.trim().to_owned());
+            }
+        }
+        eprintln!("{}", lines.join(" "));
         std::process::exit(2)
     })
 }

@@ -54,20 +54,23 @@ pub fn is_in(folder: &Path) -> bool {
 /// # Errors
 /// When a file is missing, has no whole records, or a class that does not exist.
 pub fn load(folder: &Path) -> Result<(Arc<Images>, Arc<Images>)> {
-    let read = |names: &[&str]| -> Result<Arc<Images>> {
-        let mut images = Images {
+    Ok((Images::read(folder, &TRAINING)?, Images::read(folder, &[TEST])?))
+}
+
+impl Images {
+    fn read(folder: &Path, names: &[&str]) -> Result<Arc<Self>> {
+        let mut images = Self {
             pixels: Vec::new(),
             labels: Vec::new(),
             mean: [0.4914, 0.4822, 0.4465],
             deviation: [0.2470, 0.2435, 0.2616],
         };
-        names.iter().try_for_each(|name| images.append(&folder.join(name)))?;
+        for name in names {
+            images.append(&folder.join(name))?;
+        }
         Ok(Arc::new(images))
-    };
-    Ok((read(&TRAINING)?, read(&[TEST])?))
-}
+    }
 
-impl Images {
     fn append(&mut self, path: &Path) -> Result<()> {
         let name = path.display();
         let bytes = fs::read(path).with_context(|| format!("cannot read {name}"))?;
@@ -89,26 +92,29 @@ impl Images {
         Ok(())
     }
 
-    /// Grey images of Fashion-MNIST: 28 x 28 in the middle of 32 x 32, the same for each colour.
+    /// Makes colour images of the grey ones of Fashion-MNIST: 28 x 28 in the middle of 32 x 32, the same for each colour.
     ///
     /// # Errors
     /// When there is no image, or images are larger than 32 x 32.
     pub fn from_grey(split: &fashion::Split) -> Result<Arc<Self>> {
-        let (rows, columns) = (split.rows, split.columns);
+        let &fashion::Split { rows, columns, .. } = split;
         ensure!(
             !split.labels.is_empty() && (1..=SIDE).contains(&rows) && (1..=SIDE).contains(&columns),
             "found {} images of {rows} x {columns}, MobileNetV2 takes one or more of up to \
              {SIDE} x {SIDE}",
             split.labels.len()
         );
-        let (top, left) = ((SIDE - rows) / 2, (SIDE - columns) / 2);
+        let top = (SIDE - rows) / 2;
+        let left = (SIDE - columns) / 2;
         let mut pixels = Vec::with_capacity(split.labels.len() * IMAGE);
         for image in split.images.chunks_exact(rows * columns) {
             let mut padded = [0; SIDE * SIDE];
             for (row, values) in image.chunks_exact(columns).enumerate() {
                 padded[(top + row) * SIDE + left..][..columns].copy_from_slice(values);
             }
-            (0..COLOURS).for_each(|_| pixels.extend(padded));
+            for _ in 0..COLOURS {
+                pixels.extend(padded);
+            }
         }
         let labels = split.labels.clone();
         // Of Fashion-MNIST's images with their new edges.
@@ -129,7 +135,8 @@ impl Dataset for Images {
         for index in indices {
             let image = &self.pixels[index * IMAGE..][..IMAGE];
             for (colour, bytes) in image.chunks_exact(SIDE * SIDE).enumerate() {
-                let (mean, deviation) = (self.mean[colour], self.deviation[colour]);
+                let mean = self.mean[colour];
+                let deviation = self.deviation[colour];
                 pixels
                     .extend(bytes.iter().map(|&byte| (f32::from(byte) / 255.0 - mean) / deviation));
             }

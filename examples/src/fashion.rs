@@ -27,10 +27,19 @@ pub struct Split {
 
 /// The cache folder of `scripts/setup`; None without a home.
 pub fn cache_folder() -> Option<PathBuf> {
-    let absolute =
-        |variable| env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute());
-    let of_user = || absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
-    absolute("FLOW_CACHE").or_else(|| Some(of_user()?.join("flow")))
+    if let Some(folder) = absolute("FLOW_CACHE") {
+        return Some(folder);
+    }
+    let of_user = match absolute("XDG_CACHE_HOME") {
+        Some(folder) => folder,
+        None => absolute("HOME")?.join(".cache"),
+    };
+    Some(of_user.join("flow"))
+}
+
+/// The folder that a variable names, if its path is absolute.
+fn absolute(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute())
 }
 
 /// The folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder of
@@ -54,7 +63,8 @@ pub fn load(folder: &Path) -> Result<(Split, Split)> {
 fn split(folder: &Path, name: &str) -> Result<Split> {
     let (_, images) = array(folder, &format!("{name}-images-idx3-ubyte"), 3)?;
     let (path, labels) = array(folder, &format!("{name}-labels-idx1-ubyte"), 1)?;
-    let (path, count) = (path.display(), images.shape[0]);
+    let path = path.display();
+    let count = images.shape[0];
     ensure!(
         labels.data.len() == count,
         "{path} has {} labels for {count} images",

@@ -38,22 +38,8 @@ pub fn read(path: &Path, dimensions: usize) -> Result<Idx> {
         file.fill_buf().with_context(|| format!("cannot read {name}"))?.starts_with(&GZIP_MAGIC);
     let mut content: Box<dyn Read> =
         if gzipped { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
-    let mut read = |limit: u64| {
-        let mut bytes = Vec::new();
-        match content.by_ref().take(limit).read_to_end(&mut bytes) {
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
-                bail!(
-                    "{name} is truncated: its gzip stream ends early, after {} bytes of content",
-                    bytes.len()
-                )
-            }
-            result => result.with_context(|| format!("cannot read {name}"))?,
-        };
-        Ok(bytes)
-    };
-
     let header = 4 + 4 * dimensions;
-    let bytes = read(header as u64)?;
+    let bytes = read_up_to(header as u64, &mut content, path)?;
     let (magic, lengths) = bytes.split_at(bytes.len().min(4));
     let expected = [0, 0, UNSIGNED_BYTE, dimensions as u8];
     ensure!(
@@ -75,11 +61,24 @@ pub fn read(path: &Path, dimensions: usize) -> Result<Idx> {
     let size = size.with_context(|| format!("{name}: an array of shape {shape:?} is too large"))?;
     // One byte more than expected, to see whether there is one, and to have gzip's checksum
     // verified at the end.
-    let data = read((size as u64).saturating_add(1))?;
+    let data = read_up_to((size as u64).saturating_add(1), &mut content, path)?;
     let of_shape = format!("an array of shape {shape:?} takes {size} bytes after the header");
     ensure!(data.len() >= size, "{name} is truncated: {of_shape}, found {}", data.len());
     ensure!(data.len() == size, "{name} is too long: {of_shape}, found more");
     Ok(Idx { shape, data })
+}
+
+fn read_up_to(limit: u64, content: &mut impl Read, path: &Path) -> Result<Vec<u8>> {
+    let name = path.display();
+    let mut bytes = Vec::new();
+    match content.take(limit).read_to_end(&mut bytes) {
+        Ok(_) => Ok(bytes),
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => bail!(
+            "{name} is truncated: its gzip stream ends early, after {} bytes of content",
+            bytes.len()
+        ),
+        Err(error) => Err(error).with_context(|| format!("cannot read {name}")),
+    }
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ pub const SIDE: usize = 28;
 const MEAN: f32 = 0.2860;
 const DEVIATION: f32 = 0.3530;
 
-/// What grey values become.
+/// The numbers that grey values become.
 #[derive(Clone, Copy)]
 pub enum Pixels {
     /// Numbers from 0 to 1.
@@ -39,7 +39,8 @@ impl Images {
     pub fn load(folder: &Path, pixels: Pixels) -> Result<(Arc<Self>, Arc<Self>)> {
         let (train, test) = fashion::load(folder)?;
         for split in [&train, &test] {
-            let (count, rows, columns) = (split.labels.len(), split.rows, split.columns);
+            let &Split { rows, columns, .. } = split;
+            let count = split.labels.len();
             ensure!(
                 count > 0 && (rows, columns) == (SIDE, SIDE),
                 "{}: found {count} images of {rows} x {columns}, LeNet takes one or more of \

@@ -1,4 +1,4 @@
-//! What the examples share: arguments, real data sets, progress, and options.
+//! Shared by the examples: the frame of a program, data sets, progress, and options.
 
 pub mod arguments;
 pub mod cifar10;
@@ -6,5 +6,8 @@ pub mod fashion;
 pub mod idx;
 pub mod images;
 pub mod options;
+pub mod program;
 pub mod progress;
+pub mod text;
+#[cfg(feature = "parallel")]
 pub mod views;

@@ -1,4 +1,4 @@
-//! What the examples of views share: options, first weights, and the loop over batches.
+//! Shared by the examples of views: options, first weights, and the loop over batches.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -72,7 +72,7 @@ pub struct Options {
     pub losses: Option<PathBuf>,
 }
 
-/// Where a training takes place, and on what.
+/// The ranks, the device and the images of a training.
 pub struct Setting {
     /// The ranks that train.
     pub placement: Placement,
@@ -87,7 +87,7 @@ pub struct Setting {
 }
 
 impl Options {
-    /// What is needed before a model is made.
+    /// Joins the ranks and reads the images, before a model is made.
     ///
     /// # Errors
     /// Fewer devices than asked for, or no data.
@@ -110,7 +110,7 @@ impl Options {
     /// Fills the variables as the documents do: `truncated_normal(0.1)`, biases with 0.
     ///
     /// # Errors
-    /// Of libtorch.
+    /// Those of libtorch.
     pub fn first_weights(&self, vs: &mut nn::VarStore) -> Result<()> {
         if self.double {
             vs.double();
@@ -119,9 +119,10 @@ impl Options {
         let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
         variables.sort_by(|(one, _), (other, _)| one.cmp(other));
         for (name, mut variable) in variables {
-            let init = match name.ends_with("bias") {
-                true => Init::Constant(0.0),
-                false => Init::TruncatedNormal { mean: 0.0, deviation: 0.1 },
+            let init = if name.ends_with("bias") {
+                Init::Constant(0.0)
+            } else {
+                Init::TruncatedNormal { mean: 0.0, deviation: 0.1 }
             };
             init.fill(&mut variable, &mut generator)?;
         }
@@ -141,16 +142,17 @@ impl Options {
         let rows = self.batch_size.get().div_ceil(parts) as i64;
         let kind = if self.double { Kind::Double } else { Kind::Float };
         let job = job.input("images", [rows, 1, SIDE as i64, SIDE as i64], kind);
-        match with_labels {
-            true => job.input("labels", [rows], Kind::Int64),
-            false => job,
+        if with_labels {
+            job.input("labels", [rows], Kind::Int64)
+        } else {
+            job
         }
     }
 
     /// Runs a training job on the training images, and prints every 20th loss as the documents do.
     ///
     /// # Errors
-    /// Of loading or of the job.
+    /// Those of loading, or of the job.
     pub fn train<'a, M: FnMut(&[Tensor]) -> global::Result<Tensor>>(
         &self,
         job: Job<'a, M>,
@@ -187,7 +189,7 @@ impl Options {
     /// Prints the part of the test images, in whole batches, that a job classifies rightly.
     ///
     /// # Errors
-    /// Of loading or of the job.
+    /// Those of loading, or of the job.
     pub fn test<'a, M: FnMut(&[Tensor]) -> global::Result<Tensor>>(
         &self,
         job: Job<'a, M>,
@@ -196,7 +198,8 @@ impl Options {
     ) -> Result<()> {
         let mut job = self.declare(job, view, setting, false);
         let sampler = DistributedSampler::with_replicas(setting.test.len(), 1, 0)?.shuffle(false);
-        let (mut right, mut all) = (0, 0);
+        let mut right = 0;
+        let mut all = 0;
         let loader = DataLoader::new(&setting.test, &sampler, self.batch_size.get());
         for batch in loader.drop_last(true) {
             let (images, labels) = batch?;

@@ -12,6 +12,8 @@
 //! | [`comm`] | process groups and collectives on slices and buffers: `torch.distributed` |
 //! | [`tch`] | tensors, autograd and models: libtorch |
 //!
+//! The features `global`, `pipeline` and `plan`, on by default, are the modules of these names.
+//!
 //! ```no_run
 //! use flow::prelude::*;
 //!
@@ -30,21 +32,26 @@
 pub use flow_autograd as autograd;
 pub use flow_comm as comm;
 pub use flow_ddp as ddp;
+#[cfg(feature = "global")]
 pub use flow_global as global;
+#[cfg(feature = "pipeline")]
 pub use flow_pipeline as pipeline;
+#[cfg(feature = "plan")]
 pub use flow_plan as plan;
 pub use flow_tensor as tensor;
 pub use tch;
 
-/// What a training program uses. [`Checkpoints`](prelude::Checkpoints) is `Ddp`'s: for a model of
-/// global tensors there is [`global::checkpoint::ShardedCheckpoints`].
+/// The names that a training program uses. [`Checkpoints`](prelude::Checkpoints) is `Ddp`'s: for a model
+/// of global tensors there is [`global::checkpoint::ShardedCheckpoints`].
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
         ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
     };
+    #[cfg(feature = "global")]
     pub use flow_global::{self as global, B, GlobalTensor, GradScaler, P, Placement, S, Sbp};
+    #[cfg(feature = "pipeline")]
     pub use flow_pipeline::{Pipeline, Schedule, Stage, stage_fn};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};
     pub use tch::{Device, Kind, Tensor};

@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::Parser;
 use flow::global::view::Job;
 use flow::prelude::*;
-use flow_examples::{fashion, views};
+use flow_examples::{fashion, program, views};
 
 /// Trains LeNet on Fashion-MNIST in one of two views.
 #[derive(Parser)]
@@ -60,14 +60,7 @@ impl LeNet {
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    match run(&flow_examples::arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("lenet: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::run("lenet", run)
 }
 
 fn run(args: &Args) -> Result<()> {

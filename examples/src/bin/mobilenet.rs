@@ -16,11 +16,9 @@ use anyhow::{ensure, Context, Result};
 use clap::{Parser, ValueEnum};
 use flow::prelude::*;
 use flow_examples::cifar10::{self, Images};
-use flow_examples::{
-    fashion,
-    options::{write_losses, Training},
-    progress::Progress,
-};
+use flow_examples::options::{write_losses, Training};
+use flow_examples::progress::Progress;
+use flow_examples::{fashion, program};
 use tch::vision::mobilenet;
 
 /// Trains MobileNetV2 on CIFAR-10.
@@ -70,14 +68,7 @@ struct Trained {
 type Step = Box<dyn FnMut(&Tensor, &Tensor, f64) -> Result<Tensor>>;
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    match run(&flow_examples::arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("mobilenet: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::run("mobilenet", run)
 }
 
 fn run(args: &Args) -> Result<()> {
@@ -89,8 +80,10 @@ fn run(args: &Args) -> Result<()> {
     }
     let images = load(args, first)?;
     let ways = if args.compare { By::value_variants() } else { &[args.by] };
-    let train = |&by: &By| train(by, args, &group, device, &images);
-    let trained = ways.iter().map(train).collect::<Result<Vec<_>>>()?;
+    let trained = ways
+        .iter()
+        .map(|&by| train(by, args, &group, device, &images))
+        .collect::<Result<Vec<_>>>()?;
     if first {
         write_losses(args.training.losses.as_deref(), &rows(&trained, 1))?;
         report(&trained);
@@ -112,13 +105,50 @@ fn load(args: &Args, first: bool) -> Result<Arc<Images>> {
     Images::from_grey(&train).with_context(|| folder.display().to_string())
 }
 
+/// Trains from the same first weights, whatever it is that makes ranks train one model.
 fn train(
     by: By,
-    Args { frozen, constant_lr, training: args, .. }: &Args,
+    args: &Args,
     group: &ProcessGroup,
     device: Device,
     images: &Arc<Images>,
 ) -> Result<Trained> {
+    let mut step = step(by, args, group, device)?;
+    let constant_lr = args.constant_lr;
+    let args = &args.training;
+    let mut sampler = DistributedSampler::new(images.len(), group).seed(args.seed.into());
+    let batches = DataLoader::new(images, &sampler, args.batch_size.get()).len();
+    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps.unwrap_or(usize::MAX));
+    ensure!(steps > 0, "there is no step to compare: ask for one or more");
+    let mut trained = Trained { by, losses: Vec::new(), times: Vec::new() };
+    for epoch in 1..=args.epochs.get() {
+        sampler.set_epoch(epoch as u64);
+        let progress = Progress::new(group.rank() == 0, epoch, batches);
+        let loader = DataLoader::new(images, &sampler, args.batch_size.get()).workers(args.workers);
+        let left = steps - trained.losses.len();
+        for (batch, index) in loader.into_iter().take(left).zip(1..) {
+            let (images, labels) = batch?;
+            let images = images.to(device);
+            let labels = labels.to(device);
+            let done = trained.losses.len();
+            let lr = if constant_lr { args.lr } else { args.lr_at(done, steps) };
+            let start = Instant::now();
+            let loss = step(&images, &labels, lr)?;
+            let mut loss = [loss.double_value(&[])];
+            trained.times.push(start.elapsed());
+            group.all_reduce(&mut loss, ReduceOp::Avg)?;
+            trained.losses.push(loss[0]);
+            progress.step(index, loss[0]);
+        }
+        progress.finish();
+    }
+    Ok(trained)
+}
+
+/// Makes the model, and what trains it by one batch.
+fn step(by: By, args: &Args, group: &ProcessGroup, device: Device) -> Result<Step> {
+    let in_training = !args.frozen;
+    let args = &args.training;
     tch::manual_seed(args.seed.into());
     // The CPU's random numbers are the first weights on all devices.
     let mut vs = nn::VarStore::new(Device::Cpu);
@@ -127,9 +157,8 @@ fn train(
     let mut optimizer = nn::sgd(args.momentum, 0.0, 0.0, false).build(&vs, args.lr)?;
     // What dropout drops: another choice on each rank, the same by `Ddp` and by hand.
     tch::manual_seed(i64::from(args.seed) + 1 + group.rank() as i64);
-    let in_training = !frozen;
 
-    let mut step: Step = match by {
+    Ok(match by {
         By::Ddp => {
             let model = Ddp::new(net, &vs, group)?;
             Box::new(move |images, labels, lr| {
@@ -171,45 +200,18 @@ fn train(
                 Ok(loss.full()?)
             })
         }
-    };
-
-    let mut sampler = DistributedSampler::new(images.len(), group).seed(args.seed.into());
-    let batches = DataLoader::new(images, &sampler, args.batch_size.get()).len();
-    let steps = batches.saturating_mul(args.epochs.get()).min(args.steps.unwrap_or(usize::MAX));
-    ensure!(steps > 0, "there is no step to compare: ask for one or more");
-    let mut trained = Trained { by, losses: Vec::new(), times: Vec::new() };
-    for epoch in 1..=args.epochs.get() {
-        sampler.set_epoch(epoch as u64);
-        let progress = Progress::new(group.rank() == 0, epoch, batches);
-        let loader = DataLoader::new(images, &sampler, args.batch_size.get()).workers(args.workers);
-        let left = steps - trained.losses.len();
-        for (batch, index) in loader.into_iter().take(left).zip(1..) {
-            let (images, labels) = batch?;
-            let (images, labels) = (images.to(device), labels.to(device));
-            let start = Instant::now();
-            let lr = match constant_lr {
-                true => args.lr,
-                false => args.lr_at(trained.losses.len(), steps),
-            };
-            let loss = step(&images, &labels, lr)?;
-            let mut loss = [loss.double_value(&[])];
-            trained.times.push(start.elapsed());
-            group.all_reduce(&mut loss, ReduceOp::Avg)?;
-            trained.losses.push(loss[0]);
-            progress.step(index, loss[0]);
-        }
-        progress.finish();
-    }
-    Ok(trained)
+    })
 }
 
 /// The losses of every `every`th step, a line each, with a number for each training.
 fn rows(trained: &[Trained], every: usize) -> Vec<String> {
-    let row = |step: usize| {
-        let losses = trained.iter().map(|trained| trained.losses[step].to_string());
-        losses.collect::<Vec<_>>().join(" ")
-    };
-    (0..trained[0].losses.len()).step_by(every).map(row).collect()
+    let mut rows = Vec::new();
+    for step in (0..trained[0].losses.len()).step_by(every) {
+        let losses: Vec<String> =
+            trained.iter().map(|trained| trained.losses[step].to_string()).collect();
+        rows.push(losses.join(" "));
+    }
+    rows
 }
 
 /// Prints losses and times side by side.

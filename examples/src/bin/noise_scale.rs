@@ -15,9 +15,9 @@ use flow::prelude::*;
 /// Sums of squares over all gradients and steps.
 #[derive(Default)]
 struct Squares {
-    /// Of this rank's gradients.
+    /// The sum over this rank's gradients.
     own: f64,
-    /// Of the means over all ranks.
+    /// The sum over the means of all ranks.
     mean: f64,
 }
 
@@ -40,7 +40,8 @@ impl CommHook for NoiseScale {
 fn noise_scale(group: &ProcessGroup, squares: &Squares, batch: f64) -> anyhow::Result<f64> {
     let mut own = [squares.own];
     group.all_reduce(&mut own, ReduceOp::Avg)?;
-    let (small, large) = (batch, batch * group.world_size() as f64);
+    let small = batch;
+    let large = batch * group.world_size() as f64;
     // A batch of B samples: E|gradient|^2 = |true gradient|^2 + noise / B.
     let gradient = (large * squares.mean - small * own[0]) / (large - small);
     let noise = (own[0] - squares.mean) / (1.0 / small - 1.0 / large);

@@ -39,7 +39,8 @@ fn main() -> anyhow::Result<()> {
         0 => ([[1., 2.], [2., 3.]], [[8.], [13.]]),
         _ => ([[4., 6.], [3., 1.]], [[26.], [9.]]),
     };
-    let (x, y) = (Tensor::from_slice2(&x).to(device), Tensor::from_slice2(&y).to(device));
+    let x = Tensor::from_slice2(&x).to(device);
+    let y = Tensor::from_slice2(&y).to(device);
 
     let vs = nn::VarStore::new(device);
     let w = vs.root().zeros("w", &[2, 1]);
@@ -69,9 +70,10 @@ fn scientific(number: f64) -> String {
 
 /// A matrix in four decimals, as `[[2.0000], [3.0000]]`.
 fn rows(matrix: &Tensor) -> anyhow::Result<String> {
-    let rows = Vec::<Vec<f64>>::try_from(matrix)?;
-    let number = |n: &f64| format!("{n:.4}");
-    let row =
-        |row: &Vec<f64>| format!("[{}]", row.iter().map(number).collect::<Vec<_>>().join(", "));
-    Ok(format!("[{}]", rows.iter().map(row).collect::<Vec<_>>().join(", ")))
+    let mut rows = Vec::new();
+    for row in Vec::<Vec<f64>>::try_from(matrix)? {
+        let numbers: Vec<String> = row.iter().map(|number| format!("{number:.4}")).collect();
+        rows.push(format!("[{}]", numbers.join(", ")));
+    }
+    Ok(format!("[{}]", rows.join(", ")))
 }

@@ -7,6 +7,7 @@ mod global;
 mod gpt;
 mod mnist;
 mod mobilenet;
+mod nano_gpt;
 mod noise_scale;
 mod started_by_others;
 mod trace;

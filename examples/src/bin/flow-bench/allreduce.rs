@@ -69,14 +69,15 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Times of all-reduces that follow each other without a pause.
 fn measure<B: Buffer>(group: &ProcessGroup, buffer: &mut B) -> Result<Vec<Duration>> {
-    let mut run = |count| time(count, || group.all_reduce(buffer, ReduceOp::Sum));
-    let mut count = [repetitions(&mut run(WARM_UP)?, TIME_PER_SIZE) as i64];
+    let mut warm_up = time(WARM_UP, || group.all_reduce(buffer, ReduceOp::Sum))?;
+    let mut count = [repetitions(&mut warm_up, TIME_PER_SIZE) as i64];
     group.broadcast(&mut count, 0)?;
-    Ok(run(count[0] as usize)?)
+    Ok(time(count[0] as usize, || group.all_reduce(buffer, ReduceOp::Sum))?)
 }
 
 fn print(options: &Options, memory: Memory, bytes: usize, ranks: usize, times: &mut [Duration]) {
-    let (mean, median) = (microseconds(mean(times)), microseconds(median(times)));
+    let mean = microseconds(mean(times));
+    let median = microseconds(median(times));
     if options.sizes.json {
         let memory = memory.to_string();
         println!(

@@ -1,4 +1,4 @@
-//! What boxing costs. Each pair is beside its limit: memory copies, on as many ranks at once, of as
+//! Measures boxing. Each pair is beside its limit: memory copies, on as many ranks at once, of as
 //! many bytes as the pair has to read and to write if nothing is staged (half of what is read and
 //! written together). Medians of rounds in which both take turns, and the ratio of the best rounds,
 //! which other work on the machine disturbs least.
@@ -58,8 +58,8 @@ pub fn run(options: &Options) -> Result<()> {
     let line = Placement::all(&group)?;
     let ranks: Vec<usize> = (0..size).collect();
     let (low, high) = ranks.split_at(size / 2);
-    let on = |ranks: &[usize]| Placement::new(&group, ranks.to_vec());
-    let (low, high) = (on(low)?, on(high)?);
+    let low = Placement::new(&group, low.to_vec())?;
+    let high = Placement::new(&group, high.to_vec())?;
     let mut all: Vec<Pair> = vec![
         ("S0 > B", (&line, &[S(0)]), (&line, &[B])),
         ("S1 > B", (&line, &[S(1)]), (&line, &[B])),
@@ -161,10 +161,14 @@ fn traffic(plan: &Plan, from: Layout, rank: usize) -> usize {
         let group = reduction.groups.iter().find(|group| group.contains(&position))?;
         Some((group.len() + 1) * reduction.parts[position].as_ref()?.elements())
     });
-    // The parts of an all-reduce are reduced where they are needed.
-    let is_copied = |from: usize| from != rank || plan.reduction.is_none();
-    let copied = plan.copies.iter().filter(|copy| copy.to == rank && is_copied(copy.from));
-    part.unwrap_or(0) + copied.map(|copy| 2 * copy.region.elements()).sum::<usize>()
+    let mut elements = part.unwrap_or(0);
+    for copy in plan.copies.iter().filter(|copy| copy.to == rank) {
+        // The parts of an all-reduce are reduced where they are needed.
+        if copy.from != rank || plan.reduction.is_none() {
+            elements += 2 * copy.region.elements();
+        }
+    }
+    elements
 }
 
 /// Times of rounds, in microseconds a call.

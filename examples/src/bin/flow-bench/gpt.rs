@@ -15,7 +15,7 @@ use serde_json::json;
 use tch::nn::{self, Adam, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::models::gpt_block;
+use crate::models::{gpt_block, plain_gpt_block};
 use crate::timing::{median, repetitions, time};
 
 const LEARNING_RATE: f64 = 1e-4;
@@ -59,6 +59,27 @@ impl Training {
         Ok(())
     }
 
+    /// Times steps of all ranks together.
+    fn on_all_ranks(&mut self, group: &ProcessGroup, count: usize) -> Result<Vec<Duration>> {
+        self.step()?;
+        group.barrier()?;
+        time(count, || self.step())
+    }
+
+    /// Times steps of rank 0 with as many threads as there are ranks. The other ranks wait meanwhile.
+    fn in_one_process(&mut self, group: &ProcessGroup, count: usize) -> Result<Vec<Duration>> {
+        group.barrier()?;
+        let mut times = Vec::new();
+        if group.rank() == 0 {
+            tch::set_num_threads(group.world_size() as i32);
+            self.step()?;
+            times = time(count, || self.step())?;
+            tch::set_num_threads(1);
+        }
+        group.barrier()?;
+        Ok(times)
+    }
+
     fn loss(&self) -> Tensor {
         self.block.forward_t(&self.x, true).mse_loss(&self.y, tch::Reduction::Mean)
     }
@@ -84,53 +105,35 @@ pub fn run(options: &Options) -> Result<()> {
     parallel.step()?;
     compare(&alone, &parallel)?;
 
-    // The other ranks wait meanwhile.
-    let mut one_process = |count: usize| -> Result<Vec<Duration>> {
-        group.barrier()?;
-        let mut times = Vec::new();
-        if group.rank() == 0 {
-            tch::set_num_threads(ranks as i32);
-            alone.step()?;
-            times = time(count, || alone.step())?;
-            tch::set_num_threads(1);
-        }
-        group.barrier()?;
-        Ok(times)
-    };
-    let mut all_ranks = |count: usize| -> Result<Vec<Duration>> {
-        parallel.step()?;
-        group.barrier()?;
-        time(count, || parallel.step())
-    };
-    let steps = |mut warm_up: Vec<Duration>| -> Result<usize> {
-        let of_rank_0 = match group.rank() {
-            0 => repetitions(&mut warm_up, TIME_PER_BLOCK).min(MOST_STEPS),
-            _ => 0,
-        };
-        let mut count = [of_rank_0 as i64];
-        group.broadcast(&mut count, 0)?;
-        Ok(count[0] as usize)
-    };
-    all_ranks(WARM_UP)?;
-    let counts = [steps(all_ranks(WARM_UP)?)?, steps(one_process(WARM_UP)?)?];
-    let (mut parallel, mut alone) = (Vec::new(), Vec::new());
+    parallel.on_all_ranks(&group, WARM_UP)?;
+    let parallel_steps = steps(&group, parallel.on_all_ranks(&group, WARM_UP)?)?;
+    let alone_steps = steps(&group, alone.in_one_process(&group, WARM_UP)?)?;
+    let mut parallel_times = Vec::new();
+    let mut alone_times = Vec::new();
     for _ in 0..BLOCKS {
-        parallel.extend(all_ranks(counts[0])?);
-        alone.extend(one_process(counts[1])?);
+        parallel_times.extend(parallel.on_all_ranks(&group, parallel_steps)?);
+        alone_times.extend(alone.in_one_process(&group, alone_steps)?);
     }
     if group.rank() == 0 {
-        print(options, ranks, [&mut parallel, &mut alone]);
+        print(options, ranks, [&mut parallel_times, &mut alone_times]);
     }
     Ok(())
+}
+
+/// The steps of a block of measurements, by rank 0's times.
+fn steps(group: &ProcessGroup, mut warm_up: Vec<Duration>) -> Result<usize> {
+    let mut count = [0_i64];
+    if group.rank() == 0 {
+        count[0] = repetitions(&mut warm_up, TIME_PER_BLOCK).min(MOST_STEPS) as i64;
+    }
+    group.broadcast(&mut count, 0)?;
+    Ok(count[0] as usize)
 }
 
 fn plain(options: &Options, x: &Tensor, y: &Tensor) -> Result<Training> {
     let store = VarStore::new(Device::Cpu);
     let root = store.root();
-    let dense = |name: &str, inputs, outputs| -> Result<nn::Linear> {
-        Ok(nn::linear(&root / name, inputs, outputs, Default::default()))
-    };
-    let block = gpt_block(&root, (options.width, options.heads), dense, dense)?;
+    let Ok(block) = plain_gpt_block(&root, options.width, options.heads);
     let optimizer = Adam::default().build(&store, LEARNING_RATE)?;
     Ok(Training { block, store, optimizer, x: x.shallow_clone(), y: y.shallow_clone() })
 }
@@ -139,14 +142,17 @@ fn plain(options: &Options, x: &Tensor, y: &Tensor) -> Result<Training> {
 fn tensor_parallel(options: &Options, placement: &Placement, plain: &Training) -> Result<Training> {
     let store = VarStore::new(Device::Cpu);
     let root = store.root();
-    let config = nn::LinearConfig::default;
-    let column = |name: &str, inputs, outputs| -> Result<split::ColumnLinear> {
-        Ok(split::column_linear(&root / name, inputs, outputs, placement, 0, config())?)
-    };
-    let row = |name: &str, inputs, outputs| -> Result<split::RowLinear> {
-        Ok(split::row_linear(&root / name, inputs, outputs, placement, 0, config())?)
-    };
-    let block = gpt_block(&root, (options.width, options.heads), column, row)?;
+    let config = nn::LinearConfig::default();
+    let block = gpt_block(
+        &root,
+        (options.width, options.heads),
+        |name, inputs, outputs| {
+            split::column_linear(&root / name, inputs, outputs, placement, 0, config)
+        },
+        |name, inputs, outputs| {
+            split::row_linear(&root / name, inputs, outputs, placement, 0, config)
+        },
+    )?;
     // The norms are still plain.
     global::distribute(&store, placement, |_, tensor| match tensor.sbp() {
         Ok(sbp) => sbp.to_vec(),
@@ -163,10 +169,11 @@ fn tensor_parallel(options: &Options, placement: &Placement, plain: &Training) -
     Ok(Training { block, store, optimizer, x: x?, y: y? })
 }
 
-/// Both compute the same.
+/// Checks that both have the same loss.
 fn compare(alone: &Training, parallel: &Training) -> Result<()> {
-    let of = |training: &Training| tch::no_grad(|| training.loss().f_double_value(&[]));
-    let (alone, parallel) = (of(alone)?, of(parallel)?);
+    let _no_grad = tch::no_grad_guard();
+    let alone = alone.loss().f_double_value(&[])?;
+    let parallel = parallel.loss().f_double_value(&[])?;
     ensure!(
         (alone - parallel).abs() <= TOLERANCE * alone.abs(),
         "the loss is {alone} in one process, and {parallel} on all ranks"

@@ -28,12 +28,15 @@ pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let place = group.use_device(DeviceKind::Cuda)?;
     let device = group.cuda_device().context("no GPU was chosen")?;
-    let (nccl, stream) = (group.nccl(device.ordinal())?, [current_stream(&device)?]);
+    let nccl = group.nccl(device.ordinal())?;
+    let stream = [current_stream(&device)?];
 
     let lengths = [BYTES / size_of::<f32>() / GRADIENTS; GRADIENTS];
-    let zeros =
-        |&length: &usize| CudaTensor::new(&Tensor::zeros([length as i64], (Kind::Float, place)));
-    let mut gradients = lengths.iter().map(zeros).collect::<Result<Vec<_>, _>>()?;
+    let mut gradients = Vec::with_capacity(GRADIENTS);
+    for length in lengths {
+        let zeros = Tensor::zeros([length as i64], (Kind::Float, place));
+        gradients.push(CudaTensor::new(&zeros)?);
+    }
     let mut bucket = nccl.bucket(0, DType::F32, DType::F32, &lengths)?;
 
     let mut times = Vec::new();
@@ -46,7 +49,8 @@ pub fn run(options: &Options) -> Result<()> {
         stream[0].synchronize()?;
     }
     if group.rank() == 0 {
-        let (ranks, us) = (group.world_size(), microseconds(median(&mut times)));
+        let ranks = group.world_size();
+        let us = microseconds(median(&mut times));
         if options.json {
             let line = json!({
                 "bench": "launch", "ranks": ranks, "gradients": GRADIENTS, "bytes": BYTES,

@@ -40,39 +40,44 @@ pub fn run(sizes: &Sizes) -> Result<()> {
 struct Line([f32; 16]);
 
 fn measure(bytes: usize) -> Result<Duration> {
-    let zeros = || {
-        let (mut lines, count) = (Vec::new(), bytes.div_ceil(size_of::<Line>()));
-        lines.try_reserve_exact(count).with_context(|| format!("no memory for {bytes} bytes"))?;
-        lines.resize(count, Line([0.0; 16]));
-        anyhow::Ok(lines)
-    };
-    let (mut a, mut b) = (zeros()?, zeros()?);
+    let mut a = zeros(bytes)?;
+    let mut b = zeros(bytes)?;
     let count = repetitions(&mut sum_repeatedly(&mut a, &mut b, WARM_UP), TIME_PER_SIZE);
     Ok(median(&mut sum_repeatedly(&mut a, &mut b, count)))
 }
 
-/// Has each thread sum its half `count` times, the threads waiting for each other every time.
+fn zeros(bytes: usize) -> Result<Vec<Line>> {
+    let count = bytes.div_ceil(size_of::<Line>());
+    let mut lines = Vec::new();
+    lines.try_reserve_exact(count).with_context(|| format!("no memory for {bytes} bytes"))?;
+    lines.resize(count, Line([0.0; 16]));
+    Ok(lines)
+}
+
+/// Sums `count` times, each thread its half. The threads wait for each other every time.
 fn sum_repeatedly(a: &mut [Line], b: &mut [Line], count: usize) -> Vec<Duration> {
-    let (a, b) =
-        (a.split_at_mut(a.len().div_ceil(THREADS)), b.split_at_mut(b.len().div_ceil(THREADS)));
-    let arrived = AtomicUsize::new(0);
-    let repeat = |a: &mut [Line], b: &mut [Line]| {
-        let mut target = 0;
-        let Ok(times) = time::<Infallible>(count, || {
-            sum_in_place(a, b);
-            target += THREADS;
-            arrived.fetch_add(1, Ordering::AcqRel);
-            while arrived.load(Ordering::Acquire) < target {
-                std::hint::spin_loop();
-            }
-            Ok(())
-        });
-        times
-    };
+    let half = a.len().div_ceil(THREADS);
+    let (a, other_a) = a.split_at_mut(half);
+    let (b, other_b) = b.split_at_mut(half);
+    let arrived = &AtomicUsize::new(0);
     thread::scope(|scope| {
-        scope.spawn(|| repeat(a.1, b.1));
-        repeat(a.0, b.0)
+        scope.spawn(|| sum_half(other_a, other_b, count, arrived));
+        sum_half(a, b, count, arrived)
     })
+}
+
+fn sum_half(a: &mut [Line], b: &mut [Line], count: usize, arrived: &AtomicUsize) -> Vec<Duration> {
+    let mut target = 0;
+    let Ok(times) = time::<Infallible>(count, || {
+        sum_in_place(a, b);
+        target += THREADS;
+        arrived.fetch_add(1, Ordering::AcqRel);
+        while arrived.load(Ordering::Acquire) < target {
+            std::hint::spin_loop();
+        }
+        Ok(())
+    });
+    times
 }
 
 #[multiversion(targets("x86_64+avx+avx2"))]

@@ -28,7 +28,8 @@ pub struct Options {
 pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let device = group.use_device(options.device)?;
-    let (rank, shape) = (group.rank() as i64, options.model.input());
+    let rank = group.rank() as i64;
+    let shape = options.model.input();
     let x = numbers(shape, 1_000_000 * (rank + 1)).to(device);
     let y = (Tensor::arange(shape[0], (Kind::Int64, Device::Cpu)) + rank).remainder(10).to(device);
 

@@ -24,6 +24,7 @@ mod timing;
 use std::process::ExitCode;
 
 use clap::Parser;
+use flow_examples::program;
 
 /// Measures Flow: medians, from rank 0.
 #[derive(Parser)]
@@ -53,24 +54,16 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let result = match flow_examples::arguments::parse() {
-        Command::Allreduce(options) => allreduce::run(&options),
-        Command::Limit(sizes) => limit::run(&sizes),
-        Command::Step(options) => step::run(&options),
-        Command::Sbp(options) => sbp::run(&options),
-        Command::Gpt(options) => gpt::run(&options),
-        Command::Overhead(options) => overhead::run(&options),
-        Command::Boxing(options) => boxing::run(&options),
-        Command::Pipeline(options) => pipeline::run(&options),
-        Command::Losses(options) => losses::run(&options),
-        Command::Launch(options) => launch::run(&options),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("flow-bench: error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::run("flow-bench", |command: &Command| match command {
+        Command::Allreduce(options) => allreduce::run(options),
+        Command::Limit(sizes) => limit::run(sizes),
+        Command::Step(options) => step::run(options),
+        Command::Sbp(options) => sbp::run(options),
+        Command::Gpt(options) => gpt::run(options),
+        Command::Overhead(options) => overhead::run(options),
+        Command::Boxing(options) => boxing::run(options),
+        Command::Pipeline(options) => pipeline::run(options),
+        Command::Losses(options) => losses::run(options),
+        Command::Launch(options) => launch::run(options),
+    })
 }

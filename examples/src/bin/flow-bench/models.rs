@@ -93,16 +93,23 @@ fn wide(path: &nn::Path) -> SequentialT {
 }
 
 fn gpt(path: &nn::Path) -> SequentialT {
-    let dense = |name: &str, inputs, outputs| -> Result<nn::Linear, Infallible> {
-        Ok(nn::linear(path / name, inputs, outputs, Default::default()))
-    };
-    let Ok(block) = gpt_block(path, (WIDTH, HEADS), dense, dense);
+    let Ok(block) = plain_gpt_block(path, WIDTH, HEADS);
     block.add_fn(|x| x.mean_dim([1i64].as_slice(), false, None)).add(nn::linear(
         path / "classes",
         WIDTH,
         10,
         Default::default(),
     ))
+}
+
+/// A block on one process.
+pub fn plain_gpt_block(path: &nn::Path, width: i64, heads: i64) -> Result<SequentialT, Infallible> {
+    gpt_block(
+        path,
+        (width, heads),
+        |name, inputs, outputs| Ok(nn::linear(path / name, inputs, outputs, Default::default())),
+        |name, inputs, outputs| Ok(nn::linear(path / name, inputs, outputs, Default::default())),
+    )
 }
 
 /// A block of GPT-2 (Radford et al. 2019) of this width, with so many heads. Its linear layers are
@@ -114,10 +121,11 @@ pub fn gpt_block<C: Module + 'static, R: Module + 'static, E>(
     column: impl Fn(&str, i64, i64) -> Result<C, E>,
     row: impl Fn(&str, i64, i64) -> Result<R, E>,
 ) -> Result<SequentialT, E> {
-    let norm = |name| nn::layer_norm(path / name, vec![width], Default::default());
-    let (norm1, qkv) = (norm("norm1"), column("qkv", width, 3 * width)?);
+    let norm1 = nn::layer_norm(path / "norm1", vec![width], Default::default());
+    let qkv = column("qkv", width, 3 * width)?;
     let projection = row("projection", width, width)?;
-    let (norm2, up) = (norm("norm2"), column("up", width, 4 * width)?);
+    let norm2 = nn::layer_norm(path / "norm2", vec![width], Default::default());
+    let up = column("up", width, 4 * width)?;
     let down = row("down", 4 * width, width)?;
     Ok(nn::seq_t()
         .add_fn(move |x| x + attention(&x.apply(&norm1).apply(&qkv), heads).apply(&projection))
@@ -128,7 +136,7 @@ pub fn gpt_block<C: Module + 'static, R: Module + 'static, E>(
 /// values, one after the other: so that a part of them is some heads'.
 fn attention(qkv: &Tensor, heads: i64) -> Tensor {
     let sizes = qkv.size();
-    let (batch, tokens, width) = (sizes[0], sizes[1], sizes[2] / 3);
+    let [batch, tokens, width] = [sizes[0], sizes[1], sizes[2] / 3];
     let of_heads = qkv.view([batch, tokens, heads, 3, width / heads]).permute([3, 0, 2, 1, 4]);
     let [q, k, v] = [0, 1, 2].map(|part| of_heads.get(part));
     let attended =

@@ -1,5 +1,5 @@
-//! What operations on global tensors cost beyond the same ones on plain tensors, on a thread for
-//! each rank. Forward, and an MLP step whose tensors are all B, communicate nothing.
+//! Measures operations on global tensors beside the same ones on plain tensors, on a thread for each
+//! rank. Forward, and an MLP step whose tensors are all B, communicate nothing.
 //!
 //! As in `scripts/peers/overhead.py`: medians of many rounds, in which both take turns.
 
@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
-use flow::global::{distribute, distribute_tensor, Placement, Sbp, B, S};
+use flow::global::{distribute, distribute_tensor, Placement, B, S};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::nn::{self, Module, OptimizerConfig};
@@ -16,7 +16,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 
 const ROUNDS: usize = 31;
 const CALLS: usize = 1000;
-/// Of a training step, which is many operations.
+/// Calls of a training step, which is many operations.
 const STEPS: usize = 100;
 
 #[derive(Args)]
@@ -32,74 +32,102 @@ pub fn run(options: &Options) -> Result<()> {
     tch::set_num_threads(1);
     tch::manual_seed(0); // the same values on all ranks
     let placement = Placement::all(&group)?;
-    let global = |tensor: &Tensor, sbp: Sbp| distribute_tensor(tensor, &placement, [sbp]);
     if group.rank() == 0 && !options.json {
         println!("{:<24}{:>10}{:>10}{:>10}{:>8}", "us a call", "plain", "global", "", "ratio");
     }
-    let show = |name, calls, plain: &mut dyn FnMut(), global: &mut dyn FnMut()| {
-        let medians = compare(calls, plain, global);
-        if group.rank() == 0 {
-            print(options, group.world_size(), name, medians);
-        }
-    };
-
-    let (a, b) = (random(&[8, 8]), random(&[8, 8]));
-    let (ga, gb, gw) = (global(&a, S(0))?, global(&b, S(0))?, global(&b, B)?);
+    let bench = Bench { options, group: &group };
+    let a = random(&[8, 8]);
+    let b = random(&[8, 8]);
+    let ga = distribute_tensor(&a, &placement, [S(0)])?;
+    let gb = distribute_tensor(&b, &placement, [S(0)])?;
+    let gw = distribute_tensor(&b, &placement, [B])?;
     {
         let _no_grad = tch::no_grad_guard();
-        let bench = |name, plain: &dyn Fn() -> Tensor, global: &dyn Fn() -> Tensor| {
-            let mut plain = || drop(black_box(plain()));
-            show(name, CALLS, &mut plain, &mut || drop(black_box(global())));
-        };
-        bench("add", &|| &a + &b, &|| &ga + &gb);
-        bench("mm", &|| a.mm(&b), &|| ga.mm(&gw));
-        bench("relu", &|| a.relu(), &|| ga.relu());
-        bench("view", &|| b.view([64]), &|| gw.view([64]));
-        let (mut c, mut gc) = (a.copy(), global(&a, S(0))?);
-        let add = |to: &mut Tensor, what: &Tensor| drop(black_box(to.g_add_(what)));
-        show("add_", CALLS, &mut || add(&mut c, &b), &mut || add(&mut gc, &gb));
+        bench.results("add", || &a + &b, || &ga + &gb);
+        bench.results("mm", || a.mm(&b), || ga.mm(&gw));
+        bench.results("relu", || a.relu(), || ga.relu());
+        bench.results("view", || b.view([64]), || gw.view([64]));
+        let mut c = a.copy();
+        let mut gc = distribute_tensor(&a, &placement, [S(0)])?;
+        bench.results("add_", || c.g_add_(&b), || gc.g_add_(&gb));
     }
-    let leaf = |tensor: &Tensor| tensor.detach().set_requires_grad(true);
-    let (a, b, ga, gb, gw) = (leaf(&a), leaf(&b), leaf(&ga), leaf(&gb), leaf(&gw));
-    let backward = |result: Tensor, inputs: &[&Tensor]| {
-        drop(black_box(Tensor::run_backward(&[&result], inputs, false, false)));
-    };
-    show("add, with backward", CALLS, &mut || backward(&a + &b, &[&a, &b]), &mut || {
-        backward(&ga + &gb, &[&ga, &gb])
-    });
-    show("mm, with backward", CALLS, &mut || backward(a.mm(&b), &[&a, &b]), &mut || {
-        backward(ga.mm(&gw), &[&ga, &gw])
-    });
-    show("relu, with backward", CALLS, &mut || backward(a.relu(), &[&a]), &mut || {
-        backward(ga.relu(), &[&ga])
-    });
+    let [a, b, ga, gb, gw] =
+        [&a, &b, &ga, &gb, &gw].map(|tensor| tensor.detach().set_requires_grad(true));
+    bench.show(
+        "add, with backward",
+        CALLS,
+        || backward(&a + &b, &[&a, &b]),
+        || backward(&ga + &gb, &[&ga, &gb]),
+    );
+    bench.show(
+        "mm, with backward",
+        CALLS,
+        || backward(a.mm(&b), &[&a, &b]),
+        || backward(ga.mm(&gw), &[&ga, &gw]),
+    );
+    bench.show(
+        "relu, with backward",
+        CALLS,
+        || backward(a.relu(), &[&a]),
+        || backward(ga.relu(), &[&ga]),
+    );
 
     let x = random(&[8, 8]);
-    let gx = global(&x, B)?;
+    let gx = distribute_tensor(&x, &placement, [B])?;
     let (net, mut optimizer, _vs) = mlp(None)?;
     let (gnet, mut goptimizer, _gvs) = mlp(Some(&placement))?;
-    let step = |net: &nn::Sequential, optimizer: &mut nn::Optimizer, x: &Tensor| {
-        optimizer.backward_step(&net.forward(x).mse_loss(x, Reduction::Sum));
-    };
-    show("MLP step with Adam", STEPS, &mut || step(&net, &mut optimizer, &x), &mut || {
-        step(&gnet, &mut goptimizer, &gx)
-    });
+    bench.show(
+        "MLP step with Adam",
+        STEPS,
+        || step(&net, &mut optimizer, &x),
+        || step(&gnet, &mut goptimizer, &gx),
+    );
     Ok(())
+}
+
+/// Measures a pair of calls, and prints it on rank 0.
+struct Bench<'a> {
+    options: &'a Options,
+    group: &'a ProcessGroup,
+}
+
+impl Bench<'_> {
+    fn show(&self, name: &str, calls: usize, mut plain: impl FnMut(), mut global: impl FnMut()) {
+        let medians = compare(calls, &mut plain, &mut global);
+        if self.group.rank() == 0 {
+            print(self.options, self.group.world_size(), name, medians);
+        }
+    }
+
+    /// Measures calls whose results nobody needs.
+    fn results(
+        &self,
+        name: &str,
+        mut plain: impl FnMut() -> Tensor,
+        mut global: impl FnMut() -> Tensor,
+    ) {
+        self.show(name, CALLS, || drop(black_box(plain())), || drop(black_box(global())));
+    }
+}
+
+fn backward(result: Tensor, inputs: &[&Tensor]) {
+    drop(black_box(Tensor::run_backward(&[&result], inputs, false, false)));
+}
+
+fn step(net: &nn::Sequential, optimizer: &mut nn::Optimizer, x: &Tensor) {
+    optimizer.backward_step(&net.forward(x).mse_loss(x, Reduction::Sum));
 }
 
 /// Medians, in microseconds a call.
 fn compare(calls: usize, plain: &mut dyn FnMut(), global: &mut dyn FnMut()) -> [f64; 2] {
-    let time = |work: &mut dyn FnMut()| {
-        let start = Instant::now();
-        (0..calls).for_each(|_| work());
-        start.elapsed().as_secs_f64() * 1e6 / calls as f64
-    };
     let mut times = [Vec::new(), Vec::new()];
     for round in 0..ROUNDS + 1 {
-        let taken = [time(plain), time(global)];
+        let plain = microseconds_a_call(calls, plain);
+        let global = microseconds_a_call(calls, global);
         // The first round warms up.
         if round > 0 {
-            times.iter_mut().zip(taken).for_each(|(times, taken)| times.push(taken));
+            times[0].push(plain);
+            times[1].push(global);
         }
     }
     times.map(|mut times| {
@@ -108,8 +136,17 @@ fn compare(calls: usize, plain: &mut dyn FnMut(), global: &mut dyn FnMut()) -> [
     })
 }
 
+fn microseconds_a_call(calls: usize, work: &mut dyn FnMut()) -> f64 {
+    let start = Instant::now();
+    for _ in 0..calls {
+        work();
+    }
+    start.elapsed().as_secs_f64() * 1e6 / calls as f64
+}
+
 fn print(options: &Options, ranks: usize, name: &str, [plain, global]: [f64; 2]) {
-    let (more, ratio) = (global - plain, global / plain);
+    let more = global - plain;
+    let ratio = global / plain;
     if options.json {
         let line = json!({
             "bench": "overhead", "name": name, "ranks": ranks, "plain_us": plain,

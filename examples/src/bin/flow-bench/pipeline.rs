@@ -77,19 +77,12 @@ pub fn run(options: &Options) -> Result<()> {
     let x = Tensor::randn([rows, options.width], (Kind::Float, device));
     // What one rank of them has to do, without a pipeline: all ranks at once, as in the pipeline.
     let vs = nn::VarStore::new(device);
-    let own = stage(&vs.root(), layers / ranks, options.width);
+    let layers_of_rank = stage(&vs.root(), layers / ranks, options.width);
     let part = x.narrow(0, 0, options.rows).set_requires_grad(true);
-    let mut alone = || -> Result<()> {
-        for _ in 0..options.micro_batches {
-            own.forward(&part).square().mean(Kind::Float).f_backward()?;
-        }
-        Ok(())
-    };
-    let block = |step: &mut dyn FnMut() -> Result<()>| block(&group, device, STEPS, step);
     let mut ideal = Vec::new();
     for _ in 0..BLOCKS {
         for Candidate { pipeline, times, limits, .. } in &mut candidates {
-            times.extend(block(&mut || {
+            times.extend(block(&group, device, STEPS, &mut || {
                 pipeline.step(&[x.shallow_clone()], |outputs, _| {
                     outputs[0].square().mean(Kind::Float)
                 })?;
@@ -99,7 +92,12 @@ pub fn run(options: &Options) -> Result<()> {
                 limits.push(1.0 - pipeline.report()?.predicted_bubble);
             }
         }
-        ideal.extend(block(&mut alone)?);
+        ideal.extend(block(&group, device, STEPS, &mut || {
+            for _ in 0..options.micro_batches {
+                layers_of_rank.forward(&part).square().mean(Kind::Float).f_backward()?;
+            }
+            Ok(())
+        })?);
     }
     if group.rank() == 0 {
         let ideal = median(&mut ideal);

@@ -45,7 +45,8 @@ pub fn run(options: &Options) -> Result<()> {
     let global_model = options.model.build(&global_store.root());
     global::distribute(&global_store, &placement, |_, _| vec![B])?;
     let mut global_optimizer = Sgd::default().build(&global_store, LEARNING_RATE)?;
-    let (global_x, global_y) = (x.to_global(&placement, [S(0)])?, y.to_global(&placement, [S(0)])?);
+    let global_x = x.to_global(&placement, [S(0)])?;
+    let global_y = y.to_global(&placement, [S(0)])?;
 
     let mut by_sbp = || step(&global_model, &mut global_optimizer, &global_x, &global_y);
     (0..WARM_UP).try_for_each(|_| by_sbp())?;
@@ -53,7 +54,8 @@ pub fn run(options: &Options) -> Result<()> {
     let mut count = [repetitions(&mut warm_up, Duration::from_millis(500)).min(500) as i64];
     group.broadcast(&mut count, 0)?;
     let count = count[0] as usize;
-    let (mut sbp, mut ddp) = (Vec::new(), Vec::new());
+    let mut sbp = Vec::new();
+    let mut ddp = Vec::new();
     for _ in 0..BLOCKS {
         group.barrier()?;
         by_sbp()?;
@@ -67,7 +69,9 @@ pub fn run(options: &Options) -> Result<()> {
     }
     if group.rank() == 0 {
         let [sbp, ddp] = [&mut sbp, &mut ddp].map(|times| median(times).as_secs_f64() * 1e3);
-        let (name, ranks, ratio) = (options.model.name(), group.world_size(), sbp / ddp);
+        let name = options.model.name();
+        let ranks = group.world_size();
+        let ratio = sbp / ddp;
         if options.json {
             let line = serde_json::json!({
                 "bench": "sbp", "model": name, "ranks": ranks, "sbp_ms": sbp, "ddp_ms": ddp,

@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-/// What is measured and how it is printed.
+/// The sizes to measure, and how to print them.
 #[derive(Args)]
 pub struct Sizes {
     /// Bytes of a buffer, several with commas between them

@@ -22,7 +22,7 @@ use tch::{Kind, Tensor};
 
 use crate::models::Model;
 use crate::timeline;
-use crate::timing::{block, mean, median, repetitions};
+use crate::timing::{block, mean, median, milliseconds, repetitions};
 
 /// So small that all models stay alike: max_pool, for one, takes longer or shorter with the values
 /// it meets.
@@ -70,7 +70,7 @@ pub struct Options {
 #[derive(Default)]
 struct Times {
     local: Vec<Duration>,
-    /// Of the bound; none on GPUs.
+    /// Steps of the bound; none on GPUs.
     barrier: Vec<Duration>,
     ddp: Vec<Duration>,
 }
@@ -99,16 +99,15 @@ pub fn run(options: &Options) -> Result<()> {
     let mut ddp_optimizer = Sgd::default().build(&ddp_store, LEARNING_RATE)?;
     let mut stats = Stats::default();
 
-    let block = |count, step: &mut dyn FnMut() -> Result<()>| block(&group, device, count, step);
     let mut warm_up = if on_cpu {
-        block(WARM_UP, &mut local)?
+        block(&group, device, WARM_UP, &mut local)?
     } else {
         // On GPUs a distributed step may take many times as long; PyTorch's side counts by it as
         // well.
         let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
         let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
         (0..WARM_UP).try_for_each(|_| distributed())?;
-        let times = block(WARM_UP, &mut distributed)?;
+        let times = block(&group, device, WARM_UP, &mut distributed)?;
         wrapped = ddp.into_inner();
         times
     };
@@ -118,14 +117,16 @@ pub fn run(options: &Options) -> Result<()> {
     let count = count[0] as usize;
     let mut times = Times::default();
     for _ in 0..plan.blocks {
-        times.local.extend(block(count, &mut local)?);
+        times.local.extend(block(&group, device, count, &mut local)?);
         let ddp = Ddp::new(wrapped, &ddp_store, &group)?;
         let mut distributed = || step(&ddp, &mut ddp_optimizer, on_cpu, &x, &y);
         (0..WARM_UP).try_for_each(|_| distributed())?;
-        times.ddp.extend(block(count, &mut distributed)?);
+        times.ddp.extend(block(&group, device, count, &mut distributed)?);
         if on_cpu {
-            let mut in_step = || local().and_then(|()| Ok(group.barrier()?));
-            times.barrier.extend(block(count, &mut in_step)?);
+            times.barrier.extend(block(&group, device, count, &mut || {
+                local()?;
+                Ok(group.barrier()?)
+            })?);
         }
         stats = ddp.stats();
         wrapped = ddp.into_inner();
@@ -160,11 +161,11 @@ fn step(
 
 fn print(options: &Options, ranks: usize, parameters: usize, times: &mut Times) {
     let model = options.model.name();
-    let ms = |times: &mut [Duration]| median(times).as_secs_f64() * 1e3;
-    let mean_ms = |times: &[Duration]| mean(times).as_secs_f64() * 1e3;
-    let (local_mean, ddp_mean) = (mean_ms(&times.local), mean_ms(&times.ddp));
-    let (local, ddp) = (ms(&mut times.local), ms(&mut times.ddp));
-    let barrier = (!times.barrier.is_empty()).then(|| ms(&mut times.barrier));
+    let local_mean = milliseconds(mean(&times.local));
+    let ddp_mean = milliseconds(mean(&times.ddp));
+    let local = milliseconds(median(&mut times.local));
+    let ddp = milliseconds(median(&mut times.ddp));
+    let barrier = (!times.barrier.is_empty()).then(|| milliseconds(median(&mut times.barrier)));
     let efficiency = local / ddp;
     if options.json {
         let mut line = json!({

@@ -1,4 +1,4 @@
-//! Taking times, and what is printed of them.
+//! Takes times.
 
 use std::time::{Duration, Instant};
 
@@ -14,11 +14,13 @@ pub fn repetitions(warm_up: &mut [Duration], total: Duration) -> usize {
 
 /// How long each of `count` calls takes.
 pub fn time<E>(count: usize, mut run: impl FnMut() -> Result<(), E>) -> Result<Vec<Duration>, E> {
-    let one = |_| {
+    let mut times = Vec::with_capacity(count);
+    for _ in 0..count {
         let start = Instant::now();
-        run().map(|()| start.elapsed())
-    };
-    (0..count).map(one).collect()
+        run()?;
+        times.push(start.elapsed());
+    }
+    Ok(times)
 }
 
 /// Runs `count` steps, after one that is not counted, on all ranks at once: the time of each or, on
@@ -46,6 +48,10 @@ pub fn median(times: &mut [Duration]) -> Duration {
 
 pub fn mean(times: &[Duration]) -> Duration {
     times.iter().sum::<Duration>() / times.len() as u32
+}
+
+pub fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
 }
 
 pub fn microseconds(time: Duration) -> f64 {

@@ -21,6 +21,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use flow::prelude::*;
+use flow_examples::program;
 
 /// Programs with global tensors.
 #[derive(Parser)]
@@ -61,7 +62,7 @@ enum Command {
 type Program = (fn(&ProcessGroup) -> anyhow::Result<()>, usize);
 
 fn run(args: &Args) -> anyhow::Result<()> {
-    let (program, ranks): Program = match args.command {
+    let (run, ranks): Program = match args.command {
         Command::Matmul => (matmul::run, 1),
         Command::Creation => (creation::run, 2),
         Command::ToGlobal => (to_global::run, 2),
@@ -81,16 +82,9 @@ fn run(args: &Args) -> anyhow::Result<()> {
          --nproc_per_node {ranks}"
     );
     group.use_device(args.device)?;
-    program(&group)
+    run(&group)
 }
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    match run(&flow_examples::arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("global: error: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::run("global", run)
 }

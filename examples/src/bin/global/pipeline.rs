@@ -15,13 +15,15 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
         .schedule(Schedule::one_f_one_b(2, MICRO_BATCHES)?)
         .build(|stage| {
             tch::manual_seed(stage as i64);
-            let layer =
-                |inputs, outputs| nn::linear(vs.root(), inputs, outputs, Default::default());
             Ok(Box::new(match stage {
-                0 => {
-                    nn::seq().add_fn(|x| x.flatten(1, -1)).add(layer(784, 512)).add_fn(|x| x.relu())
-                }
-                _ => nn::seq().add(layer(512, 512)).add_fn(|x| x.relu()).add(layer(512, 10)),
+                0 => nn::seq()
+                    .add_fn(|x| x.flatten(1, -1))
+                    .add(nn::linear(vs.root(), 784, 512, Default::default()))
+                    .add_fn(|x| x.relu()),
+                _ => nn::seq()
+                    .add(nn::linear(vs.root(), 512, 512, Default::default()))
+                    .add_fn(|x| x.relu())
+                    .add(nn::linear(vs.root(), 512, 10, Default::default())),
             }))
         })?;
     let mut optimizer = nn::Sgd::default().build(&vs, 1e-3)?;

@@ -4,9 +4,14 @@ use flow::prelude::*;
 
 /// Each rank prints the logical size, the SBP, and the size of what it has.
 pub fn layout(group: &ProcessGroup, name: &str, tensor: &Tensor) -> anyhow::Result<()> {
-    let (rank, size, sbp) = (group.rank(), tensor.size(), tensor.sbp()?);
-    let local = tensor.to_local()?.size();
-    println!("rank {rank}: {name} {size:?} {sbp:?} on {}, here {local:?}", tensor.placement()?);
+    println!(
+        "rank {}: {name} {:?} {:?} on {}, here {:?}",
+        group.rank(),
+        tensor.size(),
+        tensor.sbp()?,
+        tensor.placement()?,
+        tensor.to_local()?.size()
+    );
     Ok(())
 }
 

@@ -1,42 +1,24 @@
 //! Text as bytes, which are the tokens.
 
-use std::fs::File;
-use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use anyhow::{ensure, Context, Result};
-use flate2::read::MultiGzDecoder;
+use anyhow::{ensure, Result};
 use flow::global::from_local;
 use flow::prelude::*;
-use flow_examples::fashion::cache_folder;
+use flow_examples::text;
 
 use super::options::Options;
 
-/// By samples, over the data parallel ranks.
+/// Batches are split by samples, over the data parallel ranks.
 const SPLIT: [Sbp; 2] = [S(0), B];
 
 /// A text to learn.
 pub struct Text(Vec<u8>);
 
 impl Text {
-    /// Reads a file, gzipped if its name ends so; without one the Jargon File of Debian's package
-    /// jargon-text, as `scripts/setup --data` leaves it.
+    /// Reads a file, or the text that `scripts/setup --data` leaves.
     pub fn load(path: Option<&Path>) -> Result<Self> {
-        let default = || cache_folder().unwrap_or_default().join("jargon.txt.gz");
-        let path = path.map_or_else(default, PathBuf::from);
-        let name = path.display();
-        let file = File::open(&path).with_context(|| {
-            format!(
-                "cannot read {name}; get a text by `scripts/setup --data`, or name one by --text"
-            )
-        })?;
-        let mut bytes = Vec::new();
-        let read = match path.extension().is_some_and(|extension| extension == "gz") {
-            true => MultiGzDecoder::new(file).read_to_end(&mut bytes),
-            false => { file }.read_to_end(&mut bytes),
-        };
-        read.with_context(|| format!("cannot read {name}"))?;
-        Ok(Self(bytes))
+        Ok(Self(text::read(path)?))
     }
 
     /// A checksum, to tell texts apart.
@@ -44,12 +26,12 @@ impl Text {
         self.0.iter().fold(1, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
     }
 
-    /// # Errors
-    /// It is too short for a sample.
+    /// Checks that the text is long enough for a sample.
     pub fn check(&self, options: &Options) -> Result<()> {
-        let (bytes, context) = (self.0.len(), options.context);
+        let bytes = self.0.len() as i64;
+        let context = options.context;
         ensure!(
-            bytes as i64 > context,
+            bytes > context,
             "the text has {bytes} bytes to train on: it needs more than --context {context}"
         );
         Ok(())
@@ -60,10 +42,10 @@ impl Text {
         Self(self.0.split_off(self.0.len() - self.0.len() / parts))
     }
 
-    /// The batch of a step: pieces of the text from places that are drawn, each with what follows
-    /// each of its bytes. Two tensors, samples by context, split by samples on the first axis of the
-    /// placement; each rank reads its own. Each micro-batch, of the ranks' first rows, their next ones
-    /// and so on, has the same pieces on any placement. `device` is this rank's.
+    /// Draws the batch of a step: pieces of the text, and the same pieces one byte further on. These
+    /// are two tensors, samples by context, split by samples on the first axis of the placement; each
+    /// rank reads its own. Each micro-batch, of the ranks' first rows, their next ones and so on, has
+    /// the same pieces on any placement. `device` is this rank's.
     pub fn batch(
         &self,
         placement: &Placement,
@@ -90,7 +72,8 @@ impl Text {
     /// # Errors
     /// When it has none.
     pub fn batches(&self, options: &Options) -> Result<i64> {
-        let (context, bytes) = (options.context, self.0.len() as i64);
+        let context = options.context;
+        let bytes = self.0.len() as i64;
         let batches = (bytes - 1) / context / options.batch_size;
         ensure!(
             batches > 0,
@@ -110,9 +93,14 @@ impl Text {
         device: Device,
     ) -> Result<[Tensor; 2]> {
         let bytes = options.batch_size * options.context;
-        let (start, end) = (number * bytes, (number + 1) * bytes);
-        let (kind, step) = (Kind::Int64, options.context);
-        let places = global::arange_start_step(start, end, step, kind, placement, SPLIT)?;
+        let places = global::arange_start_step(
+            number * bytes,
+            (number + 1) * bytes,
+            options.context,
+            Kind::Int64,
+            placement,
+            SPLIT,
+        )?;
         self.at(&Vec::<i64>::try_from(places.to_local()?)?, placement, options, device)
     }
 
@@ -130,10 +118,10 @@ impl Text {
         }
         let pieces = Tensor::from_slice(&pieces).view([-1, context + 1]).to_kind(Kind::Int64);
         let pieces = pieces.to_device(device);
-        let part = |start| {
-            let part = pieces.narrow(1, start, context);
-            from_local(&part, [batch_size, context], placement, SPLIT)
-        };
-        Ok([part(0)?, part(1)?])
+        let shape = [batch_size, context];
+        Ok([
+            from_local(&pieces.narrow(1, 0, context), shape, placement, SPLIT)?,
+            from_local(&pieces.narrow(1, 1, context), shape, placement, SPLIT)?,
+        ])
     }
 }

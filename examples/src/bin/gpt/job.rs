@@ -1,4 +1,4 @@
-//! What a rank works with.
+//! A rank's part of the job: model, pipeline and optimizer.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use super::options::Options;
 pub struct Job<'a> {
     pub options: &'a Options,
     pub group: &'a ProcessGroup,
-    /// Of this rank's stages, with the axes `dp` and `tp`.
+    /// The placement of this rank's stages, with the axes `dp` and `tp`.
     pub placement: Placement,
     pub pipeline: Pipeline,
-    /// Of each stage: the micro-batches that went through in training.
+    /// How many micro-batches went through each stage in training.
     pub micro_batches: Vec<Arc<AtomicU64>>,
-    /// One that has the last stage.
+    /// A rank that has the last stage.
     pub last_rank: usize,
     /// The variables of all stages.
     pub vs: nn::VarStore,
@@ -38,12 +38,11 @@ impl<'a> Job<'a> {
         let mut vs = nn::VarStore::new(group.device());
         vs.set_kind(options.dtype.kind());
         global::manual_seed(&placements[0], config.seed)?;
-        let stage = |(number, layers)| {
+        let mut model = Vec::with_capacity(stages);
+        for (number, layers) in config.stages(stages)?.into_iter().enumerate() {
             let placement = &placements[schedule.rank_of(number)];
-            Stage::new(&vs.root(), config, layers, placement)
-        };
-        let layers = config.stages(stages)?.into_iter().enumerate();
-        let model: Vec<Stage> = layers.map(stage).collect::<global::Result<_>>()?;
+            model.push(Stage::new(&vs.root(), config, layers, placement)?);
+        }
         let adam = nn::AdamW { wd: 0.1, beta2: 0.99, ..Default::default() };
         let optimizer = ZeroRedundancyOptimizer::new(&vs, DATA, adam, options.lr)?;
 
@@ -55,8 +54,8 @@ impl<'a> Job<'a> {
             .schedule(schedule)
             .placement(placement.clone())
             .build(|stage| {
-                let own = model[stage].take().ok_or("a stage is made once")?;
-                Ok(Box::new(own))
+                let stage = model[stage].take().ok_or("a stage is made once")?;
+                Ok(Box::new(stage))
             })?;
         Ok(Self { options, group, placement, pipeline, micro_batches, last_rank, vs, optimizer })
     }
@@ -65,9 +64,10 @@ impl<'a> Job<'a> {
 /// The placement of each rank of the pipeline: its ranks of the mesh, with the axes `dp` and `tp`.
 fn placements(mesh: &Mesh, group: &ProcessGroup) -> Result<Vec<Placement>> {
     let &[_, dp, tp] = mesh.shape() else { bail!("the mesh has {} axes", mesh.shape().len()) };
-    let of_stage = |ranks: &[usize]| {
+    let mut placements = Vec::new();
+    for ranks in mesh.ranks().chunks(dp * tp) {
         let rows: Vec<Vec<usize>> = ranks.chunks(tp).map(<[usize]>::to_vec).collect();
-        Ok(Placement::new(group, rows)?.named(["dp", "tp"])?)
-    };
-    mesh.ranks().chunks(dp * tp).map(of_stage).collect()
+        placements.push(Placement::new(group, rows)?.named(["dp", "tp"])?);
+    }
+    Ok(placements)
 }

@@ -5,12 +5,12 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `job.rs` | what a rank works with |
+//! | `job.rs` | a rank's part of the job |
 //! | `options.rs` | options, and the mesh of ranks |
 //! | `data.rs` | the text |
 //! | `model.rs` | the model of a stage |
 //! | `train.rs` | the training |
-//! | `memory.rs` | what a rank's memory is for |
+//! | `memory.rs` | a rank's memory, by what it is for |
 //! | `sample.rs` | text that a trained model makes |
 //!
 //! The losses of a training are those of one rank on each layout, but for rounding: first weights,
@@ -29,22 +29,13 @@ use std::process::ExitCode;
 use anyhow::{ensure, Result};
 use flow::global::checkpoint::ShardedCheckpoints;
 use flow::prelude::{ProcessGroup, TensorCollectives};
+use flow_examples::program;
 
 use job::Job;
 pub use options::Options;
 
 fn main() -> ExitCode {
-    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
-    let options = flow_examples::arguments::parse();
-    let outcome =
-        ProcessGroup::from_env().map_err(Into::into).and_then(|group| run(&options, &group));
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("gpt: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::run("gpt", |options: &Options| run(options, &ProcessGroup::from_env()?))
 }
 
 /// Trains or samples, as a rank of this group.

@@ -1,4 +1,4 @@
-//! What a rank's memory is for.
+//! The memory of a rank, by what it is for.
 
 use std::fmt;
 
@@ -15,9 +15,8 @@ const COPIES_OF_SHARDS: usize = 3;
 pub struct Memory([usize; 4]);
 
 impl Memory {
-    /// Of the rank that has most. Activations are the most that it held in the last step; gradients
-    /// are those that it has now, so that the time to call this is before the optimizer's step. All
-    /// ranks call this.
+    /// Measures the rank that has most. Activations are the most that it held in the last step.
+    /// Gradients are those that it has now: call this before the optimizer's step, on all ranks.
     pub fn most(job: &Job) -> Result<Self> {
         let variables = job.vs.trainable_variables();
         let gradients = variables.iter().map(Tensor::grad).filter(Tensor::defined);
@@ -35,24 +34,24 @@ impl Memory {
     }
 }
 
-/// Of this rank's parts.
+/// The bytes of this rank's parts of tensors.
 fn bytes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<usize> {
-    let bytes = |tensor: &Tensor| {
+    let mut bytes = 0;
+    for tensor in tensors {
         let local = tensor.detach().to_local()?;
-        Ok(local.numel() * local.kind().elt_size_in_bytes())
-    };
-    tensors.map(bytes).sum()
+        bytes += local.numel() * local.kind().elt_size_in_bytes();
+    }
+    Ok(bytes)
 }
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let megabytes = |bytes: usize| format!("{:.3}", bytes as f64 / 1e6);
-        let [weights, gradients, optimizer, activations] = self.0.map(megabytes);
+        let [weights, gradients, optimizer, activations] = self.0.map(|bytes| bytes as f64 / 1e6);
         write!(
             f,
-            "a rank holds at most {} MB: weights {weights}, gradients {gradients}, optimizer \
-             {optimizer}, activations {activations}",
-            megabytes(self.0.iter().sum())
+            "a rank holds at most {:.3} MB: weights {weights:.3}, gradients {gradients:.3}, \
+             optimizer {optimizer:.3}, activations {activations:.3}",
+            self.0.iter().sum::<usize>() as f64 / 1e6
         )
     }
 }

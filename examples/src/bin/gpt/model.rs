@@ -73,7 +73,7 @@ pub struct Stage {
     embedding: Option<Embedding>,
     blocks: Vec<Arc<Mutex<Block>>>,
     head: Option<Head>,
-    /// How many went through in training, over the whole training.
+    /// How many micro-batches went through, over the whole training.
     pub micro_batches: Arc<AtomicU64>,
 }
 
@@ -110,71 +110,85 @@ impl Stage {
         layers: Range<usize>,
         placement: &Placement,
     ) -> Result<Self> {
-        let Config { width, context, .. } = config;
-        let head = config.layers as usize + 1;
-        let embedding = || -> Result<Embedding> {
-            let init = nn::Init::Randn { mean: 0.0, stdev: DEVIATION };
-            let tokens =
-                vocab_embedding(path / "tokens", VOCABULARY, width, placement, TENSOR, init)?;
-            // As the activations are split by tokens.
-            let sizes = [context, width];
-            let positions =
-                global::normal(0.0, DEVIATION, sizes, path.kind(), placement, [B, S(0)])?;
-            let positions = (path / "positions").add("weight", positions, true);
-            Ok(Embedding { tokens: tokens.scattered(TOKENS), positions })
+        let last = config.layers as usize + 1;
+        let mut stage = Self {
+            config,
+            placement: placement.clone(),
+            embedding: None,
+            blocks: Vec::new(),
+            head: None,
+            micro_batches: Arc::default(),
         };
-        let embedding = layers.contains(&0).then(embedding).transpose()?;
-        let blocks = layers.clone().filter(|layer| (1..head).contains(layer));
-        let block = |layer: usize| {
-            let number = layer as i64 - 1;
-            let block = Block::new(&(path / "blocks" / number), config, number, placement)?;
-            Result::Ok(Arc::new(Mutex::new(block)))
-        };
-        let blocks = blocks.map(block).collect::<Result<_>>()?;
-        let make_head = || -> Result<Head> {
-            let path = &(path / "head");
-            let linear = linear_config(DEVIATION, false);
-            let norm = Norm::new(&(path / "norm"), width, placement)?;
-            let logits =
-                column_linear(path / "logits", width, VOCABULARY, placement, TENSOR, linear)?;
-            Ok(Head { norm, logits })
-        };
-        let head = layers.contains(&head).then(make_head).transpose()?;
-        let placement = placement.clone();
-        Ok(Self { config, placement, embedding, blocks, head, micro_batches: Arc::default() })
+        for layer in layers {
+            if layer == 0 {
+                stage.embedding = Some(Embedding::new(path, config, placement)?);
+            } else if layer == last {
+                stage.head = Some(Head::new(&(path / "head"), config.width, placement)?);
+            } else {
+                let number = layer as i64 - 1;
+                let block = Block::new(&(path / "blocks" / number), config, number, placement)?;
+                stage.blocks.push(Arc::new(Mutex::new(block)));
+            }
+        }
+        Ok(stage)
     }
 
-    /// Of tokens or of the stage before's activations: activations, or logits in the last stage.
+    /// Maps tokens, or the activations of the stage before, to activations, or to logits in the last
+    /// stage.
     pub fn logits(&self, x: &Tensor, train: bool) -> Result<Tensor> {
-        let Config { layers, recompute, .. } = self.config;
-        let micro_batch = self.micro_batches.load(Ordering::Relaxed);
-        let draws = |layer| {
-            let place = (micro_batch * (layers as u64 + 1) + layer as u64) * DRAWS;
-            Draws { placement: self.placement.clone(), config: self.config, place, train }
-        };
         let mut x = match &self.embedding {
             Some(Embedding { tokens, positions }) => {
-                let draws = draws(layers);
+                let draws = self.draws(self.config.layers, train);
                 draws.begin()?;
                 draws.dropout(&tokens.f_forward(x)?.f_add(positions)?)?
             }
             None => x.shallow_clone(),
         };
         for block in &self.blocks {
-            let (block, draws) = (block.clone(), draws(lock(block).number));
-            let forward = move |x: &Tensor| lock(&block).forward(x, &draws);
-            x = match train && recompute {
-                true => recomputed(&x, forward)?,
-                false => forward(&x)?,
-            };
+            let draws = self.draws(lock(block).number, train);
+            if train && self.config.recompute {
+                x = recomputed(&x, Arc::clone(block), draws)?;
+            } else {
+                x = lock(block).forward(&x, &draws)?;
+            }
         }
         if train {
-            self.micro_batches.store(micro_batch + 1, Ordering::Relaxed);
+            self.micro_batches.fetch_add(1, Ordering::Relaxed);
         }
         match &self.head {
             Some(Head { norm, logits }) => logits.f_forward(&norm.forward(&x)?),
             None => Ok(x),
         }
+    }
+
+    /// The random numbers of a layer for the next micro-batch.
+    fn draws(&self, layer: i64, train: bool) -> Draws {
+        let micro_batch = self.micro_batches.load(Ordering::Relaxed);
+        let place = (micro_batch * (self.config.layers as u64 + 1) + layer as u64) * DRAWS;
+        Draws { placement: self.placement.clone(), config: self.config, place, train }
+    }
+}
+
+impl Embedding {
+    fn new(path: &nn::Path, config: Config, placement: &Placement) -> Result<Self> {
+        let Config { width, context, .. } = config;
+        let init = nn::Init::Randn { mean: 0.0, stdev: DEVIATION };
+        let tokens = vocab_embedding(path / "tokens", VOCABULARY, width, placement, TENSOR, init)?;
+        // Split as the activations are: by tokens.
+        let sbp = [B, S(0)];
+        let positions =
+            global::normal(0.0, DEVIATION, [context, width], path.kind(), placement, sbp)?;
+        let positions = (path / "positions").add("weight", positions, true);
+        Ok(Self { tokens: tokens.scattered(TOKENS), positions })
+    }
+}
+
+impl Head {
+    fn new(path: &nn::Path, width: i64, placement: &Placement) -> Result<Self> {
+        let norm = Norm::new(&(path / "norm"), width, placement)?;
+        let linear = linear_config(DEVIATION, false);
+        let logits = column_linear(path / "logits", width, VOCABULARY, placement, TENSOR, linear)?;
+        Ok(Self { norm, logits })
     }
 }
 
@@ -188,12 +202,10 @@ impl flow::pipeline::Stage for Stage {
     }
 }
 
-/// Keeps the input only, and computes the rest again in backward.
-fn recomputed(
-    x: &Tensor,
-    forward: impl Fn(&Tensor) -> Result<Tensor> + Send + 'static,
-) -> Result<Tensor> {
-    let outputs = recompute(&[x], move |inputs| Ok(vec![forward(&inputs[0])?]))?;
+/// Runs a block's forward. It keeps the input only, and computes the rest again in backward.
+fn recomputed(x: &Tensor, block: Arc<Mutex<Block>>, draws: Draws) -> Result<Tensor> {
+    let outputs =
+        recompute(&[x], move |inputs| Ok(vec![lock(&block).forward(&inputs[0], &draws)?]))?;
     Ok(outputs.into_iter().next().unwrap_or_default())
 }
 
@@ -217,8 +229,8 @@ struct Draws {
 }
 
 impl Draws {
-    /// The numbers of this layer come next: the same ones on any layout, and when activations are
-    /// computed again.
+    /// Moves to this layer's numbers: the same on any layout, and when activations are computed
+    /// again.
     fn begin(&self) -> Result<()> {
         global::set_rng_state(&self.placement, [!self.config.seed, self.place])
     }
@@ -240,24 +252,24 @@ impl Block {
         number: i64,
         placement: &Placement,
     ) -> Result<Self> {
-        let norm = |name| Norm::new(&(path / name), width, placement);
-        let column = |name, outputs| {
-            let config = linear_config(DEVIATION, true);
-            column_linear(path / name, width, outputs, placement, TENSOR, config)
-        };
+        let norms = [
+            Norm::new(&(path / "norm1"), width, placement)?,
+            Norm::new(&(path / "norm2"), width, placement)?,
+        ];
+        let inner = linear_config(DEVIATION, true);
         // As GPT-2: what blocks add up to does not grow with their number.
-        let row = |name, inputs| -> Result<RowLinear> {
-            let config = linear_config(DEVIATION / (2.0 * layers as f64).sqrt(), true);
-            let row = row_linear(path / name, inputs, width, placement, TENSOR, config)?;
-            Ok(row.scattered(TOKENS))
-        };
+        let last = linear_config(DEVIATION / (2.0 * layers as f64).sqrt(), true);
+        let qkv = column_linear(path / "qkv", width, 3 * width, placement, TENSOR, inner)?;
+        let projection = row_linear(path / "projection", width, width, placement, TENSOR, last)?;
+        let up = column_linear(path / "up", width, 4 * width, placement, TENSOR, inner)?;
+        let down = row_linear(path / "down", 4 * width, width, placement, TENSOR, last)?;
         Ok(Self {
             number,
-            norms: [norm("norm1")?, norm("norm2")?],
-            qkv: column("qkv", 3 * width)?,
-            projection: row("projection", width)?,
-            up: column("up", 4 * width)?,
-            down: row("down", 4 * width)?,
+            norms,
+            qkv,
+            projection: projection.scattered(TOKENS),
+            up,
+            down: down.scattered(TOKENS),
         })
     }
 
@@ -274,11 +286,11 @@ impl Block {
     }
 }
 
-/// Causal attention. Each token has each head's query, key and value, one after the other: so that a
-/// part of them is some heads'.
+/// Computes causal attention. Each token has each head's query, key and value, one after the other:
+/// so that a part of them is some heads'.
 fn attention(qkv: &Tensor, heads: i64) -> Result<Tensor> {
     let sizes = qkv.size();
-    let (samples, tokens, width) = (sizes[0], sizes[1], sizes[2] / 3);
+    let [samples, tokens, width] = [sizes[0], sizes[1], sizes[2] / 3];
     let of_heads = qkv.f_view([samples, tokens, heads, 3, width / heads])?;
     let of_heads = of_heads.f_permute([3, 0, 2, 1, 4])?;
     let [q, k, v] = [0, 1, 2].map(|part| of_heads.f_select(0, part));

@@ -161,9 +161,10 @@ impl Options {
         Ok(Config { layers, width, heads, context, dropout, seed, recompute })
     }
 
-    /// What the ranks of the pipeline do. A sample is a single micro-batch.
+    /// The schedule of the pipeline. `--sample` runs a single micro-batch.
     pub fn schedule(&self) -> Result<Schedule> {
-        let (batch, parts) = (self.batch_size, self.micro_batches);
+        let batch = self.batch_size;
+        let parts = self.micro_batches;
         ensure!(batch % parts == 0, "--micro-batches {parts} does not divide --batch-size {batch}");
         let parts = if self.sample.is_some() { 1 } else { parts as usize };
         Ok(Schedule::named(&self.schedule, self.pp.get(), self.chunks.get(), parts)?)
@@ -172,7 +173,9 @@ impl Options {
     /// All ranks, with the axes `pp`, `dp` and `tp`: tensor parallel ranks are neighbours, as they
     /// move the most.
     pub fn mesh(&self, group: &ProcessGroup) -> Result<Mesh> {
-        let (tp, pp, size) = (self.tp.get(), self.pp.get(), group.world_size());
+        let tp = self.tp.get();
+        let pp = self.pp.get();
+        let size = group.world_size();
         let dp = self.dp.map_or_else(|| (size / (tp * pp)).max(1), NonZeroUsize::get);
         ensure!(
             dp * tp * pp == size,

@@ -18,23 +18,16 @@ pub fn print(job: &mut Job, latest: Option<&ShardedCheckpoint<State>>, prompt: &
     let Some(checkpoint) = latest else {
         bail!("there is no checkpoint to take the model from; train one first")
     };
-    let of_model = |all: &[(String, String)]| all.iter().take(SIZES).cloned().collect::<Vec<_>>();
-    let saved = of_model(&checkpoint.state.hyperparameters);
-    Training::check_hyperparameters(&saved, &of_model(&options.hyperparameters(0)))?;
+    let saved = &checkpoint.state.hyperparameters;
+    let here = options.hyperparameters(0);
+    Training::check_hyperparameters(&saved[..SIZES.min(saved.len())], &here[..SIZES])?;
     job.optimizer.resume(checkpoint)?;
 
     let context = options.context as usize;
     let _no_grad = tch::no_grad_guard();
     tch::manual_seed(options.seed as i64);
     let mut bytes = prompt.as_bytes().to_vec();
-    let show = |bytes: &[u8]| -> Result<()> {
-        if group.rank() == 0 {
-            stdout().write_all(bytes)?;
-            stdout().flush()?;
-        }
-        Ok(())
-    };
-    show(&bytes)?;
+    show(group, &bytes)?;
     for _ in 0..options.sample_bytes {
         let seen = &bytes[bytes.len().saturating_sub(context)..];
         let last = seen.len() as i64 - 1;
@@ -42,12 +35,12 @@ pub fn print(job: &mut Job, latest: Option<&ShardedCheckpoint<State>>, prompt: &
         let mut tokens: Vec<i64> = seen.iter().map(|&byte| i64::from(byte)).collect();
         tokens.resize(context, 0);
         let tokens = Tensor::from_slice(&tokens).view([1, -1]).to_device(group.device());
-        let tokens = match job.pipeline.needs_inputs() {
-            true => vec![global::distribute_tensor(&tokens, &job.placement, [B, B])?],
-            false => Vec::new(),
-        };
+        let mut inputs = Vec::new();
+        if job.pipeline.needs_inputs() {
+            inputs.push(global::distribute_tensor(&tokens, &job.placement, [B, B])?);
+        }
         let mut next = [0u8];
-        if let Some(logits) = job.pipeline.forward(&tokens)? {
+        if let Some(logits) = job.pipeline.forward(&inputs)? {
             let logits = logits[0].to_sbp([B, B])?.to_local()?.to(Device::Cpu);
             let logits = logits.select(0, 0).select(0, last).to_kind(Kind::Double);
             let likely = (logits / options.temperature).softmax(-1, Kind::Double);
@@ -55,7 +48,16 @@ pub fn print(job: &mut Job, latest: Option<&ShardedCheckpoint<State>>, prompt: &
         }
         group.broadcast(&mut next, job.last_rank)?;
         bytes.extend(next);
-        show(&next)?;
+        show(group, &next)?;
     }
-    show(b"\n")
+    show(group, b"\n")
+}
+
+/// Rank 0 prints the bytes at once.
+fn show(group: &ProcessGroup, bytes: &[u8]) -> Result<()> {
+    if group.rank() == 0 {
+        stdout().write_all(bytes)?;
+        stdout().flush()?;
+    }
+    Ok(())
 }
