@@ -31,6 +31,8 @@ pub const SCENARIOS: &[Scenario] =
 
 /// Every so many combinations of SBPs of a case's inputs.
 const SAMPLE: usize = 7;
+/// Combinations of SBPs of a case, of which the sample is taken.
+const COMBINATIONS: usize = 20;
 
 /// On a GPU (`FLOW_TEST_DEVICE=cuda`) tensors are there.
 fn choose_device() {
@@ -54,7 +56,8 @@ fn operations(group: &ProcessGroup) -> Result<()> {
     let mut count = 0;
     for case in &cases::cases() {
         let check = Check::new(case).map_err(|error| anyhow!("{}: {error}", case.name))?;
-        let combinations = check.combinations(placement.shape()).into_iter().enumerate();
+        let combinations =
+            check.combinations(placement.shape(), COMBINATIONS).into_iter().enumerate();
         for (index, sbps) in combinations.step_by(SAMPLE) {
             count += 1;
             let result = check.run(own, &sbps, index);
