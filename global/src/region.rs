@@ -91,6 +91,15 @@ pub fn regions(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Vec<Regio
     (0..placement.ranks().len()).map(region).collect()
 }
 
+/// Whether regions follow each other as the rows of a whole.
+pub fn are_rows(parts: &[Option<Region>], whole: &Region) -> bool {
+    let Some((rows, others)) = whole.0.split_first() else { return false };
+    let end = parts.iter().flatten().try_fold(rows.start, |start, part| {
+        (part.0[0].start == start && part.0[1..] == *others).then_some(part.0[0].end)
+    });
+    end == Some(rows.end)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

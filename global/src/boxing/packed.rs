@@ -9,16 +9,7 @@ use super::memory::{sizes, Part};
 use super::phases::{Exchange, Reduce};
 use super::plan::Copy;
 use crate::error::Result;
-use crate::region::Region;
-
-/// Whether regions follow each other as the rows of a whole.
-pub fn are_rows(parts: &[Option<Region>], whole: &Region) -> bool {
-    let Some((rows, others)) = whole.0.split_first() else { return false };
-    let end = parts.iter().flatten().try_fold(rows.start, |start, part| {
-        (part.0[0].start == start && part.0[1..] == *others).then_some(part.0[0].end)
-    });
-    end == Some(rows.end)
-}
+use crate::region::{are_rows, Region};
 
 /// Both phases at once.
 pub fn all_reduce(

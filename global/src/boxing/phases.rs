@@ -4,11 +4,10 @@ use std::sync::OnceLock;
 
 use flow_tensor::{ProcessGroup, ReduceOp};
 
-use super::packed::are_rows;
 use super::plan::{Copy, Layout, Plan};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
-use crate::region::Region;
+use crate::region::{are_rows, Region};
 use crate::sequence;
 
 /// Ranks that do something together.

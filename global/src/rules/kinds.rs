@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use tch::Kind;
 
 use super::op::{Arg, Op};
-use crate::kinds::{is_complex, is_float, real};
+use crate::kinds::{is_complex, is_float, kind_of, real};
 
 /// Whether converted terms add up to the converted sum. A wider kind of floating point holds each
 /// term as it is; a narrower one rounds each of them. Integers are sums modulo a power of two: these
@@ -30,6 +30,19 @@ pub fn of_sum(kind: Kind) -> Kind {
         Kind::Int64
     } else {
         kind
+    }
+}
+
+impl Op<'_> {
+    /// Whether partial sums of the first input stay partial sums in the result, whose kind argument
+    /// `arg` is; without that argument, the kind of a sum.
+    pub fn keeps_terms(&self, arg: usize) -> bool {
+        let Some(from) = self.inputs[0].kind else { return false };
+        let to = match self.int(arg) {
+            Some(number) => kind_of(number),
+            None => Some(of_sum(from)),
+        };
+        to.is_some_and(|to| keeps_terms(from, to))
     }
 }
 

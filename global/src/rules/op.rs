@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use tch::Kind;
 
-use super::kinds;
-use crate::kinds::{is_float, kind_of};
+use crate::kinds::is_float;
 use crate::sbp::{Sbp, B};
 
 /// An operation of libtorch (`aten::`) that is to run on global tensors.
@@ -182,17 +181,6 @@ impl<'a> Op<'a> {
         );
         let is_written = if has_statistics { (3..5).contains(&input) } else { input == 0 };
         self.in_place && !self.boxes_written && is_written
-    }
-
-    /// Whether partial sums of the first input stay partial sums in the result, whose kind argument
-    /// `arg` is; without that argument, the kind of a sum.
-    pub fn keeps_terms(&self, arg: usize) -> bool {
-        let Some(from) = self.inputs[0].kind else { return false };
-        let to = match self.int(arg) {
-            Some(number) => kind_of(number),
-            None => Some(kinds::of_sum(from)),
-        };
-        to.is_some_and(|to| kinds::keeps_terms(from, to))
     }
 
     /// Whether the argument is a tensor, and not a number.

@@ -42,9 +42,9 @@ pub fn print(
 fn export_error(group: Option<&WorkerGroup>, sinks: &mut Sinks) {
     let path = std::env::var_os(error_file::VARIABLE).filter(|path| !path.is_empty());
     let recorded = group.and_then(WorkerGroup::first_error);
-    if let Some((path, (error, end))) = path.map(PathBuf::from).zip(recorded) {
-        if let Err(error) = error.copy(&path, end) {
-            sinks.say(&format!("cannot write to {}: {error}", path.display()));
-        }
+    if let Some((path, (error, end))) = path.map(PathBuf::from).zip(recorded)
+        && let Err(error) = error.copy(&path, end)
+    {
+        sinks.say(&format!("cannot write to {}: {error}", path.display()));
     }
 }

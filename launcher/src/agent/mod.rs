@@ -344,15 +344,11 @@ impl Agent {
         }
         let action = group.policy.elapsed(now);
         group.act(action);
-        if !was_decided {
-            if let Some((first, end)) = group.first_failure() {
-                let summary = failure::summary(&group.outcome(first), &self.host);
-                self.events.record(&JobEvent::Stop { reason: &summary }, &mut self.sinks);
-                self.control.send(AgentEvent::Failed {
-                    round: group.round,
-                    failure: Failure { summary, end },
-                });
-            }
+        if !was_decided && let Some((first, end)) = group.first_failure() {
+            let summary = failure::summary(&group.outcome(first), &self.host);
+            self.events.record(&JobEvent::Stop { reason: &summary }, &mut self.sinks);
+            self.control
+                .send(AgentEvent::Failed { round: group.round, failure: Failure { summary, end } });
         }
         group.elapsed(now, &mut self.sinks);
         group.settle(&mut self.sinks, &mut self.reaper);

@@ -281,11 +281,11 @@ impl Coordinator {
                 self.end_all(0, None);
             }
         }
-        if let JobPhase::Stopping { why, .. } = &self.phase {
-            if self.agents.values().all(|agent| agent.state == AgentState::Idle) {
-                let why = why.clone();
-                self.stopped(why, now);
-            }
+        if let JobPhase::Stopping { why, .. } = &self.phase
+            && self.agents.values().all(|agent| agent.state == AgentState::Idle)
+        {
+            let why = why.clone();
+            self.stopped(why, now);
         }
         if let JobPhase::Gathering { since, enough, mut notice } = self.phase {
             let present = self.agents.len();

@@ -135,10 +135,10 @@ impl StreamTee {
                 };
                 queue.put(&source, segment.rest());
             }
-            if let Some((prefix, filter)) = route.filtered.as_ref().zip(filter.as_deref_mut()) {
-                if let Err(error) = filter.put(prefix, segment.bytes) {
-                    result = Err(error);
-                }
+            if let Some((prefix, filter)) = route.filtered.as_ref().zip(filter.as_deref_mut())
+                && let Err(error) = filter.put(prefix, segment.bytes)
+            {
+                result = Err(error);
             }
         };
         match bytes {

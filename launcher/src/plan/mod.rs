@@ -62,12 +62,12 @@ pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
             "--nnodes {nodes} times --nproc-per-node {size} is too many workers"
         )));
     }
-    if let (Some(Stdin::Rank(rank)), 1) = (job.stdin, nodes) {
-        if rank >= size {
-            return Err(Usage(format!(
-                "--stdin is '{rank}'; it must be all, none or a rank below {size}"
-            )));
-        }
+    if let (Some(Stdin::Rank(rank)), 1) = (job.stdin, nodes)
+        && rank >= size
+    {
+        return Err(Usage(format!(
+            "--stdin is '{rank}'; it must be all, none or a rank below {size}"
+        )));
     }
     let visible = host.visible_devices().map(|list| list.split(',').count());
     match visible.filter(|visible| job.virtual_local_rank && *visible < size as usize) {
