@@ -17,7 +17,7 @@ use tempfile::{tempdir, TempDir};
 
 #[allow(dead_code)] // main()
 #[path = "../../src/bin/gpt/main.rs"]
-mod gpt;
+mod program;
 
 const STEPS: usize = 3;
 /// In double precision. Sums have another order on each layout.
@@ -56,13 +56,13 @@ fn read_losses(folder: &Path) -> Vec<f64> {
 fn losses(folder: &Path, layout: [usize; 3], more: &str) -> Vec<f64> {
     let arguments = arguments(folder, layout, more);
     let arguments = ["gpt".to_owned()].into_iter().chain(arguments);
-    let options = &gpt::Options::try_parse_from(arguments).unwrap();
+    let options = &program::Options::try_parse_from(arguments).unwrap();
     let groups = ProcessGroup::in_process(layout.iter().product()).unwrap();
     thread::scope(|scope| {
         for group in groups {
             group.set_timeout(TEST_TIMEOUT);
             scope.spawn(move || {
-                let outcome = gpt::run(options, &group);
+                let outcome = program::run(options, &group);
                 outcome.unwrap_or_else(|error| panic!("rank {}: {error:#}", group.rank()));
             });
         }
