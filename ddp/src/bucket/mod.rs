@@ -5,6 +5,7 @@ pub(crate) mod assignment;
 pub(crate) mod comm_hook;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+mod hook_progress;
 pub(crate) mod pending;
 mod progress;
 

@@ -7,7 +7,7 @@ use flow_autograd::BoxError;
 use flow_comm::{Segments, Work};
 use tch::Tensor;
 
-use super::progress::HookProgress;
+use super::hook_progress::HookProgress;
 
 /// A bucket's reduction that has been launched.
 #[must_use = "backward waits for it"]

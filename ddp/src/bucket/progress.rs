@@ -1,12 +1,12 @@
 //! Who reduces the CPU's buckets while backward runs: the hooks themselves, or a thread where a
 //! core is to spare.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use flow_comm::{ProcessGroup, ReduceOp, Result, Segments, Work, Worker};
 
+use super::hook_progress::HookProgress;
 use super::pending::Pending;
 
 /// Reduces buckets in the order in which they are launched.
@@ -29,15 +29,17 @@ impl Progress {
             let worker = Worker::start(group.rank())?;
             Ok(Self::Thread(ThreadProgress { group: group.clone(), op, worker }))
         } else {
-            let queue = Mutex::default();
-            Ok(Self::Hooks(Arc::new(HookProgress { group: group.clone(), op, queue })))
+            Ok(Self::Hooks(Arc::new(HookProgress::new(group.clone(), op))))
         }
     }
 
     /// Starts the reduction of a bucket over all ranks, without waiting.
     pub fn launch(&self, bucket: &Arc<Segments>) -> Result<Pending> {
         match self {
-            Self::Hooks(hooks) => hooks.launch(bucket),
+            Self::Hooks(hooks) => {
+                hooks.launch(bucket)?;
+                Ok(Pending::in_hooks(Arc::clone(hooks), Arc::clone(bucket)))
+            }
             Self::Thread(thread) => Ok(Pending::in_thread(thread.launch(bucket))),
         }
     }
@@ -59,57 +61,6 @@ impl Progress {
                 Ok(())
             }
         }
-    }
-}
-
-/// A hook launches its bucket and reduces its share of those that all ranks have launched, without
-/// waiting; [`HookProgress::wait`] does the rest at the end of backward.
-pub(super) struct HookProgress {
-    group: ProcessGroup,
-    op: ReduceOp,
-    /// Buckets that the group has no slot for yet: only so many can be under way at a time.
-    queue: Mutex<VecDeque<Arc<Segments>>>,
-}
-
-impl HookProgress {
-    fn launch(self: &Arc<Self>, bucket: &Arc<Segments>) -> Result<Pending> {
-        self.queue().push_back(Arc::clone(bucket));
-        self.launch_queued()?;
-        Ok(Pending::in_hooks(Arc::clone(self), Arc::clone(bucket)))
-    }
-
-    /// Launches the buckets that the group has slots for. Returns whether those are all.
-    fn launch_queued(&self) -> Result<bool> {
-        let mut queue = self.queue();
-        while let Some(bucket) = queue.front() {
-            if !self.group.launch_bucket(bucket, self.op)? {
-                return Ok(false);
-            }
-            queue.pop_front();
-        }
-        Ok(true)
-    }
-
-    fn advance(&self) -> Result<()> {
-        self.launch_queued()?;
-        self.group.progress()
-    }
-
-    fn flush(&self) -> Result<()> {
-        while !self.launch_queued()? {
-            self.group.finish_buckets()?;
-        }
-        Ok(())
-    }
-
-    /// Waits until a launched bucket is reduced. Returns when that was.
-    pub fn wait(&self, bucket: &Segments) -> Result<Instant> {
-        self.flush()?;
-        self.group.wait_bucket(bucket)
-    }
-
-    fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<Segments>>> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

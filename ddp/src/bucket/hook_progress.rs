@@ -1,0 +1,62 @@
+//! The gradients' hooks reduce buckets, where no core is to spare for a thread.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use flow_comm::{ProcessGroup, ReduceOp, Result, Segments};
+
+/// A hook launches its bucket and reduces its share of those that all ranks have launched, without
+/// waiting; [`HookProgress::wait`] does the rest at the end of backward.
+pub(super) struct HookProgress {
+    group: ProcessGroup,
+    op: ReduceOp,
+    /// Buckets that the group has no slot for yet: only so many can be under way at a time.
+    queue: Mutex<VecDeque<Arc<Segments>>>,
+}
+
+impl HookProgress {
+    pub fn new(group: ProcessGroup, op: ReduceOp) -> Self {
+        Self { group, op, queue: Mutex::default() }
+    }
+
+    pub fn launch(&self, bucket: &Arc<Segments>) -> Result<()> {
+        self.queue().push_back(Arc::clone(bucket));
+        self.launch_queued()?;
+        Ok(())
+    }
+
+    /// Launches the buckets that the group has slots for. Returns whether those are all.
+    fn launch_queued(&self) -> Result<bool> {
+        let mut queue = self.queue();
+        while let Some(bucket) = queue.front() {
+            if !self.group.launch_bucket(bucket, self.op)? {
+                return Ok(false);
+            }
+            queue.pop_front();
+        }
+        Ok(true)
+    }
+
+    pub fn advance(&self) -> Result<()> {
+        self.launch_queued()?;
+        self.group.progress()
+    }
+
+    pub fn flush(&self) -> Result<()> {
+        while !self.launch_queued()? {
+            self.group.finish_buckets()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a launched bucket is reduced. Returns when that was.
+    pub fn wait(&self, bucket: &Segments) -> Result<Instant> {
+        self.flush()?;
+        self.group.wait_bucket(bucket)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<Segments>>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
