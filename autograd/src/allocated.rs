@@ -41,10 +41,11 @@ struct Measurement(*mut MeasurementHandle);
 impl Measurement {
     fn end(&mut self) -> usize {
         let handle = std::mem::replace(&mut self.0, null_mut());
-        match handle.is_null() {
-            true => 0,
+        if handle.is_null() {
+            0
+        } else {
             // SAFETY: the handle is of this thread, ours, and not used again.
-            false => unsafe { ffi::flow_end_measurement(handle) },
+            unsafe { ffi::flow_end_measurement(handle) }
         }
     }
 }

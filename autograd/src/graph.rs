@@ -96,7 +96,8 @@ impl Graph {
         // SAFETY: the graph and the tensors are alive, and `results` outlives the call.
         unsafe {
             let data = (&raw mut results).cast();
-            let (gradients, inputs) = (slice(&gradients), slice(&inputs));
+            let gradients = slice(&gradients);
+            let inputs = slice(&inputs);
             ffi::check(
                 "backward_inputs",
                 ffi::flow_graph_backward_inputs(self.0 .0, gradients, inputs, data, push),

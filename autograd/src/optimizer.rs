@@ -82,7 +82,8 @@ impl OptimizerState for Optimizer {
         const OPERATION: &str = "OptimizerState::load_state";
         let unfit = |reason: String| Error::Libtorch { operation: OPERATION, reason };
         let optimizer = c_optimizer(self, OPERATION)?;
-        let (own, saved) = (parameters(optimizer, OPERATION)?, &state.parameters);
+        let own = parameters(optimizer, OPERATION)?;
+        let saved = &state.parameters;
         if let Some(number) = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i))
         {
             let name = |parameters: &[String]| match parameters.get(number) {

@@ -71,7 +71,8 @@ where
         },
         move |saved, gradients, needed| {
             // In a backward in halves, `any` stands for the leaves that are not inputs.
-            let (needed, of_leaves) = (&needed[..saved.len()], needed[saved.len()]);
+            let of_leaves = needed[saved.len()];
+            let needed = &needed[..saved.len()];
             let leaf = |((saved, &requires_grad), &needed): ((&Tensor, &bool), &bool)| {
                 saved.detach().set_requires_grad(requires_grad && needed)
             };

@@ -80,7 +80,8 @@ fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
     let is_extreme = order.is_infinite();
     let mut world = None;
     // Those that this rank answers for, and those that are no rank's own.
-    let (mut own_norms, mut plain_norms) = (Vec::new(), Vec::new());
+    let mut own_norms = Vec::new();
+    let mut plain_norms = Vec::new();
     for gradient in gradients {
         let of = |tensor: &Tensor| tensor.f_norm_scalaropt_dtype(order, Kind::Double);
         let Some(spec) = find_spec(gradient) else {

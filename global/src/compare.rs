@@ -22,7 +22,8 @@ pub fn is_on() -> bool {
 /// # Errors
 /// They differ: which ones.
 pub fn operations(operation: &str, placement: &Placement, runtime: &Runtime) -> Result<()> {
-    let (ranks, groups) = (placement.ranks(), &runtime.groups);
+    let ranks = placement.ranks();
+    let groups = &runtime.groups;
     if ranks.len() < 2 {
         return Ok(());
     }

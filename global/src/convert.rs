@@ -16,7 +16,8 @@ use crate::spec::Spec;
 /// A global tensor with this placement and SBP. Differentiable.
 pub fn convert(tensor: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
     check(placement, sbp, &shape(&tensor.size()))?;
-    let (now, spec) = (spec_of(tensor)?, Spec::of(placement, sbp)?);
+    let now = spec_of(tensor)?;
+    let spec = Spec::of(placement, sbp)?;
     if spec.id() == now.id() {
         return Ok(tensor.shallow_clone());
     }

@@ -113,7 +113,8 @@ pub(crate) fn rows(trace: &Trace) -> Vec<Row> {
 fn row(trace: &Trace, call: &Call) -> Row {
     let inputs = call.inputs.iter().zip(&call.boxed).filter_map(|(id, boxed)| {
         let value = &trace.values[(*id)?];
-        let (sbp, boxed) = (text(&value.sbp), text(boxed));
+        let sbp = text(&value.sbp);
+        let boxed = text(boxed);
         Some(Given { shape: value.tensor.shape.clone(), sbp, boxed })
     });
     let outputs = call.outputs.iter().flatten().map(|&id| trace.values[id].sbp.clone());
@@ -127,7 +128,8 @@ fn row(trace: &Trace, call: &Call) -> Row {
     let in_place = if call.in_place { "_" } else { "" };
     let overload = if call.overload.is_empty() { "" } else { "." };
     let name = format!("{}{in_place}{overload}{}", call.name, call.overload);
-    let (inputs, outputs) = (inputs.collect(), outputs.collect());
+    let inputs = inputs.collect();
+    let outputs = outputs.collect();
     Row { count: 1, name, phase: call.phase, inputs, outputs, bytes, why }
 }
 

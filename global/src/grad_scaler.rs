@@ -201,7 +201,8 @@ impl GradScaler {
     }
 
     fn divide(&self, variables: &[Tensor]) -> Result<bool> {
-        let (mut flags, mut world) = (Vec::new(), None);
+        let mut flags = Vec::new();
+        let mut world = None;
         for mut gradient in gradients(variables) {
             if gradient.kind() == Kind::Half {
                 return Err(fail(

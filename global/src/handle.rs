@@ -74,10 +74,13 @@ pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     let options = (tensor.kind(), tensor.device());
     let result = boxing.run(&runtime.groups, options, local.as_ref())?;
     // A view is still the old tensor's memory.
-    let result = result.map(|result| match boxing.is_view() && result.is_contiguous() {
-        true => result.alias_copy(),
-        // All ranks' strides are alike.
-        false => result.contiguous(),
+    let result = result.map(|result| {
+        if boxing.is_view() && result.is_contiguous() {
+            result.alias_copy()
+        } else {
+            // All ranks' strides are alike.
+            result.contiguous()
+        }
     });
     let like = empty_like(tensor);
     wrap(result.as_ref(), &like, to.clone(), &sizes)

@@ -107,7 +107,8 @@ impl Init {
         let mut local = tensor.detach();
         let mut region = Region::all(&shape);
         if tensor.is_global() {
-            let (placement, sbp) = (tensor.placement()?, tensor.sbp()?);
+            let placement = tensor.placement()?;
+            let sbp = tensor.sbp()?;
             let Some(position) = placement.position(placement.runtime()?.rank()) else {
                 return Ok(());
             };
@@ -268,7 +269,8 @@ mod tests {
         check(Init::Uniform { low: -1.0, high: 3.0 }, &MANY, [1.0, 4.0 / 3.0, 1.8], [-1.0, 3.0]);
         check(Init::Normal { mean: 2.0, deviation: 0.5 }, &MANY, [2.0, 0.25, 3.0], ANY);
         // Of the truncated distribution, by its formulas.
-        let (variance, kurtosis) = (0.773_741_303_549_923, 2.365_536_717_129_649);
+        let variance = 0.773_741_303_549_923;
+        let kurtosis = 2.365_536_717_129_649;
         let truncated = Init::TruncatedNormal { mean: 0.5, deviation: 0.1 };
         check(truncated, &MANY, [0.5, 0.01 * variance, kurtosis], [0.3, 0.7]);
     }

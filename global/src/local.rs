@@ -49,13 +49,15 @@ pub fn from_local(
     placement: &Placement,
     sbp: impl AsRef<[Sbp]>,
 ) -> Result<Tensor> {
-    let (sizes, sbp) = (sizes.as_ref().to_vec(), sbp.as_ref());
+    let sizes = sizes.as_ref().to_vec();
+    let sbp = sbp.as_ref();
     let logical = shape(&sizes);
     check(placement, sbp, &logical)?;
     let runtime = placement.runtime()?;
     let position = placement.position(runtime.rank());
     if let Some(position) = position {
-        let (own, rank) = (shape(&local.size()), runtime.rank());
+        let own = shape(&local.size());
+        let rank = runtime.rank();
         let part = regions(placement, sbp, &logical).swap_remove(position).shape();
         let is_part = own == part;
         if compare::is_on() {
@@ -89,7 +91,8 @@ fn compare_locals(
         text(sbp)
     );
     let asked = digest_of((shape, placement, sbp, local.kind() as i64, is_part));
-    let (sizes, remedy) = ([(sizes, asked)], "each rank gives its part of the same tensor");
+    let sizes = [(sizes, asked)];
+    let remedy = "each rank gives its part of the same tensor";
     compare::values("from_local", (placement, &[all]), runtime, &sizes, remedy)?;
     let copied: Vec<usize> = (0..placement.axes()).filter(|&axis| sbp[axis] == B).collect();
     let copies = groups(placement, &copied);

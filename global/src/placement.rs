@@ -27,7 +27,8 @@ struct Inner {
 
 impl PartialEq for Placement {
     fn eq(&self, other: &Self) -> bool {
-        let (one, other) = (&*self.0, &*other.0);
+        let one = &*self.0;
+        let other = &*other.0;
         let group = |inner: &Inner| inner.runtime.as_ref().map(Arc::as_ptr);
         std::ptr::eq(one, other)
             || (one.ranks == other.ranks && one.shape == other.shape && group(one) == group(other))
@@ -106,7 +107,8 @@ impl Placement {
         if let Some(&rank) = self.ranks().iter().find(|&&rank| rank >= size) {
             return Err(Error::NoSuchRank { rank, size, placement: self.to_string() });
         }
-        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        let ranks = self.0.ranks.clone();
+        let shape = self.0.shape.clone();
         let runtime = Some(Runtime::of(group));
         Ok(Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime })))
     }
@@ -154,7 +156,8 @@ impl Placement {
         if names.len() != self.axes() || names.iter().enumerate().any(is_repeated) {
             return Err(Error::Names { names, placement: self.to_string() });
         }
-        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        let ranks = self.0.ranks.clone();
+        let shape = self.0.shape.clone();
         let runtime = self.0.runtime.clone();
         Ok(Self(Arc::new(Inner { ranks, shape, names, runtime })))
     }
@@ -205,7 +208,8 @@ impl Placement {
 
     /// The same ranks, for what a runtime keeps.
     pub(crate) fn without_group(&self) -> Self {
-        let (ranks, shape) = (self.0.ranks.clone(), self.0.shape.clone());
+        let ranks = self.0.ranks.clone();
+        let shape = self.0.shape.clone();
         Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime: None }))
     }
 

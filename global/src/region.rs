@@ -48,7 +48,8 @@ impl Region {
 /// Part `index` of `parts` of `total` elements: the first `total % parts` have one more, as
 /// OneFlow's BalancedSplitter and torch's `tensor_split` cut.
 pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
-    let (each, rest) = (total / parts, total % parts);
+    let each = total / parts;
+    let rest = total % parts;
     let start = index * each + index.min(rest);
     start..start + each + usize::from(index < rest)
 }

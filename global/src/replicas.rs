@@ -113,7 +113,8 @@ impl Replicas {
         gradient: &Tensor,
         exclusive: bool,
     ) -> std::result::Result<bool, BoxError> {
-        let (own, now) = (spec_of(leaf)?, spec_of(gradient)?);
+        let own = spec_of(leaf)?;
+        let now = spec_of(gradient)?;
         if own.placement() != now.placement() {
             return Ok(false);
         }
@@ -147,7 +148,8 @@ impl Replicas {
         flow_autograd::set_grad(&self.shadow(index), is_own.then_some(&term))?;
         let is_first = reducer.note_taken(member, leaf);
         if is_first {
-            let (replicas, own) = (Arc::clone(self), Arc::clone(&reducer));
+            let replicas = Arc::clone(self);
+            let own = Arc::clone(&reducer);
             flow_autograd::at_end_of_backward(move || replicas.add_missing(&own))?;
         }
         if let Err(error) = reducer.buckets.mark_ready(member, &term, is_own) {
@@ -205,7 +207,8 @@ impl Replicas {
             };
             let buckets = GradReducer::new(&group, members.iter().map(parameter).collect());
             let buckets = buckets.map_err(|error| {
-                let (of, group) = (digest_of(placement), Some((&group, &ranks[..])));
+                let of = digest_of(placement);
+                let group = Some((&group, &ranks[..]));
                 sequence::explained(error.into(), &runtime.groups, group, of)
             })?;
             let mut state = self.state();

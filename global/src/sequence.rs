@@ -38,7 +38,8 @@ impl Operation {
     /// tensor as it is, as autograd does with the gradient of a leaf where something else uses it,
     /// which may be so on some ranks only.
     pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
-        let (placement, digest) = (digest_of(placement), digest_of(what));
+        let placement = digest_of(placement);
+        let digest = digest_of(what);
         Arc::new(Self { placement, digest, text, is_copy })
     }
 
@@ -90,7 +91,8 @@ pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
                 if all.len() == MAX_PLACEMENTS {
                     all.remove(0);
                 }
-                let (groups, placement) = (groups.number(), operation.placement);
+                let groups = groups.number();
+                let placement = operation.placement;
                 let none = (0, operation.clone());
                 let mut new = Sequence { groups, placement, count: 0, digest: 0, last: vec![none] };
                 new.add(operation);

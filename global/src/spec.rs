@@ -30,7 +30,8 @@ impl Spec {
     /// The placement has no process group.
     pub fn of(placement: &Placement, sbp: &[Sbp]) -> Result<Arc<Self>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let (ranks, shape) = (placement.ranks().to_vec(), placement.shape().to_vec());
+        let ranks = placement.ranks().to_vec();
+        let shape = placement.shape().to_vec();
         let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
         let specs = &placement.runtime()?.part::<Specs>().0;
         let mut specs = specs.lock().unwrap_or_else(PoisonError::into_inner);

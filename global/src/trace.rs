@@ -234,7 +234,8 @@ impl Trace {
         (phase, node): (Phase, Option<u64>),
     ) -> usize {
         let tensor = self.values[inputs[0]].tensor.clone();
-        let (placement, role) = (placement.clone(), Role::Result);
+        let placement = placement.clone();
+        let role = Role::Result;
         let result =
             self.add(Value { tensor, placement, sbp: sbp.to_vec(), name: String::new(), role });
         self.calls.push(Call {

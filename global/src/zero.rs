@@ -175,7 +175,8 @@ impl ZeroRedundancyOptimizer {
         let is_trained = self.is_trained()?;
         tch::no_grad(|| {
             for ((parameter, shard), is_trained) in self.pairs.iter().zip(is_trained) {
-                let (gradient, reduced) = (parameter.grad(), shard.grad());
+                let gradient = parameter.grad();
+                let reduced = shard.grad();
                 if gradient.defined() {
                     let gradient = gradient.f_to_kind(shard.kind())?.to_sbp(shard.sbp()?)?;
                     flow_autograd::set_grad(parameter, None)?;

@@ -163,7 +163,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// libtorch's.
     pub fn set_ints(&mut self, argument: usize, values: &[i64]) -> Result<(), Error> {
         assert!(argument < self.view.argument_count, "the call has no argument {argument}");
-        let (values, count) = (values.as_ptr(), values.len());
+        let count = values.len();
+        let values = values.as_ptr();
         // SAFETY: the call and the list are alive.
         unsafe {
             check("a call", ffi::flow_call_set_integers(self.view.call, argument, values, count))
@@ -188,7 +189,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         assert!(tensors.len() == self.view.tensor_count, "the call has other tensors");
         let pointer = |tensor: &Option<Tensor>| tensor.as_ref().map_or(null(), Tensor::as_ptr);
         let tensors: Vec<_> = tensors.iter().map(pointer).collect();
-        let (tensors, count) = (tensors.as_ptr(), tensors.len());
+        let count = tensors.len();
+        let tensors = tensors.as_ptr();
         // SAFETY: the call and the tensors are alive.
         unsafe { check("a call", ffi::flow_call_run_with(self.view.call, tensors, count)) }
     }
@@ -295,7 +297,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// libtorch's.
     pub fn output_tensors(&mut self, tensors: &[Tensor]) -> Result<(), Error> {
         let tensors: Vec<_> = tensors.iter().map(|tensor| tensor.as_ptr()).collect();
-        let (tensors, count) = (tensors.as_ptr(), tensors.len());
+        let count = tensors.len();
+        let tensors = tensors.as_ptr();
         // SAFETY: the call and the tensors are alive.
         unsafe { check("a call", ffi::flow_call_output_tensors(self.view.call, tensors, count)) }
     }

@@ -45,7 +45,8 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     pub fn run(&mut self, ints: &[(usize, Vec<i64>)]) -> Result<(), Error> {
         let call = self.view.call;
         for (argument, values) in ints {
-            let (values, count) = (values.as_ptr(), values.len());
+            let count = values.len();
+            let values = values.as_ptr();
             // SAFETY: the call and the list are alive.
             unsafe {
                 let text = ffi::flow_fast_set_integers(call, *argument, values, count);

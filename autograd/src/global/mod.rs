@@ -155,7 +155,8 @@ impl<S: Send + Sync + 'static> Globals<S> {
         shares: bool,
     ) -> Result<Tensor, Error> {
         let local = local.map_or(null(), |local| local.as_ptr());
-        let (sizes, dims) = (sizes.as_ptr(), sizes.len());
+        let dims = sizes.len();
+        let sizes = sizes.as_ptr();
         let spec = Arc::into_raw(spec).cast();
         let mut result = null_mut();
         // SAFETY: the tensors and the sizes are alive; the spec is given away; the result is owned.
@@ -181,7 +182,8 @@ impl<S: Send + Sync + 'static> Globals<S> {
         let mut result = null_mut();
         // SAFETY: the tensor, the sizes and the output are alive; the result is owned.
         unsafe {
-            let (sizes, dims) = (sizes.as_ptr(), sizes.len());
+            let dims = sizes.len();
+            let sizes = sizes.as_ptr();
             let text =
                 ffi::flow_global_outside(like.as_ptr(), sizes, dims, output.view(), &mut result);
             check("Globals::outside", text)?;

@@ -15,7 +15,8 @@ pub struct Node {
 impl Node {
     /// On this thread. If `is_made`, and no backward runs, the last node that was made.
     pub fn now(is_made: bool) -> Self {
-        let (mut number, mut is_backward) = (0, false);
+        let mut number = 0;
+        let mut is_backward = false;
         // SAFETY: both are written before they are read.
         let is_there = unsafe { ffi::flow_autograd_node(is_made, &mut number, &mut is_backward) };
         Self { is_backward, number: is_there.then_some(number) }

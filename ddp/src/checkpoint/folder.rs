@@ -49,8 +49,12 @@ impl Folder {
     /// # Errors
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(path: &Path, group: &ProcessGroup, marks: &'static [&'static str]) -> Result<Self> {
-        let (path, group) = (path.to_owned(), group.clone());
-        let (lock, keep, read, damaged) = (None, 2, false, BTreeSet::new());
+        let path = path.to_owned();
+        let group = group.clone();
+        let lock = None;
+        let keep = 2;
+        let read = false;
+        let damaged = BTreeSet::new();
         let mut folder = Self { path, group, marks, lock, keep, read, damaged };
         let own = (folder.group.rank() == 0).then(|| folder.lock_and_tidy());
         from_rank_0(&folder.group, own)?;
@@ -75,7 +79,8 @@ impl Folder {
             let old = entry?;
             let name = old.file_name();
             if step_of(&name).is_some() && !self.is_checkpoint(&old.path())? {
-                let (path, lacks) = (old.path(), self.lacks());
+                let path = old.path();
+                let lacks = self.lacks();
                 log::warn!("{} has no {lacks}: it is no checkpoint, and stays", path.display());
             }
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(REPLACED)) else {
@@ -133,7 +138,8 @@ impl Folder {
         if self.lock.is_none() {
             return Ok(());
         }
-        let (path, partial) = (self.checkpoint(step), self.path.join(PARTIAL));
+        let path = self.checkpoint(step);
+        let partial = self.path.join(PARTIAL);
         let replaced = sync(&partial).and_then(|()| self.replace(&path, &partial));
         replaced.map_err(CheckpointError::write(path))?;
         self.read = true;
@@ -211,7 +217,8 @@ impl Folder {
         self.group.all_gather(&[own], &mut newest)?;
         let Some(rank) = newest.iter().position(|&step| step > newest[0]) else { return Ok(()) };
         let name = |step: i64| if step < 0 { "none".to_owned() } else { format!("step-{step}") };
-        let (seen, by_rank_0) = (name(newest[rank]), name(newest[0]));
+        let seen = name(newest[rank]);
+        let by_rank_0 = name(newest[0]);
         Err(CheckpointError::NotShared { path: self.path.clone(), rank, seen, by_rank_0 })
     }
 
@@ -295,7 +302,8 @@ impl Folder {
 
     /// Removes the checkpoint of `step`.
     fn remove(&self, step: usize) -> Result<()> {
-        let (path, removed) = (self.checkpoint(step), self.path.join(REMOVED));
+        let path = self.checkpoint(step);
+        let removed = self.path.join(REMOVED);
         // Under another name first: half a checkpoint is never seen.
         remove(&removed)
             .and_then(|()| fs::rename(&path, &removed))

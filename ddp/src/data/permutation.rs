@@ -194,7 +194,8 @@ mod tests {
     fn keyed_places_and_neighbours_are_uniform() {
         const N: usize = 100;
         for by_epoch in [false, true] {
-            let (mut places, mut steps) = (vec![0; N * N], vec![0; N]);
+            let mut places = vec![0; N * N];
+            let mut steps = vec![0; N];
             for round in 0..2000 {
                 let (seed, epoch) = if by_epoch { (0, round) } else { (round, 0) };
                 let permutation = KeyedPermutation::new(N, seed, epoch);

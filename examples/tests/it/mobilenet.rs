@@ -13,9 +13,12 @@ fn write_cifar10(folder: &Path, records: u8) {
     for (file, name) in (0..).zip(training.chain(["test_batch.bin".into()])) {
         let record = |index: u8| {
             let class = (index * 3 + file) % 10;
-            let pixel = |at: usize| match at % 32 / 3 == usize::from(class) {
-                true => 200 + index % 50,
-                false => (at % 97) as u8 + file,
+            let pixel = |at: usize| {
+                if at % 32 / 3 == usize::from(class) {
+                    200 + index % 50
+                } else {
+                    (at % 97) as u8 + file
+                }
             };
             [class].into_iter().chain((0..3072).map(pixel)).collect::<Vec<u8>>()
         };

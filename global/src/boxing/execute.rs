@@ -293,7 +293,8 @@ enum Reduced {
 impl Reduce {
     fn run(&self, groups: &Groups, terms: &Part, result: Option<&Part>) -> Result<Reduced> {
         let group = self.members.group(groups)?;
-        let (kind, device) = (terms.tensor.kind(), terms.tensor.device());
+        let kind = terms.tensor.kind();
+        let device = terms.tensor.device();
         let bytes = self.held.elements() * kind.elt_size_in_bytes();
         let is_small = self.is_all_reduce && bytes <= SMALL;
         let in_result = result.filter(|_| self.is_in_result || is_small);
@@ -305,7 +306,8 @@ impl Reduce {
         if groups.reads_peers && device == Device::Cpu {
             let read = |peers: &Peers| {
                 let (Some(part), Some(target)) = (part, &target) else { return };
-                let (mut memory, size) = (target.memory(), kind.elt_size_in_bytes());
+                let mut memory = target.memory();
+                let size = kind.elt_size_in_bytes();
                 let to = memory.bytes_mut();
                 runs(part, &self.held, &target.region, |from, at, length| {
                     peers.reduce(

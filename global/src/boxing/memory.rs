@@ -39,7 +39,8 @@ impl Part {
             to.view(region).copy_(&self.view(region));
             return;
         }
-        let (from, mut memory) = (self.memory(), to.memory());
+        let from = self.memory();
+        let mut memory = to.memory();
         copy(
             region,
             (from.bytes(), &self.region),

@@ -112,7 +112,8 @@ impl Shares<'_> {
     }
 
     fn members(&self, ranks: Vec<usize>) -> Members {
-        let (digest, placement) = (self.digest, self.placement);
+        let digest = self.digest;
+        let placement = self.placement;
         Members { ranks, group: OnceLock::new(), digest, placement }
     }
 

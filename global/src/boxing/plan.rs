@@ -68,7 +68,8 @@ impl Plan {
     /// partial values are reduced have one reduction, and so have those that get new ones.
     pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
         let (old, new) = plain(from, to);
-        let (from, to) = (Layout { sbp: &old, ..from }, Layout { sbp: &new, ..to });
+        let from = Layout { sbp: &old, ..from };
+        let to = Layout { sbp: &new, ..to };
         let held = regions(from.placement, from.sbp, shape);
         let results = regions(to.placement, to.sbp, shape);
         let axes = Axes::new(from, to);
@@ -98,7 +99,8 @@ impl Plan {
     /// The result of a rank that had all of it before: nobody communicates with it.
     pub fn slice(&self, rank: usize) -> Option<&Region> {
         let mut own = self.copies.iter().filter(|copy| copy.from == rank || copy.to == rank);
-        let (first, others) = (own.next()?, own.next());
+        let first = own.next()?;
+        let others = own.next();
         let is_slice = self.reduction.is_none() && others.is_none() && first.from == first.to;
         let is_all = || self.results.contains(&first.region);
         (is_slice && is_all()).then_some(&first.region)
@@ -125,7 +127,8 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
         let axes = layout.sbp.iter().zip(layout.placement.shape());
         axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
     };
-    let (old, mut new) = (plain(from), plain(to));
+    let old = plain(from);
+    let mut new = plain(to);
     let is_same = from.placement == to.placement;
     for (axis, sbp) in new.iter_mut().enumerate() {
         let is_new = !is_same || old[axis] != *sbp;

@@ -35,7 +35,8 @@ pub fn entries(tensors: &[(String, Tensor)], group: &ProcessGroup) -> Result<Vec
 }
 
 fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
-    let (kind, shape) = (tensor.kind(), shape(tensor));
+    let kind = tensor.kind();
+    let shape = shape(tensor);
     let (placement, sbp, local) = match find_spec(tensor) {
         Some(spec) => (spec.placement().clone(), spec.sbp().to_vec(), local_of(tensor)),
         None => (Placement::all(group)?, vec![B], Some(tensor.shallow_clone())),

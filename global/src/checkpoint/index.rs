@@ -47,7 +47,8 @@ impl Index {
     pub fn check(&self) -> std::result::Result<(), String> {
         for (name, saved) in &self.tensors {
             if safetensors::size(&saved.dtype, &saved.shape).is_none() {
-                let (dtype, shape) = (&saved.dtype, &saved.shape);
+                let dtype = &saved.dtype;
+                let shape = &saved.shape;
                 return Err(format!("{name} cannot be of type {dtype} and shape {shape:?}"));
             }
             let is_inside = |shard: &Shard| {

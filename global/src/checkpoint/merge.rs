@@ -21,7 +21,8 @@ const BLOCK: usize = 16 << 20;
 /// # Errors
 /// A file of the checkpoint is missing or damaged; `out` cannot be written.
 pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> {
-    let (checkpoint, out) = (checkpoint.as_ref(), out.as_ref());
+    let checkpoint = checkpoint.as_ref();
+    let out = out.as_ref();
     let contents = Contents::read(checkpoint)?;
     contents.check_files(checkpoint)?;
     files::write_whole(out, |partial| write(&contents, checkpoint, partial, out))

@@ -196,7 +196,8 @@ impl ShardedCheckpoints {
             Ok(contents)
         })?;
         let Some((step, contents)) = found else { return Ok(None) };
-        let (path, group) = (self.folder.checkpoint(step), self.group.clone());
+        let path = self.folder.checkpoint(step);
+        let group = self.group.clone();
         match serde_json::from_value(contents.state.clone()) {
             Ok(state) => Ok(Some(ShardedCheckpoint { state, path, group, contents })),
             Err(error) => {
@@ -236,7 +237,8 @@ fn check_shared(folder: &Path, files: &[u64]) -> Result<()> {
         let path = folder.join(file_name(rank));
         let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
         if length != bytes {
-            let (seen, by_rank_0) = (format!("{bytes} bytes"), format!("{length} bytes"));
+            let seen = format!("{bytes} bytes");
+            let by_rank_0 = format!("{length} bytes");
             return Err(CheckpointError::NotShared { path, rank, seen, by_rank_0 });
         }
     }

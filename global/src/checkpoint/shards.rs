@@ -191,7 +191,9 @@ struct Pieces {
 
 impl Pieces {
     fn new(part: &Region, from: &Region, to: &Region, element: usize) -> Self {
-        let (mut steps, mut length, mut start) = ((element, element), element, (0, 0));
+        let mut steps = (element, element);
+        let mut length = element;
+        let mut start = (0, 0);
         let mut dims = Vec::new();
         let mut is_contiguous = true;
         for (part, (from, to)) in part.0.iter().zip(from.0.iter().zip(&to.0)).rev() {
@@ -231,7 +233,8 @@ impl Iterator for Pieces {
 fn read_pieces(file: &File, base: u64, pieces: Pieces, bytes: &mut [u8]) -> io::Result<()> {
     let length = pieces.length;
     let mut pieces = pieces.peekable();
-    let (mut near, mut span) = (Vec::new(), Vec::new());
+    let mut near = Vec::new();
+    let mut span = Vec::new();
     while let Some((start, to)) = pieces.next() {
         let mut end = start + length;
         near.clear();

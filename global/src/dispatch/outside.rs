@@ -180,7 +180,8 @@ pub fn send(
 ) -> Result<()> {
     let known = has_run.then(|| results(call, plan)).transpose()?;
     let words = known.as_ref().map(|known| known.iter().flat_map(words_of).collect::<Vec<_>>());
-    let (world, root) = (runtime.world(), placement.ranks()[0]);
+    let world = runtime.world();
+    let root = placement.ranks()[0];
     let count = words.as_ref().map_or(FAILED, |words| words.len() as i64);
     world.broadcast_tensor(&mut Tensor::from(count), root)?;
     if let Some(words) = words {
@@ -191,7 +192,8 @@ pub fn send(
 
 /// On ranks outside the placement.
 fn receive(plan: &ExecutionPlan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
-    let (world, root) = (runtime.world(), placement.ranks()[0]);
+    let world = runtime.world();
+    let root = placement.ranks()[0];
     let mut count = Tensor::from(0i64);
     world.broadcast_tensor(&mut count, root)?;
     let count = count.int64_value(&[]);

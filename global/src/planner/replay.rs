@@ -72,7 +72,9 @@ impl<'a> Replay<'a> {
         kept.retain(|&id| trace.values[id].role != Role::Result);
         kept.sort_unstable();
         kept.dedup();
-        let (sbps, codes, boxings) = (Vec::new(), HashMap::new(), HashMap::new());
+        let sbps = Vec::new();
+        let codes = HashMap::new();
+        let boxings = HashMap::new();
         Self { trace, costs, sbps, codes, classes, outcomes, shapes, boxings, kept }
     }
 

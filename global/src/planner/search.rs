@@ -248,7 +248,8 @@ fn owners(replay: &Replay) -> BTreeMap<usize, usize> {
         let Some(&first) = values.first() else { continue };
         for &other in &values[1..] {
             if trace.values[first].tensor.shape == trace.values[other].tensor.shape {
-                let (one, other) = (find(&root, first), find(&root, other));
+                let one = find(&root, first);
+                let other = find(&root, other);
                 root[one.max(other)] = one.min(other);
             }
         }

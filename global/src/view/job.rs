@@ -89,7 +89,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         model: M,
     ) -> Result<Self> {
         let runtime = placement.runtime()?;
-        let (ranks, world) = (placement.ranks(), runtime.world());
+        let ranks = placement.ranks();
+        let world = runtime.world();
         if view == View::Mirrored && ranks.len() != world.world_size() {
             return Err(Error::Unsupported {
                 operation: "a mirrored job".to_owned(),

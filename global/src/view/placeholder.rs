@@ -41,7 +41,8 @@ impl Placeholder {
     }
 
     fn check_tensor(&self, tensor: &Tensor, which: &str, is_exact: bool) -> Result<()> {
-        let (shape, kind) = (tensor.size(), tensor.kind());
+        let shape = tensor.size();
+        let kind = tensor.kind();
         let is_shorter = || match (shape.split_first(), self.shape.split_first()) {
             (Some((rows, row)), Some((most, declared))) => rows <= most && row == declared,
             _ => false,

@@ -89,7 +89,8 @@ pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
     for (name, variable) in sorted(vs) {
         let value = saved.remove(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
         if value.size() != variable.size() {
-            let (found, needed) = (value.size(), variable.size());
+            let found = value.size();
+            let needed = variable.size();
             return Err(fail(format!("its {name} has the shape {found:?}, not {needed:?}")));
         }
         pairs.push((variable, value));

@@ -87,12 +87,11 @@ fn locals_whose_sizes_are_known() {
         assert_eq!((full.double_value(&[2, 0]), full.double_value(&[3, 0])), (0.0, 2.0));
         // As large as the logical tensor; so not this rank's part, except on the rank outside.
         let error = global::from_local(&full, [5, 2], &placement, [S(0)]);
-        match is_inside {
-            true => {
-                let error = error.unwrap_err().to_string();
-                assert!(error.contains("has a tensor of shape [5, 2]"), "{error}");
-            }
-            false => assert_eq!(error.unwrap().size(), [5, 2]),
+        if is_inside {
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("has a tensor of shape [5, 2]"), "{error}");
+        } else {
+            assert_eq!(error.unwrap().size(), [5, 2])
         }
     });
 }

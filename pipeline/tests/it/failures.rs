@@ -150,11 +150,10 @@ fn a_loss_that_fails_and_one_who_waits_for_a_tied_gradient() {
             });
             step.unwrap_err().to_string()
         });
-        let error = match fails_in_loss {
-            true => "rank 1: forward of stage 1, micro-batch 2 failed: panic: no loss today",
-            false => {
-                "rank 0: backward of stage 0, micro-batch 3 failed: backward: no backward today"
-            }
+        let error = if fails_in_loss {
+            "rank 1: forward of stage 1, micro-batch 2 failed: panic: no loss today"
+        } else {
+            "rank 0: backward of stage 0, micro-batch 3 failed: backward: no backward today"
         };
         assert!(errors.iter().all(|other| other.contains(error)), "{errors:#?}");
     }
@@ -170,9 +169,10 @@ fn a_batch_that_is_too_small_is_an_error_of_all_ranks() {
                 .build(|_| Ok(stage_fn(|x| twice(&x[0]))))
                 .unwrap();
             let batch = [numbers(&[3, 2], 0.7).set_requires_grad(true)];
-            let error = match trains {
-                true => pipeline.step(&batch, |outputs, _| mean(outputs)).unwrap_err(),
-                false => pipeline.forward(&batch).unwrap_err(),
+            let error = if trains {
+                pipeline.step(&batch, |outputs, _| mean(outputs)).unwrap_err()
+            } else {
+                pipeline.forward(&batch).unwrap_err()
             };
             error.to_string()
         });

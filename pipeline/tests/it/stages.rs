@@ -27,10 +27,11 @@ fn tied_weights_get_the_sum_of_their_gradients() {
         let last = schedule.stages() - 1;
         let gradients = ranks(3, |group| {
             let (x, y) = batch();
-            let own = match schedule.rank_of(last) == group.rank() && last == 2 {
+            let own = if schedule.rank_of(last) == group.rank() && last == 2 {
                 // Another value, which tie() replaces.
-                true => numbers(&[4, 4], 0.7).set_requires_grad(true),
-                false => weight(),
+                numbers(&[4, 4], 0.7).set_requires_grad(true)
+            } else {
+                weight()
             };
             let shared = own.shallow_clone();
             let mut pipeline = Pipeline::builder(&mesh(&group), "pp")
@@ -378,9 +379,10 @@ fn a_split_model_trains_as_one_process() {
             let vs = store();
             let layers = layers(&vs);
             let (x, target) = batch();
-            let ranges = match is_by_time {
-                true => split_by_time(&layers, &vs, &x, 2, &group).unwrap(),
-                false => split_by_parameters(&layers, 2),
+            let ranges = if is_by_time {
+                split_by_time(&layers, &vs, &x, 2, &group).unwrap()
+            } else {
+                split_by_parameters(&layers, 2)
             };
             let stages = layers.into_stages(&ranges).unwrap();
             let mut pipeline = Pipeline::new(stages, &mesh(&group)).unwrap();

@@ -241,9 +241,10 @@ impl Machine {
     /// Runs a script that changes the machine's network.
     fn configure(&self, script: &str) -> Result<(), String> {
         let output = self.enter(&["--net"]).args(["sh", "-c", script]).output().unwrap();
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")),
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; "))
         }
     }
 

@@ -11,10 +11,7 @@ fn files(folder: &Path, ends: &[&str]) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let paths = entries.map(|entry| entry.unwrap().path());
     paths
-        .flat_map(|path| match path.is_dir() {
-            true => files(&path, ends),
-            false => vec![path],
-        })
+        .flat_map(|path| if path.is_dir() { files(&path, ends) } else { vec![path] })
         .filter(|path| ends.iter().any(|end| path.to_string_lossy().ends_with(end)))
         .collect()
 }

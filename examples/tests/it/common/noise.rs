@@ -10,9 +10,12 @@ pub fn write_noise(folder: &Path, train: u32, test: u32) {
 
 /// The same with dark images that have a bright stripe of two columns, whose place is the label.
 pub fn write_stripes(folder: &Path, train: u32, test: u32) {
-    write(folder, train, test, |noise, column, label| match column / 2 == usize::from(label) {
-        true => 255 - noise / 4,
-        false => noise / 4,
+    write(folder, train, test, |noise, column, label| {
+        if column / 2 == usize::from(label) {
+            255 - noise / 4
+        } else {
+            noise / 4
+        }
     });
 }
 

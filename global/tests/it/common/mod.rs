@@ -39,9 +39,10 @@ pub fn scatter(shape: &[usize], layout: Layout) -> Vec<Local> {
     let value = |index: usize, term: usize| {
         let noise = |term: usize| ((index * 7 + term * 13) % 101) as i64;
         // All terms add up to index + 1.
-        match term + 1 == count {
-            true => index as i64 + 1 - (0..term).map(noise).sum::<i64>(),
-            false => noise(term),
+        if term + 1 == count {
+            index as i64 + 1 - (0..term).map(noise).sum::<i64>()
+        } else {
+            noise(term)
         }
     };
     parts

@@ -66,9 +66,12 @@ impl Gpt {
         let whole = [samples, length, width];
         let mut x = tape.input("x", &whole, data);
         let before = vec![B; placement.axes()];
-        let pins = |tape: &mut Tape, x, is_before: bool| match self.is_pinned {
-            true => tape.pin(x, &before, is_before.then_some(&before)),
-            false => x,
+        let pins = |tape: &mut Tape, x, is_before: bool| {
+            if self.is_pinned {
+                tape.pin(x, &before, is_before.then_some(&before))
+            } else {
+                x
+            }
         };
         for block in 0..self.blocks {
             let weight = |tape: &mut Tape, name: &str, shape: &[usize]| {

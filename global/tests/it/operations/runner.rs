@@ -108,13 +108,14 @@ fn run_rank(cases: &[&Case], rank: usize, ranks: Ranks, shared: &Shared, records
         for (index, sbps) in check.combinations(&mesh, ranks.tried).into_iter().enumerate() {
             report.count += 1;
             let run = || check.run(Own { rank, placement: &placement }, &sbps, index);
-            let mut first = || match records {
-                true => {
+            let mut first = || {
+                if records {
                     let (result, trace) = flow_global::record(run);
                     note(&trace, report.used.entry(case.name.clone()).or_default());
                     result
+                } else {
+                    run()
                 }
-                false => run(),
             };
             // The second time, operations are known and may go a shorter way.
             let error = first().and_then(|_| run()).err();

@@ -110,9 +110,10 @@ impl Replica {
                 flow_global::distribute(&vs, placement, |_, _| [Sbp::Broadcast])?;
             }
             weights.insert(stage, half.0.shallow_clone());
-            Ok(match is_plain {
-                true => Box::new(half),
-                false => Box::new(DdpStage(Ddp::new(half, &vs, replicas)?)),
+            Ok(if is_plain {
+                Box::new(half)
+            } else {
+                Box::new(DdpStage(Ddp::new(half, &vs, replicas)?))
             })
         })?;
         pipeline.tie(&[0, last], weights.get(&0).or(weights.get(&last)))?;

@@ -118,9 +118,12 @@ impl<B: Backend, T: Number> Case<'_, B, T> {
         for op in self.reductions() {
             let mut data = self.own(self.count)?;
             self.backend.reduce(&mut data, op, self.root)?;
-            self.expect(&data, |index| match rank == self.root {
-                true => B::VALUES.reduced(op, self.size(), index),
-                false => self.value(rank, index),
+            self.expect(&data, |index| {
+                if rank == self.root {
+                    B::VALUES.reduced(op, self.size(), index)
+                } else {
+                    self.value(rank, index)
+                }
             })?;
         }
         Ok(())

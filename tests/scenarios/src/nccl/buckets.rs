@@ -42,9 +42,10 @@ pub fn run(group: &ProcessGroup) -> Result<()> {
             nccl.join(&gpu.stream)?;
             for (number, (bucket, arrays)) in buckets.iter().zip(&kept).enumerate() {
                 for (slot, array) in arrays.iter().enumerate() {
-                    let result = match gradients == communication {
-                        true => gpu.snapshot(&bucket.view(slot).context("a slot")?)?,
-                        false => gpu.snapshot(array)?,
+                    let result = if gradients == communication {
+                        gpu.snapshot(&bucket.view(slot).context("a slot")?)?
+                    } else {
+                        gpu.snapshot(array)?
                     };
                     let length = result.numbers(&gpu)?.len();
                     check(group, step, slot, &result.numbers(&gpu)?, length).map_err(|e| {

@@ -78,9 +78,10 @@ fn trained(group: &ProcessGroup) -> Result<()> {
     let is_mesh = placement.axes() == 2;
     for training in [Training::mlp(Optimizer::Adam), Training::cnn(), Training::gpt()] {
         let reference = training.reference();
-        let layouts = match is_mesh {
-            true => layouts::hybrid(),
-            false => layouts::of_data().into_iter().chain(layouts::of_tensors()).collect(),
+        let layouts = if is_mesh {
+            layouts::hybrid()
+        } else {
+            layouts::of_data().into_iter().chain(layouts::of_tensors()).collect()
         };
         for layout in &layouts {
             training.check(&placement, layout, &reference);

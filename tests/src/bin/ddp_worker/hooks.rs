@@ -212,10 +212,7 @@ pub fn panicking(group: &ProcessGroup) -> Result<()> {
     let panics = group.rank() == last;
     let hook = Hook(move |bucket: &mut GradBucket<'_>| {
         let flat = sum(bucket)?;
-        Ok(Pending::new(move || match panics {
-            true => panic!("the hook cannot go on"),
-            false => Ok(flat),
-        }))
+        Ok(Pending::new(move || if panics { panic!("the hook cannot go on") } else { Ok(flat) }))
     });
     let model = Ddp::builder(group).comm_hook(hook).wrap(Vectors::new(&store, &[10]), &store)?;
     let backward = || model.weighted_sum(&[(0, 1.0)]).f_backward().map_err(Error::from_backward);

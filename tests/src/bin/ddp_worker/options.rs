@@ -291,9 +291,10 @@ fn in_place_by_memory(group: &ProcessGroup) -> Result<()> {
     let model =
         Ddp::from_tensors((), vec![("w".to_string(), weight.shallow_clone())], vec![], group)?;
     for contiguous in [false, true] {
-        let zeros = match contiguous {
-            false => weight.detach().zeros_like(),
-            true => Tensor::zeros(weight.size(), float),
+        let zeros = if contiguous {
+            Tensor::zeros(weight.size(), float)
+        } else {
+            weight.detach().zeros_like()
         };
         flow_autograd::set_grad(&weight, Some(&zeros))?;
         drop(zeros);

@@ -239,9 +239,10 @@ fn killed_in_a_grid(is_global: bool) -> Result<()> {
             }
             Ok(vec![layer.forward(&inputs[0])])
         });
-        match is_global {
-            true => Ok(stage),
-            false => Ok(Box::new(DdpStage(Ddp::new(stage, &vs, mesh.group("dp")?)?))),
+        if is_global {
+            Ok(stage)
+        } else {
+            Ok(Box::new(DdpStage(Ddp::new(stage, &vs, mesh.group("dp")?)?)))
         }
     })?;
     let local = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));

@@ -62,9 +62,10 @@ pub fn cases() -> Vec<Case> {
         ),
     ];
     // libtorch's fast kernels on GPUs know these kinds only; on CPUs bf16 may want AMX.
-    let kinds: &[Kind] = match options().1.is_cuda() {
-        true => &[Kind::Float, Kind::Half, Kind::BFloat16],
-        false => &[Kind::Float],
+    let kinds: &[Kind] = if options().1.is_cuda() {
+        &[Kind::Float, Kind::Half, Kind::BFloat16]
+    } else {
+        &[Kind::Float]
     };
     for &kind in kinds {
         let heads = || normal([2, 4, 16, 16]).kind(kind);

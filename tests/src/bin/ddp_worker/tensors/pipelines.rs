@@ -58,9 +58,10 @@ impl Stage<'_> {
 
     /// Sends `output` to the next stage, if there is one, and receives its gradient with it.
     fn with_next(&self, output: Option<&Tensor>, receive: bool) -> Result<Option<Tensor>> {
-        match self.is_last() {
-            true => Ok(None),
-            false => self.with(self.rank() + 1, output, receive),
+        if self.is_last() {
+            Ok(None)
+        } else {
+            self.with(self.rank() + 1, output, receive)
         }
     }
 
