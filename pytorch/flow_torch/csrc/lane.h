@@ -125,12 +125,18 @@ public:
             operation->run(group_);
             operation->announce();
         }
-        if (!helper_.joinable()) return;
+        // A callback may close the lane as well, at the end of the program say: one of them joins the helper.
+        std::thread helper;
+        {
+            std::lock_guard<std::mutex> lock(queue_mutex_);
+            helper.swap(helper_);
+        }
+        if (!helper.joinable()) return;
         // The helper may be what drops the group, or sleep for ever.
-        if (is_waiting || PythonStay::is_over() || helper_.get_id() == std::this_thread::get_id()) {
-            helper_.detach();
+        if (is_waiting || PythonStay::is_over() || helper.get_id() == std::this_thread::get_id()) {
+            helper.detach();
         } else {
-            helper_.join();
+            helper.join();
         }
     }
 
