@@ -35,8 +35,8 @@ fn two_ranks_learn_as_one() {
         assert!((one - two).abs() < 1e-10, "step {step}: {one} by one rank, {two} by two");
     }
     assert_eq!(of_one, of_two);
-    // All bytes are as likely as others at first: ln 256 = 5.545.
-    assert!((one[0] - 5.545).abs() < 0.2 && one[39] < 2.5, "it does not learn: {one:?}");
+    // All bytes are as likely as others at first: ln 256 = 5.545. The text has 16 of them: ln 16 = 2.77.
+    assert!((one[0] - 5.545).abs() < 0.2 && one[39] < 2.77, "it does not learn: {one:?}");
 }
 
 #[test]
