@@ -57,8 +57,9 @@ def callback_that_asks_others(rank):
         work.wait()
         reply.wait()
 
-    received.get_future().then(ask)
+    # First, as the callback runs at once where the message is there already, and waits for the other rank's.
     dist.send(torch.ones(1), 1 - rank, tag=4)
+    received.get_future().then(ask)
     begun.wait()
 
 
