@@ -161,14 +161,19 @@ fn model(group: &ProcessGroup, first: i64) -> Result<VarStore> {
     Ok(vs)
 }
 
+/// How long rank 1's file was when it was killed.
+const KILLED_AT: &str = "killed-at";
+
 /// Rank 1 is killed when the first bytes of its second file are there.
 fn killed(group: &ProcessGroup) -> Result<()> {
     let mut checkpoints = ShardedCheckpoints::open(folder()?, group)?;
     checkpoints.save(1, &model(group, 1)?, None, &())?;
     if group.rank() == 1 {
         let file = folder()?.join(".checkpoint.partial/rank-00001.safetensors");
+        let killed_at = folder()?.join(KILLED_AT);
         std::thread::spawn(move || loop {
-            if std::fs::metadata(&file).is_ok_and(|file| file.len() > 0) {
+            let bytes = std::fs::metadata(&file).map_or(0, |file| file.len());
+            if bytes > 0 && std::fs::write(&killed_at, bytes.to_string()).is_ok() {
                 let _ = raise(Signal::SIGKILL);
             }
             std::thread::sleep(Duration::from_micros(100));
@@ -184,9 +189,9 @@ fn older_is_whole(test: &Test) {
     for rank in [&ranks[0], &ranks[2]] {
         assert_contains(&rank.stderr, &["rank 1 (pid ", "died"]);
     }
-    let half = test.folder.path().join(".checkpoint.partial/rank-00001.safetensors");
-    let bytes = std::fs::metadata(half).expect("it was being written").len();
-    assert!(bytes < 32 << 20, "it was whole");
+    // The others remove what was written.
+    let bytes = std::fs::read_to_string(test.folder.path().join(KILLED_AT)).unwrap();
+    assert!(bytes.parse::<u64>().unwrap() < 32 << 20, "it was whole");
     // Another job goes on.
     let group = ProcessGroup::in_process(1).unwrap().remove(0);
     let vs = model(&group, 3).unwrap();
