@@ -16,12 +16,23 @@
 //! | `signal.rs` | signals by name; signals that are blocked and read |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
 //!
-//! The way from `argv` to the exit code: [`main`] -> `cli/mod.rs` (`Job::parse`) ->
-//! `agent/start.rs` (`Agent::start`) -> `agent/mod.rs` (`Agent::run`) -> `control/mod.rs` and
-//! `control/coordinator.rs` (start of a round) -> `plan/mod.rs` (`workers`) ->
-//! `agent/worker_group.rs` (start, output, ends) -> `agent/stop_policy.rs` (when to stop) ->
-//! `control/coordinator.rs` (result) -> `agent/final_report.rs` and `Agent::finish`.
-//! docs/architecture.md has the same order with all files.
+//! The way from `argv` to the exit code:
+//!
+//! 1. [`main`] chooses a role, and [`run`] prepares an agent's.
+//! 2. `cli/mod.rs`, `Job::parse`: the command line becomes a [`job::Job`].
+//! 3. `plan/host.rs`, `plan/numa.rs`, `plan/program.rs`: this host, its CPUs, the command.
+//! 4. `agent/start.rs`, `Agent::start`: opens what an agent needs.
+//! 5. `agent/mod.rs`, `Agent::run`: the event loop.
+//! 6. `control/mod.rs`, `ControlPlane`: events to the coordinator, commands back.
+//! 7. `control/coordinator.rs`, `Coordinator`: decides that a round starts.
+//! 8. `plan/mod.rs`, `workers`: the workers of this node.
+//! 9. `agent/worker_group.rs`, `WorkerGroup::start`: starts them and notes their ends.
+//! 10. `output/tee.rs`: their output, to the console and to files.
+//! 11. `agent/stop_policy.rs`, `StopPolicy`: when to stop them, and the root cause.
+//! 12. `control/coordinator.rs`: the result of the job, or another round.
+//! 13. `agent/final_report.rs` and `Agent::finish`: the report and the exit code.
+//!
+//! docs/architecture.md has the same steps with all files.
 
 mod agent;
 mod cli;
