@@ -6,10 +6,10 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::memory::BufferView;
 
-/// Who calls: a rank of a group.
+/// The rank of a group that calls.
 #[derive(Clone, Copy)]
 pub struct Caller {
-    /// In the job, for messages.
+    /// The rank in the job, for messages.
     pub job_rank: usize,
     pub rank: usize,
     pub size: usize,

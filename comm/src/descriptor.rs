@@ -1,4 +1,4 @@
-//! What a rank is doing: published beside the data in every round, and compared by every rank.
+//! The operation of a rank: published beside the data in every round, and compared by every rank.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -33,12 +33,12 @@ pub struct OpDescriptor {
     pub label: Option<Label>,
 }
 
-/// Where a rank's data of a round lies.
+/// The place of a rank's data of a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Location {
     /// At this offset of the arena.
     Shared(usize),
-    /// In the rank's payload or staging buffer.
+    /// The rank's payload or staging buffer.
     Staged,
 }
 
@@ -80,13 +80,13 @@ impl OpDescriptor {
         }
     }
 
-    /// With this reduction.
+    /// Sets the reduction.
     #[inline]
     pub fn reduce(self, reduce: ReduceOp) -> Self {
         Self { reduce, ..self }
     }
 
-    /// With this root.
+    /// Sets the root.
     #[inline]
     pub fn root(self, root: usize) -> Self {
         Self { root: root as u32, ..self }
@@ -118,7 +118,7 @@ impl OpDescriptor {
         }
     }
 
-    /// How many bytes a rank contributes.
+    /// Returns how many bytes a rank contributes.
     #[inline]
     pub fn bytes(&self) -> u64 {
         self.count * self.dtype.size() as u64
@@ -240,7 +240,7 @@ impl fmt::Display for Elements {
     }
 }
 
-/// One side of a message: for errors.
+/// One side of a message, for errors.
 pub struct MessageDescriptor {
     /// A send or a receive.
     pub kind: Kind,

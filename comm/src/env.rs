@@ -1,5 +1,4 @@
-//! Which rank this process is and how it finds the others, from the environment that its launcher
-//! made.
+//! The environment that a launcher made: which rank this process is and how it finds the others.
 
 use std::fmt;
 
@@ -22,29 +21,30 @@ pub struct Membership {
     /// The number of its node, where the launcher sets it. Else nodes are identified by the names
     /// of their hosts.
     pub node: Option<usize>,
-    /// How the processes find each other.
+    /// The way in which the processes find each other.
     pub rendezvous: Rendezvous,
 }
 
-/// How the processes of a job find each other.
+/// The way in which the processes of a job find each other.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Rendezvous {
     /// The process is alone.
     None,
     /// Through a store that the launcher serves.
     Server {
-        /// Where it is.
+        /// The store's address.
         address: Address,
-        /// What admits to it.
+        /// The secret that admits to the store.
         token: String,
     },
     /// Through a store that rank 0 is to serve.
     RankZero {
-        /// Where to serve it: on one node a name that the job's ranks, and no other job's, derive
-        /// alike, to which each join adds its own; on several MASTER_ADDR and MASTER_PORT.
+        /// The address at which to serve the store. On one node it is a name that the job's ranks,
+        /// and no other job's, derive alike; each join adds its own. On several nodes it is
+        /// MASTER_ADDR and MASTER_PORT.
         address: Address,
-        /// What admits to it. FLOW_TOKEN, or else derived like the address, and no secret: on one
-        /// node it is the socket that admits one user only.
+        /// The secret that admits to the store. FLOW_TOKEN, or else derived like the address, and
+        /// no secret: on one node it is the socket that admits one user only.
         token: String,
     },
     /// Through a store that rank 0 serves, whose address it sends by MPI. Nodes are connected by
@@ -89,8 +89,8 @@ enum LocalWorldSize {
     OfNode { counts: &'static str, node: &'static str },
 }
 
-/// In the order in which they are looked for: the innermost launcher first, as `torchrun` may run
-/// under `srun`.
+/// The families in the order in which they are looked for: the innermost launcher first, as
+/// `torchrun` may run under `srun`.
 const FAMILIES: [Family; 3] = [
     // flow-launch, torchrun, or by hand.
     Family {
@@ -140,8 +140,8 @@ const JOB_NAMES: [&str; 7] = [
 ];
 
 impl Membership {
-    /// From this process's environment, as flow-launch, torchrun, OpenMPI or Slurm make it. Without
-    /// any: world size 1.
+    /// Reads this process's environment, as flow-launch, torchrun, OpenMPI or Slurm make it.
+    /// Without any: world size 1.
     ///
     /// # Errors
     /// Variables that contradict each other, or are no numbers.
@@ -151,7 +151,7 @@ impl Membership {
         })
     }
 
-    /// From the variables that `get` returns, as [`Membership::from_env`] does.
+    /// Reads the variables that `get` returns, as [`Membership::from_env`] reads the environment.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Membership, Error> {
         let mut membership = Membership {
             rank: 0,
@@ -349,7 +349,7 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
     }
 }
 
-/// Where rank 0 can serve a job of several nodes.
+/// Returns the address at which rank 0 can serve a job of several nodes.
 fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Error> {
     let (host, port) = match (get("MASTER_ADDR"), get("MASTER_PORT")) {
         (Some(host), Some(port)) => {

@@ -1,4 +1,4 @@
-//! What can go wrong in a process group.
+//! Errors of process groups.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ pub enum Error {
     Join {
         /// This rank.
         rank: usize,
-        /// What happened and what to do.
+        /// The cause, and what to do.
         reason: String,
     },
     /// An argument that cannot work on any rank, found before anything was sent.
@@ -24,7 +24,7 @@ pub enum Error {
         rank: usize,
         /// The call.
         operation: String,
-        /// What was wrong and what would be right.
+        /// The mistake, and what would be right.
         reason: String,
     },
     /// Ranks called different operations, or the same one with different sizes or types.
@@ -35,7 +35,7 @@ pub enum Error {
     Mismatch {
         /// This rank.
         rank: usize,
-        /// What each side was doing.
+        /// The operation of each side.
         detail: String,
     },
     /// Some ranks did not arrive in time.
@@ -45,7 +45,7 @@ pub enum Error {
         rank: usize,
         /// Name and sequence number of the operation.
         operation: String,
-        /// How long this rank was to wait.
+        /// The time that this rank was to wait.
         timeout: Duration,
         /// The ranks that had not arrived, and how far they were.
         missing: String,
@@ -57,7 +57,7 @@ pub enum Error {
         rank: usize,
         /// Name and sequence number of the operation.
         operation: String,
-        /// Which rank, its process and how it ended.
+        /// The rank that is lost, its process and how it ended.
         peer: String,
     },
     /// The group failed before; it cannot be used any more.
@@ -72,7 +72,7 @@ pub enum Error {
         operation: String,
         /// The first failure, as the rank that saw it described it.
         cause: String,
-        /// That failure was a [`Error::Mismatch`].
+        /// Whether that failure was a [`Error::Mismatch`].
         is_mismatch: bool,
     },
     /// The program wanted to stop waiting: see [`set_interrupt_check`](crate::set_interrupt_check).
@@ -92,11 +92,11 @@ pub enum Error {
     Forked {
         /// The rank that this process was forked from.
         rank: usize,
-        /// What was attempted.
+        /// The operation that was attempted.
         operation: String,
         /// This process.
         pid: u32,
-        /// That rank's process.
+        /// The process of that rank.
         parent: String,
     },
     /// The system refused something.
@@ -104,7 +104,7 @@ pub enum Error {
     System {
         /// This rank.
         rank: usize,
-        /// What was attempted.
+        /// The operation that was attempted.
         operation: String,
         /// The system's answer and what to do.
         reason: String,

@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{pidfd_open, Pid, PidfdFlags};
 
-/// Which of `pidfds` belong to processes that have ended, or end within `time`, by index.
+/// Returns which of `pidfds` belong to processes that have ended, or end within `time`, by index.
 pub fn ended(pidfds: &[&OwnedFd], time: Duration) -> Vec<usize> {
     let mut fds: Vec<PollFd<'_>> = pidfds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
     // A time that the kernel cannot count is for ever.

@@ -17,7 +17,7 @@ impl BufferView {
 pub struct Buffers<'a> {
     /// The data that the rank contributes.
     pub input: BufferView,
-    /// Where the result goes; in all_reduce, reduce and broadcast it is the input as well.
+    /// The memory of the result; in all_reduce, reduce and broadcast it is the input as well.
     pub output: BufferView,
     /// Elements of each rank's block of the input, where blocks differ in length.
     pub input_counts: &'a [usize],

@@ -1,5 +1,5 @@
-//! What an operation on the host needs to know beside its arguments. The thread that runs the
-//! operation has it, so that it need not pass through every function between.
+//! The context of an operation on the host: what it needs to know beside its arguments. The thread
+//! that runs the operation has it, so that it need not pass through every function between.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::trace::RecordId;
 pub struct Queued {
     /// Its sequence number.
     pub sequence: u64,
-    /// When the program asked for it, in ticks.
+    /// The time at which the program asked for it, in ticks.
     pub at: u64,
 }
 
 /// The context of the operation that a thread runs.
 pub struct OperationContext {
-    /// How long the operation waits, if it has a timeout of its own.
+    /// The time that the operation waits, if it has a timeout of its own.
     timeout: Cell<Option<Duration>>,
     /// The asynchronous call that runs here.
     queued: Cell<Option<Queued>>,
@@ -32,7 +32,7 @@ thread_local! {
 }
 
 impl OperationContext {
-    /// How long the operation waits, if it has a timeout of its own.
+    /// Returns how long the operation waits, if it has a timeout of its own.
     #[inline]
     pub fn timeout() -> Option<Duration> {
         CONTEXT.with(|context| context.timeout.get())

@@ -1,11 +1,11 @@
-//! What ranks publish about themselves when they join.
+//! The description of a rank, which it publishes when it joins.
 
 use flow_store::net::host_name;
 use serde::{Deserialize, Serialize};
 
 use crate::env::Membership;
 
-/// One rank, as it describes itself under `rank/<rank>` in the store.
+/// A rank, as it describes itself under `rank/<rank>` in the store.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PeerInfo {
     /// Its process.
@@ -16,8 +16,8 @@ pub struct PeerInfo {
     pub node: String,
     /// The name of its host, for messages.
     pub host: String,
-    /// Where ranks on other nodes reach this one, in a form that only the transport knows; empty on
-    /// a single node.
+    /// The address at which ranks on other nodes reach this one, in a form that only the transport
+    /// knows; empty on a single node.
     pub address: Vec<u8>,
 }
 

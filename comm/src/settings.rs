@@ -15,7 +15,7 @@ pub fn local_address() -> Option<String> {
     std::env::var(LOCAL_ADDRESS).ok()
 }
 
-/// How long ranks wait for each other, if that is set.
+/// Returns how long ranks wait for each other, if that is set.
 ///
 /// # Errors
 /// It is no positive number of seconds.

@@ -9,9 +9,9 @@ use flow_store::Store;
 
 use crate::trace::activity;
 
-/// How long a wait must be to be reported, in seconds; set by flow-launch.
+/// The variable with the length of a wait that is reported, in seconds; set by flow-launch.
 const REPORT: &str = "FLOW_REPORT_STALLS";
-/// How often a stall checks whether it waits for other ranks than before.
+/// The interval at which a stall checks whether it waits for other ranks than before.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reports this rank's long waits to flow-launch.
@@ -40,12 +40,12 @@ impl StallReporter {
     }
 }
 
-/// One wait. If it was reported, dropping it reports that it is over.
+/// A wait for other ranks. If it was reported, dropping it reports that it is over.
 pub struct Stall<'a> {
     reporter: &'a StallReporter,
     store: &'a Store,
     id: u64,
-    /// How long it has waited when it next checks.
+    /// The time that the wait has lasted when it next checks.
     next: Duration,
     /// The ranks that were missing in the last report.
     reported: Option<Vec<usize>>,

@@ -18,15 +18,15 @@ use crate::stall::{Stall, StallReporter};
 use crate::trace;
 use crate::transport::Transport;
 
-/// How long a waiting rank sleeps before it looks whether its peers live.
+/// The time that a waiting rank sleeps before it looks whether its peers live.
 pub const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
 /// A wait this long is worth a line in the log.
 pub const FIRST_WARNING: Duration = Duration::from_secs(30);
-/// How long to wait for a departed rank's process to exit, and for the launcher to report its exit
+/// The time to wait for a departed rank's process to exit, and for the launcher to report its exit
 /// status.
 pub const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long a rank that drops its last group waits at most for the store to take note.
+/// The longest time that a rank that drops its last group waits for the store to take note.
 const DEPARTURE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A rank, as the others know it.
@@ -42,7 +42,7 @@ pub struct Peer {
     pub gone: bool,
 }
 
-/// How the ranks of a join have come together.
+/// The way in which the ranks of a join have come together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Origin {
     /// They are processes that have met by way of a store.
@@ -72,7 +72,7 @@ pub struct World {
     pub(crate) launched: bool,
     /// Reports long waits to flow-launch, if it listens.
     pub(crate) waits: Option<StallReporter>,
-    /// To other nodes; None if there are none.
+    /// The transport to other nodes; None if there are none.
     pub transport: Option<Box<dyn Transport>>,
     pub(crate) server: Option<Arc<Server>>,
     /// Control blocks of dropped groups that peers have not yet left.
@@ -143,7 +143,7 @@ impl World {
         Some(self.waits.as_ref()?.begin(self.store.as_ref()?))
     }
 
-    /// Has this rank's events kept, if `FLOW_TRACE` asks for that. All ranks call this.
+    /// Keeps this rank's events, if `FLOW_TRACE` asks for that. All ranks call this.
     pub fn join_trace(&self) {
         let Some(folder) = trace::folder() else { return };
         let leaders: Vec<usize> =
@@ -176,8 +176,8 @@ impl World {
         self.server.is_some()
     }
 
-    /// Which of `ranks`, as far as they are on this node, have ended, or the first that do within
-    /// `time`.
+    /// Returns which of `ranks`, as far as they are on this node, have ended, or the first that do
+    /// within `time`.
     pub fn ended(&self, ranks: &[usize], time: Duration) -> Vec<usize> {
         let (watched, pidfds): (Vec<usize>, Vec<&OwnedFd>) =
             ranks.iter().filter_map(|&r| Some((r, self.peers[r].pidfd.as_ref()?))).unzip();
@@ -201,7 +201,7 @@ impl World {
         }
     }
 
-    /// How a rank has ended, if flow-launch says so within `time`.
+    /// Returns how a rank has ended, if flow-launch says so within `time`.
     pub fn exit_report(&self, rank: usize, time: Duration) -> Option<String> {
         let report = self
             .store
@@ -223,9 +223,9 @@ impl World {
         format!("{}left/{rank}", self.prefix)
     }
 
-    /// How a rank has ended, or that it has `left` its group. A rank often leaves because its
-    /// process ends, so this waits for the end: it is the cause, and the process ends before those
-    /// that fail because of it.
+    /// Returns how a rank has ended, or that it has `left` its group. A rank often leaves because
+    /// its process ends, so this waits for the end: it is the cause, and the process ends before
+    /// those that fail because of it.
     pub fn loss_cause(&self, rank: usize, left: bool) -> String {
         if left
             && self.local_index(rank).is_some()

@@ -16,7 +16,7 @@ use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::{sleep_on, Control};
 use crate::world::LIVENESS_INTERVAL;
 
-/// Where on this node the arena's memory is.
+/// The place of the arena's memory on this node.
 #[derive(Serialize, Deserialize)]
 struct ArenaPlace {
     /// The process of the first rank, which made it, and the file descriptor there.

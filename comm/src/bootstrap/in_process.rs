@@ -13,7 +13,7 @@ use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::Control;
 use crate::world::{Origin, Peer, World};
 
-/// How long a rank waits for the answer of the store, which is in this process.
+/// The time that a rank waits for the answer of the store, which is in this process.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl World {

@@ -1,4 +1,4 @@
-//! How the ranks of a job come together. The steps, in order:
+//! The ranks of a job come together. The steps, in order:
 //!
 //! | file | step |
 //! |---|---|

@@ -10,8 +10,8 @@ use crate::peer_info::{host_id, PeerInfo};
 use crate::stall::Stall;
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
-/// How often to look whether ranks have ended, and how many of those that are missing to ask the
-/// store for.
+/// The interval between looks whether ranks have ended, and the number of missing ranks for which
+/// to ask the store.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_QUERIES: usize = 4;
 
@@ -38,8 +38,8 @@ impl BootstrapMonitor<'_> {
         self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
     }
 
-    /// To be called again and again while ranks are `missing`; fine if none is. `pid` is that of a
-    /// rank that has come, 0 for others.
+    /// Checks the `missing` ranks once; callers repeat it while ranks are missing. `pid` is that of
+    /// a rank that has come, 0 for others.
     ///
     /// # Errors
     /// When the time is over, or a rank has ended.
@@ -90,7 +90,7 @@ impl BootstrapMonitor<'_> {
         }
     }
 
-    /// How a rank that has come has ended, if it has.
+    /// Returns how a rank that has come has ended, if it has.
     fn exit_cause(&self, rank: usize, pid: u32) -> Option<String> {
         if !has_ended(pid) {
             return None;

@@ -67,8 +67,8 @@ fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, S
     Store::connect(address, token, timeout).map_err(|error| error.to_string())
 }
 
-/// Where to serve other nodes: to this one, the name of its own host may be that of the loopback
-/// interface.
+/// Returns the address at which to serve other nodes: to this one, the name of its own host may be
+/// that of the loopback interface.
 fn on_all_interfaces(host_and_port: &str) -> String {
     let is_ipv6 = host_and_port
         .to_socket_addrs()

@@ -83,7 +83,7 @@ impl Span {
     }
 }
 
-/// How the nodes cut `total` elements: into blocks, and a block into a slice for each node.
+/// The cut of `total` elements: into blocks, and a block into a slice for each node.
 struct Blocks {
     nodes: usize,
     total: usize,
@@ -137,7 +137,7 @@ impl NodePhase<'_> {
         }
     }
 
-    /// Where the leader has a block.
+    /// Returns where the leader has a block.
     fn leader_block(&self, block: usize) -> *mut u8 {
         self.at(self.core.locals[0], block)
     }
@@ -313,7 +313,7 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// In the leader: reduces a bucket between nodes, once it is reduced on this one. This runs
+    /// Reduces a bucket between nodes, in the leader, once it is reduced on this one. This runs
     /// beside what the rank computes.
     pub fn reduce_bucket(&self, bucket: &InterNodeBucket) -> Result<()> {
         let InterNodeBucket { round, result_round, operation, segments } = bucket;
@@ -342,7 +342,7 @@ impl Hierarchical {
         Ok(())
     }
 
-    /// Where an average is divided before it is summed: divides what is this rank's alone.
+    /// Divides what is this rank's alone, where an average is divided before it is summed.
     fn divide_first(&self, operation: &OpDescriptor, span: &Span) {
         if self.core.locals.len() == 1 && is_divided_first(operation) {
             for &(data, count) in &span.pieces {
@@ -455,7 +455,7 @@ fn is_alone_on_node(core: &GroupCore, rank: usize) -> bool {
     core.nodes.iter().filter(|&&node| node == core.nodes[rank]).count() == 1
 }
 
-/// Where the other nodes' slices of the two blocks under way arrive.
+/// The memory in which the other nodes' slices of the two blocks under way arrive.
 struct Incoming {
     memory: *mut u8,
     nodes: usize,
@@ -464,7 +464,7 @@ struct Incoming {
 }
 
 impl Incoming {
-    /// Where the slice of `node` arrives.
+    /// Returns where the slice of `node` arrives.
     fn slice(&self, block: usize, node: usize) -> *mut u8 {
         self.memory.wrapping_add((block % 2 * self.nodes + node) * self.bytes)
     }

@@ -1,4 +1,4 @@
-//! What the collectives of a group share.
+//! The parts that the collectives of a group share.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub struct HostCollectives {
     pub core: Arc<GroupCore>,
     pub control: Arc<Control>,
     pub rounds: Arc<Rounds>,
-    /// Where there are members on other nodes.
+    /// The members on other nodes, if there are any.
     pub inter_node: Option<Arc<InterNode>>,
     pub hierarchical: Option<Arc<Hierarchical>>,
 }

@@ -1,4 +1,4 @@
-//! Where the pieces of a bucket lie on the members on this node.
+//! The places of the pieces of a bucket on the members on this node.
 
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};

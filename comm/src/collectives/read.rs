@@ -148,14 +148,14 @@ struct Chunk<'a> {
     contribution: &'a Contribution<'a>,
     locations: &'a [Location],
     round: u64,
-    /// Where the range begins in each block.
+    /// The place where the range begins in each block.
     start: usize,
     /// Bytes that a staging buffer has for each block.
     piece: usize,
 }
 
 impl Chunk<'_> {
-    /// Where this rank finds the range of a rank's block.
+    /// Returns where this rank finds the range of a rank's block.
     fn address(&self, rank: usize, block: usize) -> *const u8 {
         let HostCollectives { core, control, .. } = self.host;
         let position = (self.contribution.extent)(rank, block).start + self.start;

@@ -1,11 +1,11 @@
-//! What a group has failed of, and how other nodes read it.
+//! The cause of a group's failure, and the form in which other nodes read it.
 
 use serde::{Deserialize, Serialize};
 
 /// The kind of a group's failure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Cause {
-    /// One rank's error, which its text says.
+    /// An error of one rank, which its text says.
     Error,
     /// Ranks have more to say: see [`Failure::fail_and_collect`](super::Failure::fail_and_collect).
     ErrorDetails,

@@ -174,7 +174,7 @@ impl Failure {
         is_first
     }
 
-    /// Has all waits of this rank in the group end.
+    /// Ends all waits of this rank in the group.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
@@ -324,8 +324,8 @@ impl Failure {
         self.remote.watch(connections);
     }
 
-    /// How the connection to a leader on another node has ended, as far as this rank can see. If
-    /// that leader gave its group's failure as the reason, the group fails here too.
+    /// Returns how the connection to a leader on another node has ended, as far as this rank can
+    /// see. If that leader gave its group's failure as the reason, the group fails here too.
     pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
         match self.remote.disconnect_reason(rank)? {
             DisconnectReason::Failed(why) => {

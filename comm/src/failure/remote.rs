@@ -1,4 +1,4 @@
-//! What ranks on different nodes publish about failures.
+//! Failures that ranks on different nodes publish.
 //!
 //! Everything here is rare and goes through the store, where each rank has a connection of its own:
 //! the group's first failure, what ranks have to say about it, and how far those are that have
@@ -13,19 +13,19 @@ use crate::group::core::GroupCore;
 use crate::internode::leaders::{LeaderConnections, LeaderState};
 use crate::transport::DisconnectReason;
 
-/// How often a rank that waits asks for failures on other nodes.
+/// The interval at which a rank that waits asks for failures on other nodes.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// How long a rank has waited when it publishes its progress.
+/// The time that a rank has waited when it publishes its progress.
 const PUBLISH_AFTER: Duration = Duration::from_secs(1);
 
 /// A group's failures between nodes. In a group on one node it does nothing.
 pub struct RemoteFailures {
     core: Arc<GroupCore>,
-    /// In the leader.
+    /// The connections to other leaders, in a leader.
     connections: OnceLock<Arc<LeaderConnections>>,
     /// The last progress that was published.
     published: AtomicU64,
-    /// When this rank last asked for failures.
+    /// The time at which this rank last asked for failures.
     last_poll: Mutex<Option<Instant>>,
 }
 
@@ -51,7 +51,8 @@ impl RemoteFailures {
         self.connections.get()?.try_lock()
     }
 
-    /// How the connection to a leader on another node has ended, as far as this rank can see.
+    /// Returns how the connection to a leader on another node has ended, as far as this rank can
+    /// see.
     pub fn disconnect_reason(&self, rank: usize) -> Option<DisconnectReason> {
         if !self.core.leaders.contains(&rank) {
             return None;

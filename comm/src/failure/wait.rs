@@ -11,11 +11,11 @@ use crate::stall::Stall;
 use crate::transport::{DisconnectReason, PeerDown};
 use crate::world::{FIRST_WARNING, LIVENESS_INTERVAL};
 
-/// How long a waiting rank keeps its core to itself, where every rank can have one: most waits are
-/// shorter.
+/// The time that a waiting rank keeps its core to itself, where every rank can have one: most waits
+/// are shorter.
 const SPIN: Duration = Duration::from_micros(20);
-/// How long such a rank stays awake, and then offers its core to others between two looks: some
-/// times what it takes to be woken, which is tens of microseconds, and more on virtual machines.
+/// The time that such a rank stays awake, and then offers its core to others between two looks. It
+/// is some times what a wake-up takes, which is tens of microseconds, and more on virtual machines.
 /// After that it sleeps.
 const AWAKE: Duration = Duration::from_micros(500);
 /// The same where there are more ranks than cores: a rank that has work to do should not take turns
@@ -26,7 +26,7 @@ const AWAKE_ON_SHARED_CORES: Duration = Duration::from_micros(50);
 pub struct Wait<'a> {
     since: Instant,
     timeout: Duration,
-    /// When it is next worth a line in the log.
+    /// The time at which the wait is next worth a line in the log.
     warning: Duration,
     long: Option<Stall<'a>>,
 }

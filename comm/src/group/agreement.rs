@@ -1,4 +1,4 @@
-//! How the members of a group to be agree on it, over keys in the store.
+//! The members of a group to be agree on it, over keys in the store.
 //!
 //! The first member to come sets an [`Announcement`] under the key. All members answer it. The last
 //! deletes it, so that the key can be used again, and writes the [`Outcome`]. A member that gives up
@@ -23,13 +23,13 @@ use crate::json::{from_json, to_json};
 use crate::stall::Stall;
 use crate::world::FIRST_WARNING;
 
-/// How long to wait for the outcome before looking whether the others still live; and how long
-/// others may then have the connection to the store.
+/// The time to wait for the outcome before looking whether the others still live. Others may then
+/// have the connection to the store for as long.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PAUSE: Duration = Duration::from_millis(1);
-/// How long the rank that hosts the store waits at most for the others to read the outcome.
+/// The longest time that the rank that hosts the store waits for the others to read the outcome.
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often the launcher is asked how ranks on other nodes have ended.
+/// The interval at which the launcher is asked how ranks on other nodes have ended.
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The call of the first member to come, which it sets under the key.
@@ -46,9 +46,9 @@ struct Announcement {
 /// The end of an agreement.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Outcome {
-    /// It is made: where its memory is on each node, by the first member there.
+    /// The group is made: its memory on each node, from the first member there.
     Made { offsets: BTreeMap<usize, usize> },
-    /// It is not made.
+    /// The group is not made.
     Failed(Cause),
 }
 
@@ -175,7 +175,7 @@ impl Keys {
         format!("{}answer/{member}", self.prefix)
     }
 
-    /// How many members have answered.
+    /// Returns the key that counts the members that have answered.
     fn answers(&self) -> String {
         format!("{}answers", self.prefix)
     }
@@ -184,13 +184,13 @@ impl Keys {
         format!("{}outcome", self.prefix)
     }
 
-    /// How many members have read the outcome.
+    /// Returns the key that counts the members that have read the outcome.
     fn read(&self) -> String {
         format!("{}read", self.prefix)
     }
 }
 
-/// One rank's part in an agreement.
+/// The part of one rank in an agreement.
 pub struct Agreement<'a> {
     call: &'a Call<'a>,
     store: &'a Store,
@@ -460,11 +460,11 @@ impl<'a> Agreement<'a> {
     }
 }
 
-/// One rank's wait for the others.
+/// The wait of one rank for the others.
 struct Wait<'a> {
     begin: Instant,
     last_exit_poll: Instant,
-    /// How long it has waited when it is next worth a line in the log.
+    /// The time at which the wait is next worth a line in the log.
     warning: Duration,
     long: Option<Stall<'a>>,
 }

@@ -21,7 +21,7 @@ impl ArenaHandle {
 }
 
 impl Member {
-    /// Where the group's shared memory is.
+    /// Returns a handle of the group's shared memory.
     pub fn arena_handle(&self) -> ArenaHandle {
         ArenaHandle(Arc::clone(&self.core().world))
     }

@@ -1,4 +1,4 @@
-//! Who the members of a group are: what all parts of a group use.
+//! The members of a group, which all parts of the group use.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ pub struct GroupCore {
     pub leaders: Vec<usize>,
     /// The group's name, which no other group of the job has.
     pub name: String,
-    /// How many groups were made from this one.
+    /// The number of groups that were made from this one.
     pub children: AtomicU64,
     /// Groups by [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of) that this rank
     /// is about to join.
@@ -49,7 +49,7 @@ pub struct GroupCore {
 #[derive(Default)]
 pub struct LaunchedBuckets {
     records: Mutex<Vec<RecordId>>,
-    /// How many there are.
+    /// The number of members there.
     count: AtomicUsize,
 }
 
@@ -136,7 +136,7 @@ impl GroupCore {
         self.ranks.len()
     }
 
-    /// How many members are on other nodes.
+    /// Returns how many members are on other nodes.
     pub fn remote_size(&self) -> usize {
         self.ranks.len() - self.locals.len()
     }
@@ -156,7 +156,7 @@ impl GroupCore {
         Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
     }
 
-    /// How long the operation that this thread runs waits.
+    /// Returns how long the operation that this thread runs waits.
     pub fn timeout(&self) -> Duration {
         match OperationContext::timeout() {
             Some(timeout) => timeout,
@@ -202,7 +202,7 @@ impl GroupCore {
         self.sequence.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Where the other ranks of this node can find memory of this one.
+    /// Returns where the other ranks of this node can find memory of this one.
     pub fn locate(&self, data: *const u8, bytes: usize) -> Location {
         self.world.arena.offset_of(data, bytes).map_or(Location::Staged, Location::Shared)
     }

@@ -1,4 +1,4 @@
-//! What a group has on GPUs.
+//! The parts of a group on GPUs.
 
 use std::sync::Arc;
 

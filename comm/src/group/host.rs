@@ -1,4 +1,4 @@
-//! What a group's operations on the host run on.
+//! The parts that a group's operations on the host run on.
 
 use std::sync::Arc;
 

@@ -70,13 +70,13 @@ impl Member {
         self.state.local_rank
     }
 
-    /// How many members of the group are on this node, this process among them.
+    /// Returns how many members of the group are on this node, this process among them.
     pub fn local_world_size(&self) -> usize {
         self.core().locals.len()
     }
 
-    /// How many ranks of the job are on this node, whether in the group or not: they share its
-    /// cores.
+    /// Returns how many ranks of the job are on this node, whether in the group or not: they share
+    /// its cores.
     pub fn ranks_on_node(&self) -> usize {
         self.core().world.locals.len()
     }
@@ -86,7 +86,7 @@ impl Member {
         self.core().world.is_in_process()
     }
 
-    /// How many collectives this rank has begun in the group on the host.
+    /// Returns how many collectives this rank has begun in the group on the host.
     pub fn sequence(&self) -> u64 {
         self.core().sequence.load(Ordering::Relaxed)
     }

@@ -12,7 +12,7 @@ use crate::error::Result;
 pub enum Axis<'a> {
     /// Counted from 0, the outermost.
     Number(usize),
-    /// One of the names that the mesh was given.
+    /// A name that the mesh was given.
     Name(&'a str),
 }
 
@@ -63,7 +63,7 @@ pub struct Mesh {
     ranks: Vec<usize>,
     shape: Vec<usize>,
     names: Vec<String>,
-    /// By axis; none on ranks outside the mesh.
+    /// The groups by axis; none on ranks outside the mesh.
     groups: Vec<ProcessGroup>,
 }
 
@@ -200,7 +200,7 @@ impl Mesh {
         (0..self.shape[axis]).map(|c| self.ranks[start + c * self.stride(axis)]).collect()
     }
 
-    /// How far apart neighbours on an axis are in row-major order.
+    /// Returns how far apart neighbours on an axis are in row-major order.
     fn stride(&self, axis: usize) -> usize {
         self.shape[axis + 1..].iter().product()
     }

@@ -38,8 +38,8 @@ use member::MAX_TIMEOUT;
 pub use mesh::{Axis, Mesh};
 use parts::{NewGroup, Parts};
 
-/// How long ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or [`Member::set_timeout`]
-/// says otherwise: as long as PyTorch's CPU groups do.
+/// The time that ranks wait for each other unless `FLOW_TIMEOUT` (in seconds) or
+/// [`Member::set_timeout`] says otherwise: as long as PyTorch's CPU groups do.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// A group of ranks, and this process' place in it. [`Member`] has the methods that say what this
@@ -63,7 +63,7 @@ pub struct ProcessGroup {
     layout: u64,
     /// The program's name of operations on the host, if it calls them something else.
     label: Option<Label>,
-    /// How long operations on the host wait, if not as long as the group says.
+    /// The time that operations on the host wait, if not as long as the group says.
     timeout: Option<Duration>,
 }
 
@@ -122,7 +122,7 @@ impl ProcessGroup {
         ))
     }
 
-    /// How long this rank waits for others before the group fails.
+    /// Returns how long this rank waits for others before the group fails.
     pub fn timeout(&self) -> Duration {
         self.timeout.unwrap_or_else(|| self.core().timeout())
     }

@@ -15,7 +15,7 @@ fn shares_gpus() -> bool {
         && std::env::var_os("FLOW_TEST_SHARE_GPUS").is_some_and(|value| value == "1")
 }
 
-/// In place of a number of GPUs.
+/// A number that stands in place of a number of GPUs: the rank has no CUDA.
 const NO_CUDA: i64 = -1;
 
 impl ProcessGroup {

@@ -1,5 +1,5 @@
-//! How a group's operations keep their order: blocking ones run in the caller, others beside it on
-//! the thread of their lane.
+//! The order of a group's operations: blocking ones run in the caller, others beside it on the
+//! thread of their lane.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;

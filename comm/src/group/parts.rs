@@ -1,4 +1,4 @@
-//! What a group consists of, apart from its threads.
+//! The parts of a group, apart from its threads.
 
 use std::sync::Arc;
 use std::time::Duration;

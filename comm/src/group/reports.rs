@@ -1,4 +1,4 @@
-//! What ranks of a group have to say to each other, also when the group has failed.
+//! Reports that ranks of a group exchange, also when the group has failed.
 
 use std::time::{Duration, Instant};
 

@@ -20,10 +20,10 @@ use crate::memory::{BufferView, Buffers};
 use crate::shm::control::Control;
 use crate::world::World;
 
-/// In place of the offset of a sub-group's control block: this rank allocates none, as it is not
-/// the first member on its node.
+/// A number in place of the offset of a sub-group's control block: this rank allocates none, as it
+/// is not the first member on its node.
 const NOT_FIRST: u64 = u64::MAX;
-/// In place of that offset: this rank's memory has no room for the block.
+/// A number in place of that offset: this rank's memory has no room for the block.
 const FULL: u64 = u64::MAX - 1;
 
 impl ProcessGroup {

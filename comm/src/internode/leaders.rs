@@ -1,4 +1,4 @@
-//! What a leader moves data with: its connections to the leaders of other nodes.
+//! A leader's connections to the leaders of other nodes.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,9 +9,9 @@ pub struct LeaderConnections(Mutex<LeaderState>);
 
 /// The connections, and memory that their user needs.
 pub struct LeaderState {
-    /// To the other leaders, by node.
+    /// The connections to the other leaders, by node.
     pub leaders: Box<dyn Connections>,
-    /// Where data arrives that is to be reduced.
+    /// Memory in which data arrives that is to be reduced.
     pub scratch: Vec<u64>,
     /// The frames of descriptors, by node.
     pub frames: Vec<Vec<u8>>,

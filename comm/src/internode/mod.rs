@@ -33,7 +33,7 @@ pub struct InterNode {
     failure: Arc<Failure>,
     control: Arc<Control>,
     rounds: Arc<Rounds>,
-    /// In the leader.
+    /// The connections, in a leader.
     connections: Option<Arc<LeaderConnections>>,
 }
 
@@ -132,7 +132,7 @@ impl InterNode {
         (0..self.core.leaders.len()).filter(|&node| node != self.node())
     }
 
-    /// In the leader.
+    /// Locks the connections, in a leader.
     pub fn lock(&self, operation: &OpDescriptor) -> Result<ConnectionsGuard<'_>> {
         let Some(connections) = &self.connections else {
             let reason = "this rank does not lead its node".into();
@@ -177,7 +177,7 @@ impl InterNode {
         self.rounds.wait_all_arrived(round, operation)
     }
 
-    /// In the leader: sends the other nodes the descriptors of the members on this one, with
+    /// Sends the other nodes, in a leader, the descriptors of the members on this one, with
     /// `payload` bytes each, and writes down theirs: they have arrived. What `send` queues follows
     /// the descriptors at once; the other nodes take it when they have found that all agree.
     pub fn exchange_descriptors(
@@ -221,7 +221,7 @@ impl InterNode {
         Ok(())
     }
 
-    /// How the members of a node share a frame.
+    /// Returns how the members of a node share a frame.
     fn frame_layout(&self, node: usize, payload: usize) -> FrameLayout {
         let members = self.core.nodes.iter().filter(|&&other| other == node).count();
         let data = FrameLayout::COUNT + members * DescriptorWords::BYTES;
@@ -269,7 +269,8 @@ impl InterNode {
         }
     }
 
-    /// Has all ranks agree on an operation in a round without data. Returns where each has its own.
+    /// Makes all ranks agree on an operation in a round without data. Returns where each has its
+    /// own.
     pub fn agree(
         &self,
         state: &mut RoundState,
@@ -383,10 +384,10 @@ impl InterNode {
     }
 }
 
-/// Where the parts of a node's frame of descriptors lie, in bytes: first how many bytes each member
-/// contributes, then the members' descriptors, then those bytes.
+/// The layout of a node's frame of descriptors, in bytes: first the number of bytes of each member,
+/// then the members' descriptors, then those bytes.
 struct FrameLayout {
-    /// Where the members' bytes begin.
+    /// The place where the members' bytes begin.
     data: usize,
     /// The length of the frame.
     bytes: usize,

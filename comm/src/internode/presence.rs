@@ -1,4 +1,4 @@
-//! Which groups this rank is in, as processes on other nodes can ask.
+//! The groups that this rank is in, as processes on other nodes can ask.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! How the ranks of a group make their communicator.
+//! The ranks of a group make their communicator.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::result::UniqueId;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 
-/// How often the peers are checked.
+/// The interval at which the peers are checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The operation in messages about a group that is being made.
 pub const JOINING: &str = "joining over NCCL";

@@ -32,8 +32,8 @@ pub struct FlatBucket {
 }
 
 impl FlatBucket {
-    /// Where the reduced gradient of a slot lies, in the type of communication; None if there is no
-    /// such slot.
+    /// Returns where the reduced gradient of a slot lies, in the type of communication; None if
+    /// there is no such slot.
     pub fn view(&self, slot: usize) -> Option<BucketView> {
         let size = self.flat.dtype.size();
         let layout = self.packer.layout();
@@ -46,7 +46,7 @@ impl FlatBucket {
         })
     }
 
-    /// Has gradients added up ([`ReduceOp::Sum`]) instead of averaged ([`ReduceOp::Avg`]).
+    /// Sets whether gradients are added up ([`ReduceOp::Sum`]) or averaged ([`ReduceOp::Avg`]).
     pub fn set_op(&mut self, op: ReduceOp) {
         self.op = op;
     }
@@ -61,7 +61,7 @@ impl FlatBucket {
         self.flat.bytes
     }
 
-    /// When the last reduction became possible, and when it was over.
+    /// Returns the events at which the last reduction became possible and was over.
     pub fn timing(&self) -> Option<&[Arc<Event>; 2]> {
         self.timing.as_ref()
     }

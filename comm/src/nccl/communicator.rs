@@ -11,12 +11,12 @@ use super::result::{CommState, Config, NcclError, UniqueId};
 use super::sys::ncclComm_t;
 use crate::error::Error;
 
-/// How often a call of NCCL that is under way is checked: intervals grow from the first to the
-/// second.
+/// The interval at which a call of NCCL that is under way is checked; it grows from the first to
+/// the second.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
-/// How long an abort waits for the calls of other threads to return.
+/// The time that an abort waits for the calls of other threads to return.
 const ACTIVE_CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long finalizing a communicator may take: all ranks take part.
+/// The time that finalizing a communicator may take: all ranks take part.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a communicator could not be made or used.
@@ -48,8 +48,8 @@ unsafe impl Send for Handle {}
 // SAFETY: as above; a thread that enqueues operations holds the lock on the calls.
 unsafe impl Sync for Handle {}
 
-/// One rank's part in a communicator. Operations only enqueue work on a stream; callers issue them
-/// one at a time.
+/// The part of one rank in a communicator. Operations only enqueue work on a stream; callers issue
+/// them one at a time.
 pub struct Communicator {
     pub(super) library: &'static Library,
     pub(super) device: Arc<Device>,

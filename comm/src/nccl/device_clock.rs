@@ -1,4 +1,4 @@
-//! When events happened on the GPU, on the clock of records.
+//! Times of events on the GPU, on the clock of records.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use flow_kernels::cuda::{Device, Error, Event, Stream};
 
 use crate::trace;
 
-/// How old a reference may become: the time between two events is a float of milliseconds.
+/// The greatest age of a reference: the time between two events is a float of milliseconds.
 const MAX_AGE: Duration = Duration::from_secs(10);
 
 /// A moment on both clocks, renewed now and then.
@@ -40,7 +40,7 @@ impl DeviceClock {
         Ok(())
     }
 
-    /// When `event`, which is timed and has happened, did, in ticks.
+    /// Returns the time, in ticks, of `event`, which is timed and has happened.
     pub fn ticks(&self, event: &Event) -> Option<u64> {
         let after = event.since(&self.reference).ok()?;
         Some(trace::Scale::now().after(self.ticks, after))

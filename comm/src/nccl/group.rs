@@ -45,9 +45,9 @@ pub struct CudaGroup {
 
 /// The state that changes with each operation: operations are enqueued one at a time.
 struct IssueState {
-    /// How many operations were enqueued.
+    /// The number of operations that were enqueued.
     enqueued: u64,
-    /// How many of them were collectives.
+    /// The number of collectives among them.
     collectives: u64,
     splits: usize,
     ready: Event,
@@ -148,7 +148,7 @@ impl CudaGroup {
         self.wait("synchronize", &done)
     }
 
-    /// Has the host wait for an event; the watchdog bounds that.
+    /// Makes the host wait for an event; the watchdog bounds that.
     pub(super) fn wait(&self, operation: &str, done: &Event) -> Result<()> {
         let mut pause = Duration::from_micros(20);
         while !done.is_done().map_err(|error| self.system(operation, error.to_string()))? {

@@ -99,8 +99,8 @@ impl Library {
 }
 
 impl Version {
-    /// From NCCL's number for it: 2804 is 2.8.4, and since 2.9 there are two digits for the minor
-    /// version.
+    /// Reads NCCL's number for a version: 2804 is 2.8.4, and since 2.9 there are two digits for the
+    /// minor version.
     fn from_code(code: u32) -> Version {
         let unit = if code < 10_000 { 1_000 } else { 10_000 };
         Version { major: code / unit, minor: code % unit / 100, patch: code % 100 }
@@ -139,7 +139,7 @@ fn candidates() -> Vec<(&'static str, OsString)> {
     names
 }
 
-/// Where PyTorch's wheels have NCCL, if this process has loaded libtorch.
+/// Returns where PyTorch's wheels have NCCL, if this process has loaded libtorch.
 fn beside_libtorch() -> Option<OsString> {
     let libtorch = mappings().into_iter().find(|(_, path)| {
         path.parent().is_some_and(|folder| folder.ends_with("torch/lib"))

@@ -66,7 +66,7 @@ enum Owner {
 }
 
 impl FlatMemory {
-    /// Where the memory begins.
+    /// Returns where the memory begins.
     pub fn address(&self) -> u64 {
         match &self.owner {
             Owner::Nccl { data, .. } => *data,

@@ -1,4 +1,5 @@
-//! What each rank of a group has enqueued last, as the other ranks read it in the store.
+//! The last operation that each rank of a group has enqueued, as the other ranks read it in the
+//! store.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,14 +18,14 @@ pub struct CudaOp {
     pub batch: Option<Arc<Batch>>,
 }
 
-/// Which messages are sent and received together.
+/// The messages that are sent and received together.
 pub struct Batch {
     text: String,
     /// The other ranks, by their ranks in the group.
     peers: Vec<usize>,
 }
 
-/// How many messages of a batch are named.
+/// The number of messages of a batch that are named.
 const MAX_NAMED: usize = 8;
 
 /// An enqueued operation.
@@ -33,8 +34,8 @@ pub struct EnqueuedOp {
     pub op: CudaOp,
     /// Its number among all operations of this rank over NCCL, messages too.
     pub number: u64,
-    /// How many collectives over NCCL this rank has begun, with this operation. Ranks take part in
-    /// all collectives, so these numbers fit each other.
+    /// The number of collectives over NCCL that this rank has begun, with this operation. Ranks
+    /// take part in all collectives, so these numbers fit each other.
     pub collectives: u64,
     pub record: RecordId,
 }

@@ -25,7 +25,7 @@ impl NcclError {
     }
 }
 
-/// How far a communicator is with what it was last asked to do.
+/// The progress of a communicator with what it was last asked to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CommState {
     /// It is ready.
@@ -48,7 +48,7 @@ impl UniqueId {
         self.0.internal.map(|byte| byte as u8)
     }
 
-    /// From the bytes that another rank sent.
+    /// Makes the id of the bytes that another rank sent.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> UniqueId {
         UniqueId(sys::ncclUniqueId { internal: bytes.map(|byte| byte as c_char) })
     }
@@ -159,7 +159,7 @@ impl Library {
         call!(self, self.nccl, ncclCommAbort(comm))
     }
 
-    /// How far `comm` is, or what has gone wrong with it since.
+    /// Returns how far `comm` is, or what has gone wrong with it since.
     pub(super) unsafe fn async_error(&self, comm: ncclComm_t) -> Result<CommState> {
         let mut state = ncclResult_t::ncclSuccess;
         call!(self, self.nccl, ncclCommGetAsyncError(comm, &mut state))?;

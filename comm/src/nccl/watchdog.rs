@@ -27,18 +27,18 @@ use crate::stall::Stall;
 use crate::trace;
 use crate::world::FIRST_WARNING;
 
-/// How often the oldest operation is checked.
+/// The interval at which the oldest operation is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How often a rank publishes its last operation in the store, for the other ranks.
+/// The interval at which a rank publishes its last operation in the store, for the other ranks.
 const PUBLISH_INTERVAL: Duration = Duration::from_secs(1);
 /// Grace for an operation to complete here after a peer that took part in it has exited cleanly.
 const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
-/// How long after a failure the program may take to observe it, and the abort to free the device,
+/// The time after a failure in which the program may observe it, and the abort free the device,
 /// before the process is terminated: it may hang in a driver call that not even an abort ends.
 const ABORT_GRACE: Duration = Duration::from_secs(30);
-/// How long the watchdog itself may be blocked in a driver call.
+/// The time that the watchdog itself may be blocked in a driver call.
 const DRIVER_STALL_LIMIT: Duration = Duration::from_secs(60);
-/// How long dropping a group waits for its watchdog's threads.
+/// The time that dropping a group waits for its watchdog's threads.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A call has returned the failure of some group to the program.
@@ -50,12 +50,12 @@ struct Pending {
     /// None until NCCL has enqueued it: the first operations of a communicator block the host until
     /// all ranks are connected.
     done: Option<Arc<Event>>,
-    /// When it began on the device, if that is to be known.
+    /// The event of its beginning on the device, if that is to be known.
     started: Option<Arc<Event>>,
 }
 
 impl Pending {
-    /// When it began and ended on the device, in ticks.
+    /// Returns when it began and ended on the device, in ticks.
     fn times(&self, clock: &DeviceClock) -> Option<(u64, u64)> {
         let started = clock.ticks(self.started.as_ref()?)?;
         Some((started, clock.ticks(self.done.as_ref()?)?))
@@ -72,7 +72,7 @@ struct WatchState {
     observed: bool,
     /// The communicator has been aborted.
     aborted: bool,
-    /// When the watchdog's thread last ran.
+    /// The time at which the watchdog's thread last ran.
     heartbeat: Instant,
     stopped: bool,
     warned: bool,

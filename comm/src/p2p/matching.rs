@@ -1,4 +1,4 @@
-//! How messages find their receivers: by sender and tag, as in MPI.
+//! Messages find their receivers: by sender and tag, as in MPI.
 //!
 //! A receive takes what comes from a sender in order, and keeps messages with other tags until they
 //! are asked for (see `queue`). All threads of a rank that wait for one sender sleep on its `sent`;
@@ -44,7 +44,7 @@ pub enum Probe<'a> {
     Gone(DisconnectReason),
 }
 
-/// How long a probe of a sender on another node waits.
+/// The time that a probe of a sender on another node waits.
 #[derive(Clone, Copy)]
 pub enum ProbeWait {
     /// So long.
@@ -276,7 +276,7 @@ impl Matcher {
         }
     }
 
-    /// Where a part of a message lies, and how many bytes it has at most.
+    /// Returns where a part of a message lies, and how many bytes it has at most.
     fn part(&self, sender: usize, part: u32, location: Location) -> (*const u8, usize) {
         match location {
             Location::Shared(offset) => (self.core.world.arena.at(offset), usize::MAX),

@@ -11,7 +11,7 @@ use crate::transport::Connections;
 /// Bytes that a connection moves within the group's timeout.
 pub const PIECE: usize = 8 << 20;
 
-/// To a rank on another node, once there has been a message.
+/// The connection to a rank on another node, once there has been a message.
 pub type PeerConnection = Option<Box<dyn Connections>>;
 
 /// The ends of a connection for messages.

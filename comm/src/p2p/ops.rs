@@ -15,7 +15,7 @@ pub enum P2pOp<B> {
     },
     /// Receives the next message of rank `from` of the group.
     Recv {
-        /// Where it goes: as long as the message.
+        /// The memory for it, as long as the message.
         buffer: B,
         /// The sender.
         from: usize,

@@ -25,20 +25,20 @@ pub struct MessageQueue {
     /// A thread has found it open since it was last closed.
     is_wanted: AtomicBool,
     kept: Mutex<Kept>,
-    /// How many are kept. Whoever has the queue open sees all of them.
+    /// The number of messages that are kept. Whoever has the queue open sees all of them.
     count: AtomicUsize,
 }
 
-/// By tag, in the order in which they were sent; no queue is empty.
+/// The messages by tag, in the order in which they were sent; no queue is empty.
 type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
 
 /// The state of the messages that are still to come.
 #[derive(Default)]
 pub struct Incoming {
-    /// From a rank on another node. It is declared before the memory that it may be about to fill:
-    /// fields are dropped in this order.
+    /// The connection to a rank on another node. It is declared before the memory that it may be
+    /// about to fill: fields are dropped in this order.
     pub connection: PeerConnection,
-    /// Where the connection puts the next message's descriptor.
+    /// The memory into which the connection puts the next message's descriptor.
     pub descriptor: Box<DescriptorWords>,
     /// The connection has memory for what comes next.
     pub is_expected: bool,
@@ -47,7 +47,7 @@ pub struct Incoming {
     pub is_aborted: bool,
     /// The sender on another node has left, after all that it has sent.
     pub has_left: bool,
-    /// To be kept, once all of it has come.
+    /// A message that is kept once all of it has come.
     pub unfinished: Option<Message>,
 }
 
@@ -171,7 +171,7 @@ impl Message {
         Some(Self { operation, location, data, bytes })
     }
 
-    /// How many bytes are still to come.
+    /// Returns how many bytes are still to come.
     pub fn missing(&self) -> usize {
         self.bytes - self.data.len()
     }
@@ -187,7 +187,7 @@ impl Message {
         unsafe { self.data.set_len(start + count) };
     }
 
-    /// Where the next bytes, at most `most`, are to be put.
+    /// Returns where the next bytes, at most `most`, are to be put.
     ///
     /// # Safety
     ///

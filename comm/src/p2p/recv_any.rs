@@ -12,8 +12,7 @@ use crate::failure::remote::POLL_INTERVAL;
 use crate::memory::BufferView;
 use crate::transport::DisconnectReason;
 
-/// How long a receive from any rank sleeps at most before it looks at its connections to other
-/// nodes.
+/// The longest sleep of a receive from any rank before it looks at its connections to other nodes.
 const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// flow-launch's report of a process that exited with success.
 const ENDED_WELL: &str = "exit code 0";
@@ -29,7 +28,7 @@ struct NeverSent {
 /// Receives messages from any rank.
 pub struct AnyReceiver {
     matcher: Arc<Matcher>,
-    /// Where a receive begins to look, so that each sender has its turn.
+    /// The sender at which a receive begins to look, so that each has its turn.
     next_sender: AtomicUsize,
 }
 
@@ -157,8 +156,8 @@ impl AnyReceiver {
         is_silent.then(|| (lost.clone(), is_last))
     }
 
-    /// How a sender has gone, as far as this rank knows; `ended` are the ranks of the job on this
-    /// node that have ended.
+    /// Returns how a sender has gone, as far as this rank knows; `ended` are the ranks of the job
+    /// on this node that have ended.
     fn end_of_sender(
         &self,
         rank: usize,
@@ -179,7 +178,7 @@ impl AnyReceiver {
         absent.gone.iter().find(|(gone, _)| *gone == rank).map(|(_, how)| how.clone())
     }
 
-    /// How a rank that has never sent has gone, if it has.
+    /// Returns how a rank that has never sent has gone, if it has.
     fn end_of_silent(&self, rank: usize) -> Option<DisconnectReason> {
         let core = &self.matcher.core;
         let report = core.world.exit_report(core.ranks[rank], Duration::ZERO);

@@ -25,7 +25,7 @@ const CACHE_LINE: usize = 64;
 const ADDRESS_SPACE: usize = 1 << 45;
 /// The least shared memory of a rank.
 const MIN_REGION: usize = 64 << 20;
-/// How many ranks one process can have if each maps the memory of all.
+/// The number of ranks that one process can have if each maps the memory of all.
 pub const MAX_MAPPINGS: usize = (ADDRESS_SPACE / MIN_REGION).isqrt();
 /// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a
 /// training step then never fault. Beyond that, those that were freed longest ago give theirs back.
@@ -56,7 +56,7 @@ unsafe impl Sync for Arena {}
 struct Blocks {
     /// Free blocks by size.
     free: BTreeMap<usize, FreeList>,
-    /// How many blocks were ever freed: the time by which they age.
+    /// The number of blocks that were ever freed: the time by which they age.
     frees: u64,
     /// End of the part of the region that was ever handed out.
     used: usize,
@@ -67,9 +67,9 @@ struct Blocks {
 /// Free blocks of one size, by offset.
 #[derive(Default)]
 struct FreeList {
-    /// Those that have their pages, and when they were freed, oldest first.
+    /// The blocks that have their pages, and when they were freed, oldest first.
     warm: VecDeque<(u64, usize)>,
-    /// Those that gave them back.
+    /// The blocks that gave their pages back.
     cold: Vec<usize>,
 }
 
@@ -87,7 +87,7 @@ impl Blocks {
         None
     }
 
-    /// Where free blocks of whole pages lie side by side: lengths and offsets.
+    /// Returns where free blocks of whole pages lie side by side: lengths and offsets.
     fn free_runs(&self) -> Vec<(usize, usize)> {
         let mut blocks: Vec<(usize, usize)> = Vec::new();
         for (&size, list) in self.free.range(PAGE..) {
@@ -364,7 +364,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Where the block begins in the mapping, the same in all processes.
+    /// Returns where the block begins in the mapping, the same in all processes.
     pub fn offset(&self) -> usize {
         self.offset
     }

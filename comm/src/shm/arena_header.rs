@@ -47,8 +47,8 @@ impl ArenaHeader {
         }
     }
 
-    /// How many processors all ranks have together: each may be bound to its own, or to less than
-    /// its share by a quota.
+    /// Returns how many processors all ranks have together: each may be bound to its own, or to
+    /// less than its share by a quota.
     pub fn processors(&self) -> usize {
         let all: u32 = self.processors.iter().map(|p| p.load(Ordering::Relaxed).count_ones()).sum();
         let bound = rustix::thread::sched_getaffinity(None).map_or(0, |own| own.count() as usize);

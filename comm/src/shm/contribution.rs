@@ -1,4 +1,4 @@
-//! What the ranks contribute to a collective in which each reads from the others.
+//! The contributions of ranks to a collective in which each reads from the others.
 
 use std::ops::Range;
 
@@ -50,8 +50,8 @@ pub struct Contribution<'a> {
     pub blocks: usize,
     /// Bytes of the longest block of any rank.
     pub block_bytes: usize,
-    /// Where `extent(rank, block)` lies in the rank's memory, in bytes: a rank's blocks follow each
-    /// other. Every rank knows all extents that it reads, and its own.
+    /// The place of `extent(rank, block)` in the rank's memory, in bytes: a rank's blocks follow
+    /// each other. Every rank knows all extents that it reads, and its own.
     pub extent: &'a dyn Fn(usize, usize) -> Range<usize>,
 }
 
@@ -82,7 +82,7 @@ pub fn equal_extents(block_bytes: usize) -> impl Fn(usize, usize) -> Range<usize
     move |_, block| block * block_bytes..(block + 1) * block_bytes
 }
 
-/// Where each of several blocks that follow each other lies, in bytes.
+/// Returns where each of several blocks that follow each other lies, in bytes.
 pub fn extents_of(counts: &[usize], element: usize) -> Vec<Range<usize>> {
     let mut extents = Vec::with_capacity(counts.len());
     let mut start = 0;

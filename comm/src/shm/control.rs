@@ -27,7 +27,8 @@ pub const SLOTS: u64 = 64;
 pub const PAYLOAD: usize = 4096;
 /// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
 pub const CHUNK: usize = 256 << 10;
-/// With more ranks, each would have less than a cache line of a staging buffer.
+/// The largest number of ranks: with more, each would have less than a cache line of a staging
+/// buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
 
 /// A counter that ranks wait on. In a round the last rank that raises it wakes them; in a mailbox
@@ -186,7 +187,7 @@ pub struct Mailbox {
     pub descriptor: DescriptorWords,
 }
 
-/// Where the parts lie, in bytes from the beginning of the control block.
+/// The places of the parts, in bytes from the beginning of the control block.
 #[derive(Clone, Copy)]
 struct Layout {
     ranks: usize,

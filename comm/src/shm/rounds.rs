@@ -177,8 +177,8 @@ impl Rounds {
         })
     }
 
-    /// Where every rank's data of a round lies, once all have arrived and their descriptors agree
-    /// with ours. `bytes(rank)` is how much a shared location must hold.
+    /// Returns where every rank's data of a round lies, once all have arrived and their descriptors
+    /// agree with ours. `bytes(rank)` is how much a shared location must hold.
     pub fn locations(
         &self,
         round: u64,
@@ -226,7 +226,8 @@ impl Rounds {
             })
     }
 
-    /// Where a rank's data of a round lies; `bytes` is how much a shared location must hold.
+    /// Returns where a rank's data of a round lies; `bytes` is how much a shared location must
+    /// hold.
     ///
     /// # Errors
     /// How what the rank has published differs from this rank's `operation`.
@@ -254,7 +255,7 @@ impl Rounds {
         }
     }
 
-    /// How the operation of `peer`, a rank of the job, differs from this rank's.
+    /// Returns how the operation of `peer`, a rank of the job, differs from this rank's.
     fn difference(&self, operation: &OpDescriptor, theirs: &OpDescriptor, peer: usize) -> String {
         let own = self.core.world.rank;
         if theirs.bucket.and(operation.bucket).is_some() && theirs.step != operation.step {

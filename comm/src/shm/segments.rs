@@ -22,7 +22,7 @@ pub struct Segments {
     pub(crate) total: usize,
     /// A digest of the lengths.
     layout: u64,
-    /// Which step the bucket is reduced in, the same on all ranks.
+    /// The step in which the bucket is reduced, the same on all ranks.
     step: AtomicU32,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
@@ -33,7 +33,7 @@ struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
     under_way: bool,
-    /// When this rank saw that the last reduction was over.
+    /// The time at which this rank saw that the last reduction was over.
     finished: Option<Instant>,
 }
 
@@ -100,8 +100,8 @@ impl Segments {
         }
     }
 
-    /// When this rank saw that the last reduction was over; None if there was none, or if it is
-    /// under way.
+    /// Returns when this rank saw that the last reduction was over; None if there was none, or if
+    /// it is under way.
     pub fn finished(&self) -> Option<Instant> {
         self.placed().finished
     }
@@ -121,7 +121,7 @@ impl Segments {
         }
     }
 
-    /// Where this rank's pieces lie; they stay there while a reduction is under way.
+    /// Returns where this rank's pieces lie; they stay there while a reduction is under way.
     pub(crate) fn pieces(&self) -> Vec<*mut u8> {
         (0..self.lengths.len())
             .map(|index| {
@@ -132,7 +132,7 @@ impl Segments {
             .collect()
     }
 
-    /// Where all ranks read the offsets of the pieces.
+    /// Returns where all ranks read the offsets of the pieces.
     pub(crate) fn location(&self) -> Location {
         Location::Shared(self.table.offset())
     }

@@ -10,9 +10,9 @@ use flow_store::{Error, Store};
 
 use super::clock;
 
-/// How often rank 0 is asked.
+/// The number of times that rank 0 is asked.
 const ROUNDS: usize = 8;
-/// How long ranks wait for each other: all are joining the job at the same time.
+/// The time that ranks wait for each other: all are joining the job at the same time.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns how far rank 0's monotonic clock is ahead of this machine's, in nanoseconds. All ranks

@@ -14,7 +14,7 @@ const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current
 /// The rate is measured over at least this long.
 const CALIBRATION: Duration = Duration::from_millis(5);
 
-/// One moment on all clocks.
+/// A moment on all clocks.
 struct Origin {
     has_counter: bool,
     ticks: u64,
@@ -23,7 +23,7 @@ struct Origin {
     monotonic: Duration,
 }
 
-/// How ticks and time go together, as measured now.
+/// The relation between ticks and time, as measured now.
 #[derive(Clone, Copy)]
 pub struct Scale {
     origin: &'static Origin,
@@ -44,7 +44,7 @@ impl Scale {
         Scale { origin, nanoseconds_per_tick }
     }
 
-    /// When `ticks` was, on the machine's monotonic clock.
+    /// Returns the time of `ticks` on the machine's monotonic clock.
     pub fn monotonic(self, ticks: u64) -> Duration {
         let since = ticks.saturating_sub(self.origin.ticks) as f64 * self.nanoseconds_per_tick;
         self.origin.monotonic + Duration::from_nanos(since as u64)
@@ -72,7 +72,7 @@ pub fn now() -> u64 {
     }
 }
 
-/// When `instant` was, on the machine's monotonic clock.
+/// Returns the time of `instant` on the machine's monotonic clock.
 pub fn monotonic_of(instant: Instant) -> Duration {
     let origin = origin();
     match instant.checked_duration_since(origin.instant) {

@@ -28,7 +28,7 @@ pub struct Start {
     pub bucket: Option<u32>,
     /// Its buffers are on a GPU.
     pub is_cuda: bool,
-    /// When the program asked for it, in ticks; None for now.
+    /// The time at which the program asked for it, in ticks; None for now.
     pub queued: Option<u64>,
 }
 
@@ -157,8 +157,8 @@ impl Recorder {
         self.add_to_timeline(id, is_end);
     }
 
-    /// These operations have failed. The timeline is written at once, as the program may not come
-    /// to its end, but for one failure of the group only.
+    /// Notes that these operations have failed. The timeline is written at once, as the program may
+    /// not come to its end, but for one failure of the group only.
     pub fn fail(&self, ids: impl IntoIterator<Item = RecordId>) {
         let mut any = false;
         for id in ids {
@@ -234,7 +234,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// How long it takes to record this many operations, for benches.
+/// Returns how long it takes to record this many operations, for benches.
 pub fn record_cost(operations: u32) -> Duration {
     let recorder = Recorder::new("bench".into(), "shm", false);
     let begin = Instant::now();

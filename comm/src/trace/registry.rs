@@ -6,7 +6,7 @@ use flow_store::fork::{Once, Process};
 
 use super::ring::{name, Ring};
 
-/// How many operations that are under way [`activity`] names.
+/// The number of operations under way that [`activity`] names.
 const SHOWN: usize = 4;
 
 /// A process' own list. A forked child uses another one: another thread of its parent may have held

@@ -6,14 +6,14 @@ use super::clock::Scale;
 use super::record::Record;
 use crate::kind::Kind;
 
-/// How many operations a group keeps.
+/// The number of operations that a group keeps.
 pub const CAPACITY: usize = 256;
 /// The back-end of operations on GPUs.
 const NCCL: &str = "nccl";
 /// Instead of the time at which an operation was over: it is under way. The operation's number in
 /// the ring goes with it, so that [`Slot::finish`] does not end another operation.
 pub const UNDER_WAY: u64 = 1 << 63;
-/// With the time at which an operation was over: it has failed.
+/// A bit beside the time at which an operation was over: it has failed.
 pub const FAILED: u64 = 1 << 62;
 /// Instead of the time at which an operation was over: [`Slot::finish_at`] is ending it.
 const FINISHING: u64 = UNDER_WAY | FAILED;

@@ -37,9 +37,9 @@ pub struct Job {
     pub rank: usize,
     pub world_size: usize,
     pub host: String,
-    /// How far rank 0's monotonic clock is ahead of this machine's, in nanoseconds.
+    /// The time by which rank 0's monotonic clock is ahead of this machine's, in nanoseconds.
     pub clock_offset: i64,
-    /// Where the file goes.
+    /// The folder that gets the file.
     pub folder: PathBuf,
     pub pid: u32,
 }
@@ -190,7 +190,7 @@ impl Timeline {
         write!(out, "\n],\"otherData\":{about}}}")
     }
 
-    /// Where each event begins in the file. Operations that are under way together, such as
+    /// Returns where each event begins in the file. Operations that are under way together, such as
     /// buckets, may begin later there than they did: viewers want events of a thread to lie within
     /// or after each other.
     fn begins(&self) -> Vec<Duration> {
@@ -354,7 +354,7 @@ pub fn wait(step: u64, bucket: impl Into<Option<u32>>) -> Span {
 }
 
 impl Span {
-    /// It is a part of a step of a pipeline.
+    /// Notes that the phase is a part of a pipeline's step.
     pub fn of_stage(mut self, stage: usize, micro_batch: usize) -> Self {
         self.place = Some((stage, micro_batch));
         self

@@ -1,4 +1,4 @@
-//! Where connections come in: accepts them, and files those that say a right handshake.
+//! A listener: accepts connections, and files those that say a right handshake.
 //!
 //! A handshake is its length (u32, little-endian), a proof of knowing the job's token, and the name
 //! of the connection. The proof is HMAC-SHA256 of the acceptor's address and that name with the
@@ -29,7 +29,7 @@ pub struct Acceptor {
     listener: TcpListener,
     address: SocketAddr,
     token: String,
-    /// In the order in which they came.
+    /// The connections without a handshake, in the order in which they came.
     pending: VecDeque<Pending>,
 }
 
@@ -75,12 +75,12 @@ impl Acceptor {
         Ok(Self { listener, address, token: token.into(), pending: VecDeque::new() })
     }
 
-    /// Where it listens.
+    /// Returns the address at which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Those that are readable when [`Acceptor::accept`] has something to do.
+    /// Returns the descriptors that are readable when [`Acceptor::accept`] has something to do.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
         let pending = self.pending.iter().map(|pending| pending.stream.as_fd());
         // While there is no room, those who are still outside would end every sleep.

@@ -1,4 +1,4 @@
-//! What connects nodes: the ranks that carry data between them, and how.
+//! Transports: they connect the ranks that carry data between nodes.
 //!
 //! | file | subject |
 //! |---|---|
@@ -31,7 +31,7 @@ pub trait Transport: Send + Sync {
     /// Its name in traces, that of the table.
     fn name(&self) -> &'static str;
 
-    /// Where other ranks reach this one, in a form that only this transport knows.
+    /// Returns where other ranks reach this one, in a form that only this transport knows.
     fn address(&self) -> Vec<u8>;
 
     /// Takes all ranks' addresses, by rank, before the first [`Transport::connect`].
@@ -69,8 +69,8 @@ pub trait Connections: Send {
     /// Shows `action` what is still to be moved between this rank and another member.
     fn with_queues(&mut self, member: usize, action: &mut dyn FnMut(&mut QueuePair));
 
-    /// Has a segment sent. Returns the number that the first of [`Connections::moved`] reaches
-    /// when the segment has gone.
+    /// Queues a segment to be sent. Returns the number that the first of [`Connections::moved`]
+    /// reaches when the segment has gone.
     fn send(&mut self, to: usize, part: IoSegment) -> u64 {
         let mut part = Some(part);
         let mut number = 0;
@@ -80,8 +80,8 @@ pub trait Connections: Send {
         number
     }
 
-    /// Has a segment filled with what `from` sends next. Returns the number that the second of
-    /// [`Connections::moved`] comes to when it is.
+    /// Queues a segment to be filled with what `from` sends next. Returns the number that the
+    /// second of [`Connections::moved`] comes to when it is.
     fn receive(&mut self, from: usize, part: IoSegment) -> u64 {
         let mut part = Some(part);
         let mut number = 0;
@@ -91,7 +91,7 @@ pub trait Connections: Send {
         number
     }
 
-    /// How many segments to a member have been sent, and how many from it have been filled.
+    /// Returns how many segments to a member have been sent, and how many from it have been filled.
     fn moved(&mut self, member: usize) -> (u64, u64) {
         let mut moved = (0, 0);
         self.with_queues(member, &mut |queues| {
@@ -110,8 +110,8 @@ pub trait Connections: Send {
     /// Moves what can be moved now, or else as soon as something can, at most for `time`.
     fn progress(&mut self, time: Duration) -> Result<(), PeerDown>;
 
-    /// How a member has gone, if that is known, and nothing more of it is to be received. Connects
-    /// to it without waiting, so that this becomes known.
+    /// Returns how a member has gone, if that is known, and nothing more of it is to be received.
+    /// Connects to it without waiting, so that this becomes known.
     fn disconnect_reason(&mut self, member: usize) -> Option<DisconnectReason>;
 
     /// Forgets all segments, and ends the connections. The others get `why` as the reason.
@@ -129,7 +129,7 @@ pub struct PeerDown {
     pub how: DisconnectReason,
 }
 
-/// How a member went.
+/// The way in which a member went.
 #[derive(Clone, Debug)]
 pub enum DisconnectReason {
     /// It has said so.

@@ -1,4 +1,4 @@
-//! What is still to be moved to, and from, a member.
+//! The segments that are still to be moved to, and from, a member.
 
 use std::collections::VecDeque;
 

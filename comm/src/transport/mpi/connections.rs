@@ -90,7 +90,7 @@ struct MpiConnections {
     channel: String,
     /// The tag of the messages that this rank sends.
     tag: c_int,
-    /// By position; None for this rank.
+    /// The peers by position; None for this rank.
     peers: Vec<Option<Peer>>,
     /// The other members know that this rank sends nothing more.
     has_ended: bool,
@@ -100,7 +100,7 @@ struct Peer {
     rank: c_int,
     queues: QueuePair,
     outgoing: VecDeque<Message>,
-    /// Where messages come in, once the peer's tag is known.
+    /// Messages that come in, once the peer's tag is known.
     incoming: VecDeque<Message>,
     tag: Option<c_int>,
     /// The first that has come, and what of it is still to be copied.

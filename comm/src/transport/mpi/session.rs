@@ -34,17 +34,17 @@ use mpi::Threading;
 pub const HANDSHAKE_TAG: c_int = 0;
 /// The size in bytes of the longest handshake.
 pub const MAX_HANDSHAKE: usize = 2048;
-/// How often MPI is called while no rank waits, and the longest sleep of one that does.
+/// The interval at which MPI is called while no rank waits, and the longest sleep of one that does.
 const TICK: Duration = Duration::from_millis(2);
 /// The longest pause between two looks.
 pub const MAX_BACKOFF: Duration = Duration::from_millis(1);
 
-/// How long the end waits for what is still to be done.
+/// The time that the end waits for what is still to be done.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(1);
 
 static SESSION: Mutex<State> = Mutex::new(State::New);
-/// Whose session it is, for MPI knows nothing of forked children: 1 more than the forks behind that
-/// process; 0: nobody's. No lock, which a fork might leave locked.
+/// The process whose session it is, for MPI knows nothing of forked children: 1 more than the forks
+/// behind that process; 0: nobody's. No lock, which a fork might leave locked.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
 enum State {
@@ -61,9 +61,9 @@ pub struct Session {
     /// The tag of the last link, and the highest that MPI has.
     tag: c_int,
     max_tag: c_int,
-    /// From handshakes: the tag of a rank in a channel.
+    /// The tag of a rank in a channel, as handshakes say.
     pub tags: HashMap<(c_int, String), c_int>,
-    /// Where the next handshake comes in.
+    /// The message in which the next handshake comes in.
     handshake: Option<Message>,
     pub background: Vec<Box<dyn BackgroundRequest>>,
     /// Finalizes MPI. None where the program itself had initialized it.
@@ -394,7 +394,7 @@ impl Message {
     }
 }
 
-/// What is still to be sent.
+/// A message that is still to be sent.
 impl BackgroundRequest for Message {
     fn is_done(&mut self, session: &mut Session) -> bool {
         !matches!(session.test(self), Ok(None))

@@ -1,4 +1,4 @@
-//! What goes between two processes in one channel.
+//! A channel: the bytes of one group between two processes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,7 +29,8 @@ pub struct Channel {
     pub granted: u64,
     /// Bytes that came before they were expected.
     pub kept: VecDeque<u8>,
-    /// How this rank, and the other, has left the channel; that one after so many bytes.
+    /// The way in which this rank, and the other, has left the channel; the other after so many
+    /// bytes.
     pub own_end: Option<DisconnectReason>,
     pub end: Option<(DisconnectReason, u64)>,
     /// Nobody expects anything more here.
@@ -56,12 +57,12 @@ impl Default for Channel {
 }
 
 impl Channel {
-    /// How many more bytes this process may send.
+    /// Returns how many more bytes this process may send.
     pub fn credit(&self) -> usize {
         usize::try_from(self.limit.saturating_sub(self.sent)).unwrap_or(usize::MAX)
     }
 
-    /// How many bytes the other process may send in all, from now on.
+    /// Returns how many bytes the other process may send in all, from now on.
     pub fn next_limit(&self) -> u64 {
         let taken = self.arrived - self.kept.len() as u64;
         taken + self.queues.receiving.bytes as u64 + WINDOW

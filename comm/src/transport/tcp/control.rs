@@ -38,7 +38,7 @@ impl Sockets {
     }
 }
 
-/// Has the kernel report within ten seconds that the other machine cannot be reached any more.
+/// Makes the kernel report within ten seconds that the other machine cannot be reached any more.
 pub fn watch(control: &TcpStream) -> io::Result<()> {
     setsockopt(control, sockopt::KeepAlive, &true)?;
     setsockopt(control, sockopt::TcpKeepIdle, &PROBE_AFTER)?;
@@ -48,7 +48,7 @@ pub fn watch(control: &TcpStream) -> io::Result<()> {
     Ok(setsockopt(control, sockopt::TcpUserTimeout, &most)?)
 }
 
-/// How the other process has gone, if this is what its socket says.
+/// Returns how the other process has gone, if this is what its socket says.
 pub fn reason(error: &io::Error) -> DisconnectReason {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => DisconnectReason::Ended,
@@ -61,9 +61,9 @@ pub enum Notice {
     /// It uses the channel, which is one of this group: it wants to know if the other is not, or no
     /// longer, in the group.
     Open(GroupId),
-    /// How many bytes the other may send in all.
+    /// The number of bytes that the other may send in all.
     Limit(u64),
-    /// How it has left the channel, in which it has sent so many bytes.
+    /// The way in which it has left the channel, in which it has sent so many bytes.
     End(DisconnectReason, u64),
 }
 

@@ -12,10 +12,10 @@ use super::control::{reason, watch, Sockets};
 use crate::transport::acceptor::introduce;
 use crate::transport::DisconnectReason;
 
-/// One attempt, and how long attempts go unanswered before the other is out of reach.
+/// The time of one attempt, and of attempts without an answer before the other is out of reach.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const UNANSWERED_TIMEOUT: Duration = Duration::from_secs(10);
-/// When to look again whether the other's connection has come.
+/// The interval between looks whether the other's connection has come.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The answer to who connects: this connection is used.
@@ -91,7 +91,7 @@ impl Dial {
         }
     }
 
-    /// When to go on in any case.
+    /// Returns when to go on in any case.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Pause(until) => Some(*until),

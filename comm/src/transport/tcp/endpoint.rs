@@ -23,11 +23,11 @@ use super::pair::{Pair, State};
 use crate::transport::acceptor::Acceptor;
 use crate::transport::DisconnectReason;
 
-/// When to look again whether there are file descriptors again.
+/// The interval between looks whether there are file descriptors again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-/// How often a process that ends looks whether the others know.
+/// The interval at which a process that ends looks whether the others know.
 const CLOSE_INTERVAL: Duration = Duration::from_millis(1);
-/// How long the thread sleeps at most while somebody has not said who it is.
+/// The longest sleep of the thread while somebody has not said who it is.
 const PENDING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A process' connections to all others.
@@ -37,9 +37,9 @@ pub struct Endpoint {
     address: SocketAddr,
     /// The addresses of all ranks.
     pub addresses: OnceLock<Vec<SocketAddr>>,
-    /// By rank.
+    /// The connections by rank.
     pairs: Vec<Mutex<Pair>>,
-    /// Those that this rank is in.
+    /// The groups that this rank is in.
     groups: Mutex<HashSet<GroupId, fnv::FnvBuildHasher>>,
     /// The ranks that the thread is to connect to.
     wanted: Mutex<Vec<usize>>,
@@ -82,7 +82,7 @@ impl Endpoint {
         Ok((endpoint, thread))
     }
 
-    /// Where this process listens.
+    /// Returns the address at which this process listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -145,7 +145,7 @@ impl Endpoint {
         is_more
     }
 
-    /// Has the thread look at what is to be done.
+    /// Makes the thread look at what is to be done.
     pub fn ring(&self) {
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
     }

@@ -21,7 +21,7 @@ pub struct Header {
     pub channel: ChannelId,
     /// Bytes that follow the header.
     pub bytes: usize,
-    /// How many bytes the receiver of the frame may send in this channel in all.
+    /// The number of bytes that the receiver of the frame may send in this channel in all.
     pub limit: u64,
 }
 
@@ -48,7 +48,7 @@ impl Header {
     }
 }
 
-/// How a queue is cut into frames, after its first `skip` bytes and up to `limit`: their lengths.
+/// Cuts a queue into frames, after its first `skip` bytes and up to `limit`: returns their lengths.
 pub fn cut(queue: &Queue, mut skip: usize, limit: usize) -> impl Iterator<Item = usize> + '_ {
     let mut segments = queue.slices(limit).map(<[u8]>::len).filter_map(move |bytes| {
         let skipped = bytes.min(skip);

@@ -43,7 +43,7 @@ use endpoint::Endpoint;
 use pair::Waits;
 use waker::Waker;
 
-/// How long a thread sleeps at most that cannot be woken, as there are no file descriptors left.
+/// The longest sleep of a thread that cannot be woken, as there are no file descriptors left.
 const UNWOKEN_SLEEP: Duration = Duration::from_millis(1);
 
 struct TcpTransport {
@@ -139,7 +139,7 @@ impl Transport for TcpTransport {
     }
 }
 
-/// Where a rank says that it is.
+/// Returns the address that a rank has published.
 fn address_of(rank: usize, peer: &PeerInfo, own: &PeerInfo) -> Result<SocketAddr, String> {
     let text = String::from_utf8_lossy(&peer.address);
     let host = &peer.host;
@@ -175,10 +175,10 @@ struct TcpConnections {
     /// The members' ranks in the job, and the other members with theirs.
     ranks: Vec<usize>,
     others: Vec<(usize, usize)>,
-    /// By member.
+    /// The queues by member.
     queued: Vec<Queued>,
     waker: Arc<Waker>,
-    /// Those of the waker that were seen.
+    /// The events of the waker that were seen.
     events: u64,
 }
 

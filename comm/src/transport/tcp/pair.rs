@@ -29,9 +29,9 @@ use super::waker::Waker;
 use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
 
-/// How long the notice of a channel's end may be behind the end of the data.
+/// The time that the notice of a channel's end may be behind the end of the data.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
-/// How long what a process has sent before it went may stay away.
+/// The time in which everything that a process has sent before it went must come.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The connection to another process.
@@ -45,11 +45,11 @@ pub struct Pair {
     /// to take.
     control_in: Vec<u8>,
     control_out: Vec<u8>,
-    /// How the control socket has ended, and since when nothing has come from then on.
+    /// The way in which the control socket has ended, and the time since when nothing has come.
     control_end: Option<(DisconnectReason, Instant)>,
 }
 
-/// How far a connection is.
+/// The state of a connection.
 #[derive(Default)]
 pub enum State {
     #[default]
@@ -235,7 +235,7 @@ impl Pair {
         }
     }
 
-    /// How many bytes of a channel are still to be sent, and to be received.
+    /// Returns how many bytes of a channel are still to be sent, and to be received.
     fn bytes_left(&mut self, id: ChannelId) -> (usize, usize) {
         let queues = self.queues(id);
         (queues.sending.bytes, queues.receiving.bytes)
@@ -391,8 +391,8 @@ impl Pair {
         }
     }
 
-    /// How the other process has left a channel in which nothing is due: after all that it has
-    /// sent.
+    /// Returns how the other process has left a channel in which nothing is due: after all that it
+    /// has sent.
     pub fn reason(&self, id: ChannelId) -> Option<DisconnectReason> {
         let channel = self.channels.get(&id)?;
         let sockets = match &self.state {

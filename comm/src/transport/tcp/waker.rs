@@ -9,7 +9,7 @@ use rustix::event::{eventfd, EventfdFlags};
 /// Wakes the thread that waits for a channel.
 #[derive(Default)]
 pub struct Waker {
-    /// How often there was something.
+    /// The number of times that there was something.
     events: AtomicU64,
     is_asleep: AtomicBool,
     /// Readable when there is something; made for the first sleep.
@@ -17,7 +17,7 @@ pub struct Waker {
 }
 
 impl Waker {
-    /// How often there was something for the thread.
+    /// Returns the number of times that there was something for the thread.
     pub fn events(&self) -> u64 {
         self.events.load(Ordering::SeqCst)
     }
@@ -33,8 +33,8 @@ impl Waker {
         }
     }
 
-    /// From now on [`Waker::wake`] makes the fd readable. None if there are no file descriptors
-    /// left.
+    /// Makes the fd readable at each [`Waker::wake`] from now on. None if there are no file
+    /// descriptors left.
     pub fn fall_asleep(&self) -> Option<BorrowedFd<'_>> {
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
         let fd = self.fd.get_or_init(|| eventfd(0, flags).ok());
