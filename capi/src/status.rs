@@ -1,4 +1,4 @@
-//! What functions return, and the text of the last error.
+//! The results of functions, and the text of the last error.
 
 use std::any::Any;
 use std::cell::RefCell;

@@ -145,7 +145,7 @@ unsafe fn reduce_elements<T: Arithmetic>(set: InstructionSet, op: ReduceOp, buff
     }
 }
 
-/// How accumulators of type `A` are combined.
+/// The way in which accumulators of type `A` are combined.
 trait Operation<A: Number>: Copy {
     fn combine(self, left: A, right: A) -> A;
 

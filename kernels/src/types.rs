@@ -75,7 +75,8 @@ impl DType {
 }
 
 coded_enum! {
-    /// How the ranks' elements become one. The function `reduce` documents each for every type.
+    /// The way in which the ranks' elements become one. The function `reduce` documents each for
+    /// every type.
     ReduceOp, "reduce operation" {
         /// The sum.
         Sum = "sum",

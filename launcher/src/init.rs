@@ -63,7 +63,7 @@ fn reap(child: Pid) -> anyhow::Result<Option<ExitStatus>> {
     }
 }
 
-/// In the child: lets the signals in again that process 1 has blocked.
+/// Lets the signals in again, in the child, that process 1 has blocked.
 pub fn leave() -> anyhow::Result<()> {
     signal::unblock_all().context("cannot unblock signals")
 }

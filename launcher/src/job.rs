@@ -1,4 +1,4 @@
-//! What the user asked for, validated. `cli/` reads it from the command line.
+//! The job that the user asked for, validated. `cli/` reads it from the command line.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ pub struct Job {
     pub hang_timeout: Option<Duration>,
     /// The signals that the launcher passes on to its workers before it ends.
     pub signals: Vec<Signal>,
-    /// Which workers read flow-launch's standard input, if the user has chosen.
+    /// The workers that read flow-launch's standard input, if the user has chosen.
     pub stdin: Option<Stdin>,
     pub numa_binding: Option<NumaBinding>,
     /// Every worker gets LOCAL_RANK 0 and sees one GPU, its own.
@@ -43,7 +43,7 @@ pub struct Job {
     pub warnings: Vec<String>,
 }
 
-/// What to run.
+/// The program to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
     pub kind: ProgramKind,
@@ -53,7 +53,7 @@ pub struct Program {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ProgramKind {
-    /// By its name: a `.py` file by Python, anything else as it is.
+    /// The way that its name says: a `.py` file by Python, anything else as it is.
     ByName,
     /// `--no-python`.
     Executable,
@@ -122,7 +122,7 @@ pub struct Nodes {
 /// `--hosts` or `--hostfile`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hosts {
-    /// By node rank.
+    /// The hosts by node rank.
     pub list: Vec<HostEntry>,
     /// The address at which the others reach the first.
     pub master_addr: String,
@@ -163,7 +163,7 @@ pub struct RendezvousTimeouts {
     pub heartbeat: Duration,
 }
 
-/// Where the workers' output goes.
+/// The places to which the workers' output goes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
     /// Put the rank before each line.
@@ -173,7 +173,7 @@ pub struct Output {
     pub oneflow_names: bool,
     pub redirects: StreamMap,
     pub tee: StreamMap,
-    /// What stands before lines that are tee'd, if not torchrun's default.
+    /// The prefix of lines that are tee'd, if not torchrun's default.
     pub prefix_template: Option<String>,
     /// The local ranks whose output is shown, if not all.
     pub shown: Option<Vec<u32>>,
@@ -183,7 +183,7 @@ pub struct Output {
     pub stderr_filters: Vec<String>,
 }
 
-/// Which streams of which local ranks.
+/// The streams of local ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub enum StreamMap {
     All(Streams),

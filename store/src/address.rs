@@ -1,4 +1,4 @@
-//! Where a store is.
+//! Addresses of stores.
 
 use std::fmt;
 use std::io;
@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use super::{Error, Result};
 
-/// Where a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.
+/// The address at which a store is served. Shown and parsed as `tcp://host:port` or `unix://name`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Address {
     /// `host:port`, with an IPv6 host in brackets. A server that is given port 0 takes a free one;

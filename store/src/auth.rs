@@ -1,4 +1,4 @@
-//! How those who connect become clients.
+//! Admission: connections prove a token and become clients.
 //!
 //! Anybody can connect, so nobody is trusted before a proof that they know the token, and what they
 //! can use up until then is bounded: bytes, time and file descriptors.
@@ -17,9 +17,9 @@ use super::tcp_store::VALIDATION;
 
 /// A connection that is not admitted by then is closed.
 const AUTH_TIMEOUT: Duration = Duration::from_secs(5);
-/// With so many connections not yet admitted, or a quarter of the process's file descriptors, the
-/// oldest of them has to go before another is accepted. This keeps idle connections from using up all;
-/// a client that is hit tries again.
+/// The number of connections not yet admitted at which the oldest of them has to go before another
+/// is accepted. A quarter of the process's file descriptors is another such limit. This keeps idle
+/// connections from using up all; a client that is hit tries again.
 const MAX_PENDING: u64 = 512;
 /// But it may stay so long: when many clients come at once, they wait in the listener's queue
 /// instead.
@@ -29,19 +29,19 @@ const MIN_STAY: Duration = Duration::from_millis(250);
 #[derive(Default)]
 pub struct PendingAuth {
     all: BTreeMap<usize, Pending>,
-    /// What must be known to be admitted to which store.
+    /// The token that admits to each store.
     tokens: BTreeMap<ServiceId, String>,
-    /// Where PyTorch's clients are admitted.
+    /// The service that admits PyTorch's clients.
     tcp_store: Option<ServiceId>,
 }
 
 struct Pending {
     since: Instant,
-    /// What it has been challenged with after hello.
+    /// The challenge that followed its hello.
     nonce: Option<Nonce>,
 }
 
-/// What becomes of a connection that has said something.
+/// The decision about a connection that has said something.
 pub enum AuthOutcome {
     /// Until it has said more.
     Wait,
@@ -109,17 +109,17 @@ impl PendingAuth {
         self.all.len() as u64 >= MAX_PENDING.min(files / 4)
     }
 
-    /// When the next one's time is over.
+    /// Returns when the next one's time is over.
     pub fn deadline(&self) -> Option<Instant> {
         self.all.first_key_value().map(|(_, connection)| connection.since + AUTH_TIMEOUT)
     }
 
-    /// When the next one becomes removable.
+    /// Returns when the next one becomes removable.
     pub fn next_removable(&self) -> Option<Instant> {
         self.all.first_key_value().map(|(_, connection)| connection.since + MIN_STAY)
     }
 
-    /// What to do about one that has said `input` since the last challenge.
+    /// Decides about a connection that has said `input` since the last challenge.
     ///
     /// # Errors
     /// It is none of us.

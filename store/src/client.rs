@@ -32,9 +32,9 @@ pub struct Store {
     address: Address,
     /// The socket, or why there is none any more.
     connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
-    /// In microseconds.
+    /// The time to wait for a reply, in microseconds.
     reply_timeout: AtomicU64,
-    /// Whose connection it is: in a forked child the requests of two would mix.
+    /// The process whose connection it is: in a forked child the requests of two would mix.
     process: Process,
 }
 
@@ -178,10 +178,10 @@ impl Store {
         })
     }
 
-    /// Has the server put `message` (at most 64 KiB) into its inbox once for this client when it is
-    /// gone: when its connection ends in whatever way, or when it says nothing for `silence`, in
-    /// which case the server closes the connection. It replaces the will before; an empty message
-    /// takes it back. A server that stops executes no wills.
+    /// Tells the server to put `message` (at most 64 KiB) into its inbox once this client is gone,
+    /// and only once. The client is gone when its connection ends in whatever way, or when it says
+    /// nothing for `silence`: the server then closes the connection. It replaces the will before;
+    /// an empty message takes it back. A server that stops executes no wills.
     ///
     /// A client that waits for a key says nothing: it must ask again before `silence` is over, with
     /// a timeout well below.

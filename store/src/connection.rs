@@ -15,14 +15,14 @@ const SLICES: usize = 64;
 
 pub struct Connection {
     pub socket: Box<dyn Socket>,
-    /// Who serves it, once it is admitted.
+    /// The service of the connection, once it is admitted.
     pub service: Option<ServiceId>,
-    /// What has come of a request that is not complete.
+    /// The bytes of a request that is not complete.
     pub input: Vec<u8>,
     /// Whether there is a request in it that has had no turn yet.
     pub is_backlog: bool,
-    /// What the socket has not taken yet, how many bytes it has taken of the first, and how many
-    /// are left.
+    /// The bytes that the socket has not taken yet, how many bytes it has taken of the first, and
+    /// how many are left.
     output: VecDeque<Arc<Vec<u8>>>,
     written: usize,
     unsent: usize,
@@ -45,7 +45,7 @@ impl Connection {
         }
     }
 
-    /// How many bytes the socket has not taken yet.
+    /// Returns how many bytes the socket has not taken yet.
     pub fn unsent(&self) -> usize {
         self.unsent
     }

@@ -21,10 +21,10 @@ use super::tcp_store::TcpStoreService;
 
 /// Connections accepted in one go, before others are served.
 const ACCEPT_BATCH: usize = 256;
-/// When accepting fails because a resource is exhausted, it is tried again after this time, or when
-/// a connection is closed.
+/// The time until accepting is tried again after it has failed because a resource is exhausted. A
+/// closed connection ends the pause.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(500);
-/// What is read of one connection in one go, before others are served.
+/// The bytes that are read of one connection in one go, before others are served.
 const READ_BATCH: usize = 64 << 10;
 /// The server sends a client this many bytes before it handles that client's next request.
 const SEND_BATCH: usize = 64 << 10;
@@ -36,7 +36,7 @@ const TCP_STORE_BATCH: usize = 256;
 pub const LISTENER: Token = Token(usize::MAX);
 pub const WAKER: Token = Token(usize::MAX - 1);
 
-/// What the owners of the stores ask of their thread.
+/// The requests of the stores' owners to their thread.
 #[derive(Debug)]
 pub enum Command {
     /// Serve a store to those who know a token; the answer is its id, `None` if another one has
@@ -59,7 +59,7 @@ pub enum Command {
     Stop,
 }
 
-/// What is served behind the address.
+/// The services behind the address.
 #[derive(Default)]
 struct Services {
     stores: HashMap<ServiceId, StoreService>,
@@ -85,9 +85,9 @@ pub struct EventLoop {
     poll: Poll,
     listener: Listener,
     commands: Receiver<Command>,
-    /// When to accept, if there may be connections to accept.
+    /// The time at which to accept, if there may be connections to accept.
     accept_at: Option<Instant>,
-    /// That it cannot accept is said once: how often it happens is the choice of others.
+    /// The complaint that it cannot accept, which is made once: others choose how often it happens.
     complaint: Once,
     connections: HashMap<usize, Connection>,
     next_id: usize,
@@ -101,7 +101,7 @@ pub struct EventLoop {
     tcp_store_clients: BTreeMap<usize, bool>,
     last_tcp_store_client: usize,
     outbox: Outbox,
-    /// When something is due for which connection.
+    /// The times at which something is due, each with its connection.
     timers: BTreeSet<(Instant, usize)>,
     scratch: Vec<u8>,
 }
@@ -212,7 +212,7 @@ impl EventLoop {
         }
     }
 
-    /// How long nothing needs to be done if nothing happens.
+    /// Returns how long nothing needs to be done if nothing happens.
     fn idle_time(&self) -> Option<Duration> {
         if !self.unread.is_empty() || !self.tcp_store_clients.is_empty() {
             return Some(Duration::ZERO);
@@ -324,7 +324,7 @@ impl EventLoop {
         self.accept_at = self.accept_at.map(|_| Instant::now());
     }
 
-    /// Who serves a connection.
+    /// Returns the service of a connection.
     fn service(&mut self, id: usize) -> Option<&mut dyn Service> {
         self.services.get_mut(self.connections.get(&id)?.service?)
     }

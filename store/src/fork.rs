@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 
 use libc::pthread_atfork;
 
-/// How many forks lie between this process and the first that used this library.
+/// The number of forks between this process and the first that used this library.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// A process, as distinct from its forked children.
@@ -41,7 +41,7 @@ impl Process {
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
-    /// How many forks lie between it and the first that used this library.
+    /// Returns the number of forks between it and the first that used this library.
     pub fn forks(self) -> u32 {
         self.0
     }
@@ -88,7 +88,7 @@ impl<T: Send + Sync> Once<T> {
     }
 }
 
-/// What belongs to the process that made it: in a forked child it is not even dropped.
+/// An object that belongs to the process that made it: in a forked child it is not even dropped.
 pub struct ForkSafe<T> {
     process: Process,
     value: ManuallyDrop<T>,

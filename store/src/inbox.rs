@@ -9,12 +9,12 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::protocol::MAX_FRAME;
 
-/// With so many messages unread, or so many bytes of them, more are refused: the server's owner may
-/// never read any.
+/// The number of unread messages at which more are refused, as at so many bytes of them: the
+/// server's owner may never read any.
 const MAX_UNREAD: usize = 1 << 16;
 const MAX_UNREAD_BYTES: usize = MAX_FRAME;
 
-/// What clients have sent, and the wills of those that are gone, in the order of arrival.
+/// Messages that clients have sent, and the wills of those that are gone, in the order of arrival.
 ///
 /// Its file descriptor is readable while there is a message: for `poll` and the like, never to be
 /// read from.

@@ -56,7 +56,7 @@ pub use client::Store;
 pub use inbox::Inbox;
 pub use server::{Server, TcpStoreServer};
 
-/// What can go wrong with a store, with the address and the operation on which key.
+/// An error of a store, with the address and the operation on which key.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// A text is no [`Address`].
@@ -76,7 +76,7 @@ pub enum Error {
     Connect {
         /// The store.
         address: Address,
-        /// How long was tried.
+        /// The time of the attempts.
         timeout: Duration,
         /// The last attempt's failure.
         cause: String,
@@ -100,7 +100,7 @@ pub enum Error {
         address: Address,
         /// The operation and its key.
         operation: String,
-        /// How long was waited.
+        /// The time of the wait.
         timeout: Duration,
         /// The keys that are still missing.
         missing: Vec<String>,
@@ -115,7 +115,7 @@ pub enum Error {
         address: Address,
         /// The operation and its key.
         operation: String,
-        /// What happened.
+        /// The cause.
         cause: String,
     },
     /// The request cannot be carried out. The connection stays usable.

@@ -48,7 +48,7 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 const MAGIC: &[u8] = b"FLOW";
 
-/// What a challenge consists of.
+/// The bytes of a challenge.
 pub type Nonce = [u8; 16];
 
 /// The frame that `input` consists of, without its length; `None` if it is not complete.
@@ -64,7 +64,7 @@ pub fn unframe(input: &[u8], limit: usize) -> io::Result<Option<&[u8]>> {
     Ok((frame.len() == length).then_some(frame))
 }
 
-/// What a client asks for.
+/// A request of a client.
 pub enum Request<'a> {
     Hello { version: u8 },
     Set { key: &'a str, value: &'a [u8] },
@@ -78,7 +78,7 @@ pub enum Request<'a> {
     Delete { keys: Vec<&'a str> },
 }
 
-/// What the server answers.
+/// A reply of the server.
 pub enum Reply<'a> {
     Done,
     Value(&'a [u8]),

@@ -108,13 +108,13 @@ impl Server {
         Ok(Server { thread, store, inbox })
     }
 
-    /// Where the store is served, with the port that was taken.
+    /// Returns where the store is served, with the port that was taken.
     pub fn address(&self) -> &Address {
         &self.thread.address
     }
 
-    /// What clients have sent to this process. It need not be read: when there is too much,
-    /// clients are refused.
+    /// Returns the messages that clients have sent to this process. It need not be read: when there
+    /// is too much, clients are refused.
     pub fn inbox(&self) -> &Inbox {
         &self.inbox
     }
@@ -161,7 +161,7 @@ struct ServerThread {
     owned: ForkSafe<Owned>,
 }
 
-/// What only the process that has started the thread may use.
+/// The parts that only the process that has started the thread may use.
 #[derive(Debug)]
 struct Owned {
     commands: Sender<Command>,
@@ -184,7 +184,7 @@ impl ServerThread {
         Ok(ServerThread { address, waker, owned: ForkSafe::new(Owned { commands, handle }) })
     }
 
-    /// Has the thread do something, if there is one.
+    /// Sends a command to the thread, if there is one.
     fn command(&self, command: Command) {
         if self.owned.is_ours() && self.owned.commands.send(command).is_ok() {
             // It fails only if the kernel has no memory, and then the next command's wakes the

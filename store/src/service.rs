@@ -1,5 +1,4 @@
-//! What a connection can be served with: the event loop moves bytes, a service knows what they
-//! mean.
+//! Services of connections: the event loop moves bytes, a service knows what they mean.
 
 use std::io;
 use std::sync::Arc;
@@ -30,7 +29,7 @@ pub trait Service {
         outbox: &mut Outbox,
     ) -> io::Result<usize>;
 
-    /// When something must be done about a connection if it says nothing.
+    /// Returns when something must be done about a connection if it says nothing.
     fn due(&self, id: usize) -> Option<Instant>;
 
     /// Answers a wait that has timed out.
@@ -40,7 +39,7 @@ pub trait Service {
     fn leave(&mut self, id: usize);
 }
 
-/// What is to be sent to which connections.
+/// The bytes that are to be sent to connections.
 #[derive(Default)]
 pub struct Outbox(pub Vec<(usize, Arc<Vec<u8>>)>);
 

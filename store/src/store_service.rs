@@ -36,7 +36,7 @@ struct Waiting {
     wants_value: bool,
 }
 
-/// What the inbox gets when a client is gone, or has been silent for so long.
+/// The message that the inbox gets when a client is gone, or has been silent for so long.
 struct Will {
     message: Vec<u8>,
     silence: Duration,
@@ -53,7 +53,7 @@ impl StoreService {
         }
     }
 
-    /// What a request is answered with at once, if anything; `None` ends the connection.
+    /// Answers a request at once, if it can; `None` ends the connection.
     fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
         let reply = match request {
             Request::Hello { .. } | Request::Proof { .. } => return None,

@@ -1,11 +1,11 @@
-//! What a store holds, and who waits for what it does not hold yet.
+//! The values of a store, and the clients that wait for others.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::protocol::Reply;
 
-/// Those who wait go by the ids of their connections.
+/// Values by key, and the clients that wait, by the ids of their connections.
 #[derive(Default)]
 pub struct Values {
     values: HashMap<String, Value>,

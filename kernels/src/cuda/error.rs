@@ -1,4 +1,4 @@
-//! What can go wrong with CUDA.
+//! Errors of CUDA.
 
 use std::ffi::{c_char, CStr};
 use std::ptr::null;
@@ -32,7 +32,7 @@ pub enum Error {
          libnvrtc.so.13"
     )]
     NoCompiler {
-        /// Where it was looked for, or what it lacks.
+        /// The places in which it was looked for, or what it lacks.
         reason: String,
     },
     /// The run-time compiler failed.

@@ -1,4 +1,4 @@
-//! Where tensors lie in a flat buffer, and which block of a kernel moves which part of them.
+//! The places of tensors in a flat buffer, and the blocks of a kernel that move their parts.
 
 use std::ops::Range;
 
@@ -22,9 +22,9 @@ pub const TENSORS_PER_LAUNCH: usize = 480;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Chunk {
-    /// Where it begins in the flat buffer, in elements.
+    /// The place where it begins in the flat buffer, in elements.
     pub flat_start: u64,
-    /// Where it begins in its tensor, in elements.
+    /// The place where it begins in its tensor, in elements.
     pub tensor_start: u64,
     /// Its elements.
     pub length: u32,
@@ -81,12 +81,12 @@ impl Layout {
         &self.lengths
     }
 
-    /// Where each tensor begins in the flat buffer, in elements.
+    /// Returns where each tensor begins in the flat buffer, in elements.
     pub fn places(&self) -> &[usize] {
         &self.places
     }
 
-    /// Where the last tensor ends: the length of the flat buffer in bytes.
+    /// Returns the length of the flat buffer in bytes: the place where the last tensor ends.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -118,8 +118,8 @@ impl Layout {
     }
 }
 
-/// Where a tensor of `length` elements of `size` bytes begins and ends in a buffer that is full up
-/// to `bytes`; None if there is no such address.
+/// Returns where a tensor of `length` elements of `size` bytes begins and ends in a buffer that is
+/// full up to `bytes`; None if there is no such address.
 fn placed(bytes: usize, length: usize, size: usize) -> Option<(usize, usize)> {
     let place = bytes.checked_next_multiple_of(ALIGNMENT)?;
     let end = place.checked_add(length.checked_mul(size)?)?;

@@ -200,7 +200,8 @@ unsafe fn load_forever(
     unsafe { Library::new(path) }.map(ManuallyDrop::new)
 }
 
-/// Where NVRTC would be if this process' libtorch were from a wheel; nowhere without libtorch.
+/// Returns where NVRTC would be if this process' libtorch were from a wheel; nowhere without
+/// libtorch.
 fn beside_torch() -> Vec<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     torch_folder(&maps).map(nvrtc_in_wheels).unwrap_or_default()

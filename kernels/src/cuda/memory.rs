@@ -21,10 +21,10 @@ use crate::types::DType;
 ///   with libtorch's caching allocator and `cuMemFree`. Work on another stream must be ordered
 ///   before that one's (an [`Event`](super::Event)) or before the drop.
 pub unsafe trait DeviceBuffer {
-    /// Where the memory begins on the device.
+    /// Returns where the memory begins on the device.
     fn address(&self) -> u64;
 
-    /// How long it is.
+    /// Returns its length in bytes.
     fn bytes(&self) -> usize;
 
     /// The type of its elements.

@@ -40,7 +40,7 @@ pub struct Packer {
     launches: Vec<Launch>,
 }
 
-/// Which tensors, and which of the device's chunks.
+/// The tensors and the chunks of the device that a launch moves.
 #[derive(Debug)]
 struct Launch {
     tensors: Range<usize>,
@@ -88,7 +88,7 @@ impl Packer {
         Ok(Packer { device: device.clone(), tensors, layout, kernels, chunks, launches })
     }
 
-    /// Where the tensors lie in the flat buffer.
+    /// Returns where the tensors lie in the flat buffer.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }

@@ -1,4 +1,4 @@
-//! How a process ended.
+//! The end of a process.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::signal;
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ExitStatus {
     Exit(i32),

@@ -1,4 +1,4 @@
-//! What an agent prints at the end of a job.
+//! The report that an agent prints at the end of a job.
 
 use std::path::PathBuf;
 

@@ -16,7 +16,7 @@ const MAX_REQUESTS: usize = 16;
 /// Bytes of a request.
 const MAX_REQUEST_BYTES: usize = 8192;
 
-/// How long a request may take.
+/// The longest time of a request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
 const ANSWER: &[u8] =
@@ -60,7 +60,7 @@ impl Health {
         listener.into_iter().chain(self.requests.iter().map(|request| request.stream.as_fd()))
     }
 
-    /// When to call [`Health::serve`] at the latest.
+    /// Returns when to call [`Health::serve`] at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         self.requests.iter().map(|request| request.deadline).min()
     }

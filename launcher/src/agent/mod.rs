@@ -62,7 +62,7 @@ use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 use crate::signal;
 
-/// What `poll` has found ready.
+/// A descriptor that `poll` has found ready.
 enum AgentReady {
     Signals,
     Control,

@@ -111,7 +111,7 @@ impl Process {
         self.signal(Signal::KILL.as_raw());
     }
 
-    /// How the worker ended, if it has. Its pid stays reserved until it is reaped.
+    /// Returns how the worker ended, if it has. Its pid stays reserved until it is reaped.
     pub fn end(&self) -> io::Result<Option<ExitStatus>> {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
@@ -140,7 +140,7 @@ impl AsFd for Process {
     }
 }
 
-/// In the new process: executes the program, or prints why it cannot and exits as a shell would.
+/// Executes the program, in the new process, or prints why it cannot and exits as a shell would.
 /// The CPUs to bind to come before the program and its arguments.
 pub fn exec(mut command: impl Iterator<Item = OsString>) -> ExitCode {
     let Some(cores) = command.next() else { return ExitCode::FAILURE };

@@ -50,7 +50,7 @@ const KILL_STRAGGLERS: &str = "kill-stragglers ";
 /// Line to the reaper: remove the named pipe whose path follows.
 const PIPE: &str = "pipe ";
 
-/// How long the launcher waits for the answer.
+/// The time that the launcher waits for the answer.
 const REAPER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The most passes over all processes: new ones may start meanwhile, and some cannot be killed.
@@ -117,7 +117,8 @@ impl Reaper {
         }
     }
 
-    /// Has a named pipe that is about to be made removed when the launcher ends.
+    /// Tells the reaper of a named pipe that is about to be made, which it removes when the
+    /// launcher ends.
     pub fn adopt_pipe(&mut self, path: &Path) -> io::Result<()> {
         let line = path.to_str().filter(|path| !path.contains('\n'));
         let line = line.ok_or_else(|| {
@@ -160,7 +161,7 @@ impl Reaper {
         self.deadline.iter_mut().for_each(|deadline| *deadline += time);
     }
 
-    /// When to call [`Reaper::elapsed`].
+    /// Returns when to call [`Reaper::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
@@ -193,7 +194,7 @@ impl Reaper {
         self.send(DISMISSAL);
     }
 
-    /// From now on, this worker's process group is killed when the launcher dies.
+    /// Tells the reaper to kill this worker's process group when the launcher dies.
     pub fn register(&mut self, worker: Pid) {
         self.send(&format!("+{worker}"));
     }

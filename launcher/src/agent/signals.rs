@@ -11,7 +11,7 @@ use signal_hook::flag;
 
 use crate::signal::{self, SignalReader};
 
-/// What a signal asks for.
+/// The request of a signal.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Request {
     /// End the job, by this signal.

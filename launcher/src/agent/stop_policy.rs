@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use crate::agent::exit_status::ExitStatus;
 
-/// What made the job stop before its end.
+/// The event that made the job stop before its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Cause {
     /// This worker (by index) failed first.
@@ -18,7 +18,7 @@ pub enum Cause {
     Coordinator,
 }
 
-/// What to do to all workers that have not ended.
+/// The action on all workers that have not ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Action {
     Nothing,
@@ -31,9 +31,9 @@ pub enum Action {
 /// Signals within this time count as one: GNU timeout signals its child, and then the child's
 /// process group.
 const COALESCE_WINDOW: Duration = Duration::from_millis(200);
-/// How long to wait for the end of a worker that has recorded its error.
+/// The time to wait for the end of a worker that has recorded its error.
 const ENDING: Duration = Duration::from_secs(2);
-/// How long to wait for the end of a killed process.
+/// The time to wait for the end of a killed process.
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// A worker (by index) that has ended, and when it recorded an error, if it did.
@@ -47,7 +47,7 @@ pub struct StopPolicy {
     /// Failures seen before the root cause is decided.
     ends: Vec<Ended>,
     deadline: Option<Instant>,
-    /// When the first signal and the first SIGINT arrived.
+    /// The times at which the first signal and the first SIGINT arrived.
     signalled: Option<Instant>,
     interrupted: Option<Instant>,
     killed: bool,
@@ -73,7 +73,7 @@ impl StopPolicy {
         self.cause
     }
 
-    /// When to call [`StopPolicy::elapsed`].
+    /// Returns when to call [`StopPolicy::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
@@ -107,7 +107,7 @@ impl StopPolicy {
         }
     }
 
-    /// These workers (by index, in rank order) were found to have ended, each with the time of the
+    /// Notes that these workers (by index, in rank order) have ended, each with the time of the
     /// error that it recorded. `is_ending`: a worker that has not ended yet has recorded an error
     /// too, and may be the first that failed.
     pub fn ended(&mut self, ends: &[Ended], is_ending: bool, now: Instant) -> Action {

@@ -16,7 +16,7 @@ const MAX_TIMERS: usize = 1 << 16;
 struct TimerRequest {
     pid: i32,
     scope_id: String,
-    /// In seconds since 1970; a negative one releases the timer.
+    /// The time of expiration in seconds since 1970; a negative one releases the timer.
     expiration_time: f64,
     signal: i32,
 }
@@ -40,7 +40,7 @@ pub struct Expired {
 /// The timers that are set, and bytes of a request that is not complete.
 #[derive(Default)]
 pub struct Timers {
-    /// By process and scope.
+    /// The timers by process and scope.
     timers: HashMap<(i32, String), Timer>,
     /// The start of an incomplete line.
     unfinished: Vec<u8>,
@@ -76,7 +76,7 @@ impl Timers {
         Ok(())
     }
 
-    /// When the next one expires.
+    /// Returns when the next one expires.
     pub fn next(&self) -> Option<f64> {
         self.timers.values().map(|timer| timer.expiration).min_by(f64::total_cmp)
     }

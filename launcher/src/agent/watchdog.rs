@@ -88,7 +88,7 @@ impl Watchdog {
         }
     }
 
-    /// When to call [`Watchdog::elapsed`].
+    /// Returns when to call [`Watchdog::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         let left = (self.timers.next()? - now()).max(0.0);
         Instant::now().checked_add(Duration::try_from_secs_f64(left).ok()?)

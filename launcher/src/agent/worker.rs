@@ -21,7 +21,7 @@ use crate::plan::WorkerSpec;
 use crate::report::error_file::ErrorFile;
 use crate::report::failure::{Outcome, Stopped, Tail};
 
-/// How much longer than after `QUIET` a prompt waits for the end of another stream's line.
+/// The time after `QUIET` that a prompt also waits for the end of another stream's line.
 const LINE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Index of a stream of a worker.
@@ -36,7 +36,7 @@ pub struct Worker {
     pub error_file: Option<PathBuf>,
     /// The error it recorded there, if it was among the first to fail.
     pub error: Option<ErrorFile>,
-    /// How it ended, once it has.
+    /// The worker's end, once it has ended.
     pub end: Option<ExitStatus>,
     pub ended_at: Option<Timestamp>,
     pub stopped: Stopped,
@@ -54,11 +54,11 @@ pub struct WorkerStream {
     /// Once the worker has ended: the bytes still to be read of what it wrote. Processes that it
     /// left behind may hold the pipe open for ever.
     pub left: Option<u64>,
-    /// When to show an incomplete line.
+    /// The time at which to show an incomplete line.
     pub due: Option<Instant>,
 }
 
-/// Where workers' output goes and their input comes from.
+/// The places to which workers' output goes and from which their input comes.
 pub struct Console<'a> {
     pub sinks: &'a Sinks,
     pub logs: &'a LogFiles,
@@ -74,13 +74,13 @@ pub fn has_input() -> bool {
 }
 
 impl WorkerStream {
-    /// When an incomplete line is shown.
+    /// Returns when an incomplete line is shown.
     pub fn show_at(&self, which: usize, sinks: &Sinks) -> Option<Instant> {
         let is_free = self.tee.may_show(&sinks.of(which).queue);
         self.due.map(|due| if is_free { due } else { due + LINE_TIMEOUT })
     }
 
-    /// How many bytes are to be read now; None without a pipe.
+    /// Returns how many bytes are to be read now; None without a pipe.
     pub fn unread(&self) -> Option<u64> {
         let pipe = self.pipe.as_ref()?;
         if !self.is_pty {

@@ -30,7 +30,7 @@ const QUIET: Duration = Duration::from_millis(100);
 const LIMITS: &str =
     "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
 
-/// What `poll` has found ready in a worker group.
+/// A descriptor of a worker group that `poll` has found ready.
 pub enum WorkerReady {
     End(usize),
     Output(usize, usize),
@@ -148,7 +148,7 @@ impl WorkerGroup {
         watched
     }
 
-    /// When to call [`WorkerGroup::elapsed`]; the policy has a deadline of its own.
+    /// Returns when to call [`WorkerGroup::elapsed`]; the policy has a deadline of its own.
     pub fn deadline(&self, sinks: &Sinks) -> Option<Instant> {
         let streams = self.workers.iter().flat_map(|worker| worker.streams.iter().enumerate());
         streams.filter_map(|(which, stream)| stream.show_at(which, sinks)).min()
@@ -214,7 +214,7 @@ impl WorkerGroup {
         Ok(worker.end.map(|end| (rank, end)))
     }
 
-    /// When a failed worker recorded its error, if it did.
+    /// Returns when a failed worker recorded its error, if it did.
     pub fn error_time(&self, index: usize) -> Option<SystemTime> {
         self.workers[index].error.as_ref()?.time
     }
@@ -369,12 +369,12 @@ impl WorkerGroup {
         }
     }
 
-    /// How the workers ended, in rank order.
+    /// Returns how the workers ended, in rank order.
     pub fn outcomes(&self) -> Vec<Outcome<'_>> {
         self.workers.iter().map(Worker::outcome).collect()
     }
 
-    /// How a worker ended, if it has.
+    /// Returns how a worker ended, if it has.
     pub fn outcome(&self, index: usize) -> Outcome<'_> {
         self.workers[index].outcome()
     }

@@ -1,4 +1,4 @@
-//! What a flag is: its spellings, its value and its descriptions.
+//! A flag: its spellings, its value and its descriptions.
 
 use std::ffi::OsString;
 
@@ -38,7 +38,7 @@ pub struct Flag {
     pub default: &'static str,
     /// The full description, in Markdown.
     pub meaning: &'static str,
-    /// How it differs from torchrun's flag; empty if it does not.
+    /// The difference from torchrun's flag; empty if there is none.
     pub differs: &'static str,
 }
 
@@ -205,7 +205,7 @@ fn plain_text(markdown: &str) -> String {
     text
 }
 
-/// What a shell completes a value with.
+/// Returns the kind of words with which a shell completes a value.
 fn hint(value: &str) -> ValueHint {
     match value {
         "FILE" => ValueHint::FilePath,

@@ -4,7 +4,7 @@ use super::*;
 use crate::job::Rendezvous;
 use proptest::prelude::*;
 
-/// With these variables in the environment.
+/// Parses with these variables in the environment.
 fn parse_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<Job, Usage> {
     let environment =
         |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, v)| v.into());
@@ -14,7 +14,7 @@ fn parse_with(variables: &[(&str, &str)], arguments: &[&str]) -> Result<Job, Usa
     )
 }
 
-/// Of words separated by spaces.
+/// Parses words separated by spaces.
 pub fn parse(line: &str) -> Result<Job, Usage> {
     parse_with(&[], &line.split_whitespace().collect::<Vec<_>>())
 }

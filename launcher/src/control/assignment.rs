@@ -22,8 +22,8 @@ pub struct RankAssignment {
     pub stores: RendezvousStoreInfo,
 }
 
-/// How the workers of a round find each other. The leader fills it in; the coordinator does not
-/// know it.
+/// The place at which the workers of a round find each other. The leader fills it in; the
+/// coordinator does not know it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RendezvousStoreInfo {
     /// The leading node, where rank 0 runs and PyTorch's store is served.

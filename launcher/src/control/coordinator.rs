@@ -21,13 +21,13 @@ use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 /// than an exit code, as a worker that misses its peer ends with an exit code.
 const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
-/// How long to wait for nodes before the first notice.
+/// The time to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
 
 /// Exit code of a job that hung; `timeout` uses the same.
 const HUNG: i32 = 124;
 
-/// How long an agent may take to stop its workers, in addition to their grace period.
+/// The time that an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
 
 /// Decides who takes part in the job, when a round starts and stops, and how the job ends.
@@ -136,7 +136,7 @@ impl Coordinator {
         std::mem::take(&mut self.commands)
     }
 
-    /// When to call [`Coordinator::elapsed`].
+    /// Returns when to call [`Coordinator::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             JobPhase::Gathering { since, enough, notice } => Some(match enough {

@@ -24,16 +24,16 @@ use crate::trace::folder as trace;
 /// Interval of the heartbeat.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// How long to wait before looking up a host name again.
+/// The time to wait before looking up a host name again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How long to try to connect before the first notice.
+/// The time to try to connect before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
 
-/// How long the end of this agent waits until its last events are sent.
+/// The time that the end of this agent waits until its last events are sent.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What the thread that sends events takes.
+/// A message for the thread that sends events.
 enum Outgoing {
     Event(AgentEvent),
     /// The timeline of a rank.

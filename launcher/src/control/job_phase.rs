@@ -1,4 +1,4 @@
-//! What the coordinator knows of agents, and the phases of a job.
+//! The coordinator's knowledge of agents, and the phases of a job.
 
 use std::time::Instant;
 
@@ -24,7 +24,7 @@ pub enum AgentState {
     Finished,
 }
 
-/// What the job as a whole does.
+/// The phase of the job as a whole.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobPhase {
     /// Waiting for agents. `enough` is when the least number was reached, `notice` when to report

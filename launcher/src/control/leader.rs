@@ -27,7 +27,7 @@ use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
 
-/// How long the leader stays for others to receive the result.
+/// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.

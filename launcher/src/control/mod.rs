@@ -34,7 +34,7 @@ use crate::control::token::TOKEN;
 use crate::job::{Job, Rendezvous};
 use crate::net;
 
-/// How long a node that lost its connection tries to join again.
+/// The time in which a node that lost its connection tries to join again.
 const REJOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// This agent's side of the control plane.
@@ -145,7 +145,7 @@ impl ControlPlane {
         }
     }
 
-    /// What the leader has learnt about other nodes and hangs since the last call.
+    /// Returns what the leader has learnt about other nodes and hangs since the last call.
     pub fn events(&mut self) -> Vec<ClusterEvent> {
         match self {
             ControlPlane::Leader(leader) => leader.events(),
@@ -168,7 +168,7 @@ impl ControlPlane {
         }
     }
 
-    /// When to call [`ControlPlane::poll`] at the latest.
+    /// Returns when to call [`ControlPlane::poll`] at the latest.
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             ControlPlane::Leader(leader) => leader.deadline(),

@@ -13,7 +13,7 @@ pub type AgentId = u64;
 /// The agent of the leading node, in which the coordinator runs.
 pub const LEADER: AgentId = 0;
 
-/// From an agent to the coordinator.
+/// An event that an agent sends to the coordinator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AgentEvent {
     /// The agent can start workers.
@@ -43,7 +43,7 @@ pub struct Failure {
     pub end: ExitStatus,
 }
 
-/// From the coordinator to an agent.
+/// A command of the coordinator to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
     Start {
@@ -61,7 +61,7 @@ pub enum Command {
     Finish(JobResult),
 }
 
-/// How the job ended.
+/// The end of the job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobResult {
     pub code: u8,
@@ -69,7 +69,7 @@ pub struct JobResult {
     pub cause: Option<String>,
 }
 
-/// What an agent receives.
+/// A message that an agent receives.
 #[derive(Debug)]
 pub enum ControlMessage {
     Command(Command),

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::report::text::{printable, ranks};
 
-/// How long to collect reports of other workers before the first message.
+/// The time to collect reports of other workers before the first message.
 const COALESCE_WINDOW: Duration = Duration::from_secs(1);
 
 /// A worker's report of a wait: sent when the wait has become long, and when it is over.
@@ -25,7 +25,8 @@ pub struct StallUpdate {
     /// The ranks it waits for.
     #[serde(default)]
     missing: Vec<u32>,
-    /// What its flight recorders have under way, and what completed and failed last.
+    /// The operations that its flight recorders have under way, and those that completed and failed
+    /// last.
     #[serde(default)]
     activity: String,
 }
@@ -50,13 +51,13 @@ impl Stall {
 pub struct StallTracker {
     limit: Option<Duration>,
     waiting: BTreeMap<(u32, u64), Stall>,
-    /// When to report stalls that are not reported yet.
+    /// The time at which to report stalls that are not reported yet.
     report_at: Option<Instant>,
     /// Times when everything was suspended: the end of each, and for how long.
     pauses: Vec<(Instant, Duration)>,
 }
 
-/// What to do about stalls.
+/// The action on stalls.
 #[derive(Debug, PartialEq)]
 pub enum StallAction {
     /// Print the report.
@@ -74,7 +75,7 @@ impl StallAction {
 }
 
 impl StallTracker {
-    /// Without stalls yet. A wait longer than `limit` fails the round.
+    /// Makes a tracker without stalls. A wait longer than `limit` fails the round.
     pub fn new(limit: Option<Duration>) -> StallTracker {
         StallTracker { limit, ..StallTracker::default() }
     }
@@ -108,7 +109,7 @@ impl StallTracker {
         self.report_at.iter_mut().for_each(|at| *at += time);
     }
 
-    /// When to call [`StallTracker::elapsed`].
+    /// Returns when to call [`StallTracker::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         let oldest = self.waiting.values().map(|waiting| waiting.since).min();
         let limit = oldest.zip(self.limit).map(|(since, limit)| since + limit);
@@ -136,8 +137,8 @@ impl StallTracker {
         oldest.map(|waited| StallAction::Report(self.report(waited)))
     }
 
-    /// Which ranks wait where and for which others. Ranks that others wait for and that are in no
-    /// collective themselves come first.
+    /// Says which ranks wait where and for which others. Ranks that others wait for and that are in
+    /// no collective themselves come first.
     fn report(&self, waited: Duration) -> String {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();

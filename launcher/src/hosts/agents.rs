@@ -1,4 +1,4 @@
-//! From hosts to the command that starts the agent on each: pure functions.
+//! The command that starts the agent on each host: pure functions.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -10,7 +10,7 @@ use crate::hosts::control_stream;
 use crate::job::{HostEntry, Hosts, Job};
 use crate::report::events;
 
-/// What all hosts have in common.
+/// The facts that all hosts have in common.
 pub struct Place {
     /// The path of flow-launch.
     pub launcher: PathBuf,
@@ -24,17 +24,17 @@ impl HostEntry {
     }
 }
 
-/// How the agent of a node is started.
+/// The start of a node's agent.
 pub struct Start {
     pub host: String,
-    /// What runs the agent there, for messages.
+    /// The program that runs the agent there, for messages.
     pub starter: String,
     /// The command that a user would type there.
     pub agent: Vec<OsString>,
     pub command: Vec<OsString>,
 }
 
-/// How to start the agent of a node. With `prefix`, it puts the rank before each line.
+/// Says how to start the agent of a node. With `prefix`, it puts the rank before each line.
 pub fn start(
     job: &Job,
     hosts: &Hosts,
@@ -162,8 +162,8 @@ pub fn environment(
     (environment, missing)
 }
 
-/// What `--dry-run` prints: each agent's command, as for a shell, and the names of the variables
-/// for all.
+/// Returns the text of `--dry-run`: each agent's command, as for a shell, and the names of the
+/// variables for all.
 pub fn describe(starts: &[Start], environment: &BTreeMap<String, String>) -> String {
     let mut text = format!("nodes: {}\n", starts.len());
     for (node, Start { host, starter, agent, .. }) in starts.iter().enumerate() {

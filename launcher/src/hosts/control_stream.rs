@@ -52,7 +52,7 @@ pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<Strin
     Ok(serde_json::to_string(variables)? + "\n")
 }
 
-/// In a new process with a control stream: becomes a remote shell, which the kernel kills when the
+/// Becomes a remote shell, in a new process with a control stream; the kernel kills it when the
 /// head dies. It has no terminal, so it cannot ask questions.
 pub fn exec_remote_shell(command: impl Iterator<Item = OsString>) -> ExitCode {
     process::become_program(end_with_the_head(), command)
@@ -112,7 +112,7 @@ fn send_to_this_process(signal: Signal) {
 struct ControlStream {
     input: OwnedFd,
     unread: Vec<u8>,
-    /// How long the head may send nothing.
+    /// The longest time in which the head sends nothing.
     heartbeat_timeout: Timespec,
 }
 

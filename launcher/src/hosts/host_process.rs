@@ -1,4 +1,4 @@
-//! What was started for one host: its agent, or the remote shell to it.
+//! The process that was started for one host: its agent, or the remote shell to it.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -31,7 +31,7 @@ pub struct HostProcess {
     pub is_there: bool,
     /// It has ended or was given up.
     pub has_ended: bool,
-    /// How often it has printed each message.
+    /// The number of times that it has printed each message.
     pub said: HashMap<Vec<u8>, usize>,
 }
 

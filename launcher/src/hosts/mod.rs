@@ -31,12 +31,12 @@ use crate::output::lines::{Segment, Source};
 use crate::output::sink::Sinks;
 use crate::poll;
 
-/// When one agent has failed, the others learn of it from each other: how long they may take to end
-/// or to stop.
+/// The time that other agents may take to end or to stop when one has failed: they learn of it from
+/// each other.
 const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
 
-/// How long agents may take to end, in addition to the grace period of their workers; and after
-/// they were killed.
+/// The time that agents may take to end, in addition to the grace period of their workers; and
+/// after they were killed.
 const STOPPING: Duration = Duration::from_secs(45);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
@@ -123,7 +123,7 @@ enum Phase {
     Killed(Instant),
 }
 
-/// What `poll` has found ready; agents and their streams by index.
+/// A descriptor that `poll` has found ready; agents and their streams by index.
 enum HeadReady {
     Signals,
     Sink(usize),
@@ -137,12 +137,13 @@ struct Head {
     signals: Signals,
     sinks: Sinks,
     grace: Duration,
-    /// How long to wait for an agent to start.
+    /// The time to wait for an agent to start.
     join_timeout: Duration,
     started: Instant,
-    /// When to send the next heartbeat.
+    /// The time at which to send the next heartbeat.
     next_heartbeat: Instant,
-    /// How often each message of agents was shown: all agents print messages that concern all.
+    /// The number of times that each message of agents was shown: all agents print messages that
+    /// concern all.
     shown: HashMap<Vec<u8>, usize>,
     phase: Phase,
     /// The exit code of the first agent that failed.
@@ -287,8 +288,8 @@ impl Head {
         true
     }
 
-    /// What was started for a host has ended. Processes that it left behind may hold its output
-    /// open.
+    /// Notes that the process that was started for a host has ended. Processes that it left behind
+    /// may hold its output open.
     fn note_end(&mut self, index: usize) -> anyhow::Result<()> {
         let agent = &mut self.agents[index];
         let Some(status) =

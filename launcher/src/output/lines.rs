@@ -20,7 +20,7 @@ pub struct Source<'a> {
     pub is_live: bool,
 }
 
-/// How a segment ends.
+/// The end of a segment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Ending {
     Newline,
@@ -44,7 +44,7 @@ pub struct Segment<'a> {
     pub bytes: &'a [u8],
     /// Bytes that were passed on before the segment was complete.
     passed: usize,
-    /// How the segment before it ended.
+    /// The end of the segment before it.
     previous: Ending,
 }
 

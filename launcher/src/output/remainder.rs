@@ -29,7 +29,7 @@ const READ: usize = 1 << 16;
 
 /// A stream that somebody still holds open at the end of the job.
 pub struct Remainder {
-    /// Which of our own outputs shows it, and the prefix; None if it is not shown.
+    /// The number of our own output that shows it, and the prefix; None if it is not shown.
     pub console: Option<(usize, String)>,
     pub log: Option<File>,
     pub pipe: OwnedFd,

@@ -1,4 +1,4 @@
-//! Where each stream of a worker goes: the console, a file, or both (pure).
+//! Routes of workers' streams: the console, a file, or both (pure).
 
 use crate::job::{Output, StreamMap, Streams};
 
@@ -28,7 +28,7 @@ impl StreamKind {
     }
 }
 
-/// Where one stream of one worker goes.
+/// The route of one stream of one worker.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Route {
     /// The prefix of each line on the console; None if the stream is not shown.
@@ -50,7 +50,7 @@ impl Route {
     }
 }
 
-/// Where all streams of a job go.
+/// The routes of all streams of a job.
 pub struct Routes {
     output: Output,
     role: String,
@@ -100,7 +100,7 @@ impl Routes {
         needles(&self.output, which)
     }
 
-    /// As torchrun's: `[default0]:`.
+    /// Returns a prefix like torchrun's: `[default0]:`.
     fn tee_prefix(&self, rank: u32, local_rank: u32) -> String {
         let Some(template) = &self.output.prefix_template else {
             return format!("[{}{local_rank}]:", self.role);

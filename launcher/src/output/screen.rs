@@ -16,7 +16,7 @@ const ERASE: &[u8] = b"\x1b[m\r\x1b[K";
 struct Row {
     stream: StreamId,
     is_live: bool,
-    /// With its prefix.
+    /// The text with its prefix.
     text: Vec<u8>,
     /// The next segment is drawn over it.
     is_returned: bool,
@@ -40,7 +40,7 @@ impl Row {
 /// The last line of a terminal, as far as it is known here.
 #[derive(Default)]
 pub struct Screen {
-    /// In the order of their last change.
+    /// The rows in the order of their last change.
     rows: Vec<Row>,
     /// The stream that owns the row on the screen.
     shown: Option<StreamId>,

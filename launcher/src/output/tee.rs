@@ -8,7 +8,7 @@ use crate::output::log_file::{Filter, LogFile};
 use crate::output::queue::OutputQueue;
 use crate::output::routing::{Route, StreamKind};
 
-/// When an incomplete line is shown.
+/// The time at which an incomplete line is shown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Partial {
     /// Once it is complete.
@@ -47,7 +47,7 @@ impl StreamTee {
         self.file.as_ref()
     }
 
-    /// What is left once the stream's worker has ended, for a process that reads on.
+    /// Takes what is left once the stream's worker has ended, for a process that reads on.
     pub fn take_rest(&mut self) -> (Option<String>, Option<File>) {
         let file = self.file.as_mut().and_then(LogFile::take);
         (self.route.console.take(), file)

@@ -1,4 +1,4 @@
-//! What `--dry-run` prints: what would be started, as far as it is known before the start.
+//! The text of `--dry-run`: what would be started, as far as it is known before the start.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write;

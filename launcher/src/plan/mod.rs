@@ -1,4 +1,4 @@
-//! From a job to its workers: pure functions.
+//! The workers of a job: pure functions.
 
 pub mod dry_run;
 pub mod host;
@@ -79,8 +79,8 @@ pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
     }
 }
 
-/// Which workers read flow-launch's standard input. The default is all for Python programs, as with
-/// torchrun, and rank 0 for others, as with mpirun.
+/// Returns which workers read flow-launch's standard input. The default is all for Python programs,
+/// as with torchrun, and rank 0 for others, as with mpirun.
 pub fn stdin(job: &Job) -> Stdin {
     let default = if program::is_python(&job.program) { Stdin::All } else { Stdin::Rank(0) };
     job.stdin.unwrap_or(default)

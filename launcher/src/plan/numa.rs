@@ -1,5 +1,5 @@
-//! Which CPUs each worker runs on: `--numa-binding`. Memory follows: Linux allocates it on the node
-//! that first uses it.
+//! `--numa-binding`: the CPUs on which each worker runs. Memory follows: Linux allocates it on the
+//! node that first uses it.
 
 use std::collections::BTreeMap;
 use std::fs;

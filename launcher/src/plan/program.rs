@@ -1,4 +1,4 @@
-//! From PROGRAM to the command that runs it.
+//! The command that runs PROGRAM.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -147,8 +147,8 @@ impl Places {
     }
 }
 
-/// What only Python runs: a script, a program in one file (zipapp), compiled code, a folder of a
-/// program.
+/// Whether only Python runs it: a script, a program in one file (zipapp), compiled code, a folder
+/// of a program.
 fn is_pythons(path: &Path) -> bool {
     let extension = path.extension().and_then(OsStr::to_str);
     matches!(extension, Some("py" | "pyz" | "pyc")) || path.join("__main__.py").is_file()

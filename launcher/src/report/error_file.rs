@@ -22,7 +22,7 @@ pub const VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 pub struct ErrorFile {
     pub message: String,
     pub traceback: Option<String>,
-    /// When the file was written: the timestamp inside is in whole seconds.
+    /// The time at which the file was written: the timestamp inside is in whole seconds.
     pub time: Option<SystemTime>,
     whole: Value,
 }

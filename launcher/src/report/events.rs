@@ -51,7 +51,7 @@ pub enum JobEvent<'a> {
     },
 }
 
-/// How a process ended: one of the two fields.
+/// The end of a process: one of the two fields.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndFields {

@@ -64,7 +64,7 @@ impl Tail {
     }
 }
 
-/// How far the launcher went to stop a worker.
+/// The last action by which the launcher stopped a worker.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
 pub enum Stopped {
     No,
@@ -74,14 +74,14 @@ pub enum Stopped {
     Overdue,
 }
 
-/// How one worker ended.
+/// The end of one worker.
 pub struct Outcome<'a> {
     pub rank: u32,
     pub local_rank: u32,
     pub pid: i32,
     /// None if it could not be killed.
     pub end: Option<ExitStatus>,
-    /// When it ended, or, if it recorded an error, when that happened.
+    /// The time at which it ended, or, if it recorded an error, at which that happened.
     pub time: Option<Timestamp>,
     pub stopped: Stopped,
     pub tail: &'a Tail,
@@ -91,7 +91,7 @@ pub struct Outcome<'a> {
     pub log: Option<&'a Path>,
 }
 
-/// How a failed worker ended, in one line.
+/// Says how a failed worker ended, in one line.
 pub fn summary(worker: &Outcome, host: &str) -> String {
     let what = match worker.end {
         Some(ExitStatus::Signal(signal)) => {
@@ -146,8 +146,8 @@ fn last_output(outcome: &Outcome) -> String {
     lines.iter().fold(heading, |text, line| format!("{text}  | {line}\n"))
 }
 
-/// How the other workers of this node ended, if there are others; `failed` is the index of the one
-/// that failed first.
+/// Says how the other workers of this node ended, if there are others; `failed` is the index of the
+/// one that failed first.
 pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option<String> {
     let others: Vec<_> = outcomes
         .iter()

@@ -1,4 +1,4 @@
-//! Which rank was the last to arrive in each collective.
+//! The rank that was the last to arrive in each collective.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ type Operation = (String, u64);
 /// The last of those that arrived in an operation.
 struct Last {
     rank: u32,
-    /// In microseconds.
+    /// The time in microseconds.
     started: f64,
     /// Others arrived as well.
     has_others: bool,
 }
 
-/// Who was the last to arrive, of the ranks whose events were added.
+/// The last rank to arrive, of the ranks whose events were added.
 #[derive(Default)]
 pub struct Arrivals(BTreeMap<Operation, Last>);
 
@@ -49,7 +49,7 @@ impl Arrivals {
         self.0.values().filter(|last| last.has_others).map(|last| last.rank)
     }
 
-    /// How many collectives there are.
+    /// Returns the number of collectives.
     pub fn count(&self) -> usize {
         self.0.len()
     }

@@ -46,11 +46,12 @@ pub struct Arguments {
     pub step: Option<u64>,
     pub group: serde_json::Value,
     pub sequence: Option<u64>,
-    /// When the operation began; `start` is later where events of a thread would overlap.
+    /// The time at which the operation began; `start` is later where events of a thread would
+    /// overlap.
     pub started: Option<f64>,
 }
 
-/// Where a merged timeline comes from.
+/// The job from which a merged timeline comes.
 #[derive(Serialize)]
 pub struct Origin<'a> {
     pub world_size: u32,

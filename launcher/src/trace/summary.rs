@@ -1,4 +1,4 @@
-//! What `flow-launch trace FILE` prints. Pure.
+//! The text of `flow-launch trace FILE`. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -6,13 +6,13 @@ use std::fmt::Write;
 use super::arrivals::Arrivals;
 use super::format::{Timeline, TimelineEvent};
 
-/// How much longer than the median rank a straggler computes, as a factor.
+/// The factor by which a straggler computes longer than the median rank.
 const STRAGGLES: f64 = 1.1;
 
-/// How many steps are listed with their slowest rank.
+/// The number of steps that are listed with their slowest rank.
 const LISTED: usize = 10;
 
-/// From start to end, in microseconds.
+/// The start and the end, in microseconds.
 type Interval = (f64, f64);
 
 /// The events of one rank, as far as the summary needs them.
@@ -74,7 +74,7 @@ impl Slowest {
         Some(Slowest { step, rank, time, median })
     }
 
-    /// By how much the slowest rank was slower than the median rank.
+    /// Returns by how much the slowest rank was slower than the median rank.
     fn behind(&self) -> f64 {
         self.time - self.median
     }

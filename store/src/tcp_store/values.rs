@@ -1,5 +1,5 @@
-//! What a TCPStore holds: values and queues, each with keys of its own, and how much memory they
-//! take.
+//! The contents of a TCPStore: values and queues, each with keys of its own, and how much memory
+//! they take.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::AddAssign;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use super::wire::{self, Value};
 
-/// What a key or an entry of a queue takes beside its bytes.
+/// The memory that a key or an entry of a queue takes beside its bytes.
 const OVERHEAD: usize = 128;
 /// So many replies at least are under way before it is looked which have been sent.
 const MIN_LENT: usize = 64;
@@ -16,13 +16,14 @@ const MIN_LENT: usize = 64;
 pub struct Values {
     values: HashMap<Vec<u8>, Value>,
     queues: HashMap<Vec<u8>, VecDeque<Value>>,
-    /// What is not kept here, but may be on its way to a client still, with its size.
+    /// The values that are not kept here, but may be on their way to a client still, with their
+    /// sizes.
     lent: Vec<(Weak<Vec<u8>>, usize)>,
     /// The keys of all values as they are sent, from when somebody asks until one comes or goes.
     list: Option<Arc<Vec<u8>>>,
     /// The size of such a list, but for the number in front.
     list_size: usize,
-    /// With so many of them it is time to look which have been sent.
+    /// The number of lent values at which it is time to look which have been sent.
     sweep_at: usize,
     size: usize,
 }
@@ -42,12 +43,12 @@ impl Values {
         self.values.contains_key(key) || self.queues.contains_key(key)
     }
 
-    /// How many values there are.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.values.len()
     }
 
-    /// How much memory `list` takes that is not taken yet.
+    /// Returns how much memory `list` takes that is not taken yet.
     pub fn list_cost(&self) -> usize {
         if self.list.is_some() { 0 } else { 8 + self.list_size }
     }

@@ -1,4 +1,4 @@
-//! Who waits for which keys of a TCPStore.
+//! The clients of a TCPStore that wait, and the keys that they wait for.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -6,13 +6,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 #[derive(Default)]
 pub struct PendingWaits {
     waits: HashMap<usize, Wait>,
-    /// Those that wait for a key, by their turns.
+    /// The clients that wait for a key, by their turns.
     by_key: HashMap<Vec<u8>, BTreeSet<(u64, usize)>>,
     next_turn: u64,
     size: usize,
 }
 
-/// What waiting for a key takes beside twice its bytes.
+/// The memory that waiting for a key takes beside twice its bytes.
 const OVERHEAD: usize = 256;
 
 fn size(key: &[u8]) -> usize {
@@ -30,7 +30,7 @@ impl PendingWaits {
         self.size
     }
 
-    /// Has a client wait for all of `keys`, and for no others any more.
+    /// Makes a client wait for all of `keys`, and for no others any more.
     pub fn add(&mut self, id: usize, keys: HashSet<Vec<u8>>) {
         self.cancel(id);
         let turn = self.next_turn;
@@ -55,7 +55,7 @@ impl PendingWaits {
         }
     }
 
-    /// Those whose wait is over now that `key` is there.
+    /// Returns the clients whose wait is over now that `key` is there.
     pub fn wake_all(&mut self, key: &[u8]) -> Vec<usize> {
         let waiting = self.by_key.remove(key).unwrap_or_default();
         waiting.into_iter().map(|(_, id)| id).filter(|id| self.arrived(*id, key)).collect()

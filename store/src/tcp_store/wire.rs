@@ -1,4 +1,4 @@
-//! What PyTorch's clients send: its requests, taken from a stream of bytes that ends anywhere.
+//! The requests of PyTorch's clients, taken from a stream of bytes that ends anywhere.
 //!
 //! A request is an operation (u8) and its fields. Numbers are little-endian; a key or a value is
 //! its length (u64) and its bytes. The limits are those of PyTorch's own server.
@@ -76,14 +76,15 @@ pub struct Decoder {
 
 struct Partial {
     operation: u8,
-    /// How many keys it has, or how many requests are still to come, for operations that say so.
+    /// The number of keys that it has, or of requests that are still to come, for operations that
+    /// say so.
     count: Option<u64>,
     taken: Vec<Vec<u8>>,
     /// The bytes that these take.
     size: usize,
 }
 
-/// What a request consists of.
+/// The parts of a request.
 enum Layout {
     Once(&'static [Field]),
     /// A number, and so many keys.
@@ -311,7 +312,7 @@ mod tests {
         prop_oneof![single, many]
     }
 
-    /// What comes out of pieces that arrive one after the other.
+    /// Decodes requests from pieces that arrive one after the other.
     fn decode(pieces: &[&[u8]]) -> io::Result<Vec<Request>> {
         let (mut decoder, mut input, mut requests) = (Decoder::default(), Vec::new(), Vec::new());
         for piece in pieces {
