@@ -76,12 +76,14 @@ impl<T> Place<T> {
         Ok(Self(place))
     }
 
+    /// Writes the result.
     pub fn set(self, value: T) {
         // SAFETY: whoever made this has promised that it can be written.
         unsafe { self.0.write(value) }
     }
 }
 
+/// Reads a timeout in seconds; infinity is no timeout.
 pub fn duration(seconds: f64) -> Result<Duration> {
     if seconds == f64::INFINITY {
         return Ok(Duration::MAX);
@@ -92,10 +94,12 @@ pub fn duration(seconds: f64) -> Result<Duration> {
     })
 }
 
+/// Reads the code of an element type.
 pub fn dtype(code: u32) -> Result<DType> {
     coded(code, "dtype")
 }
 
+/// Reads the code of a reduction.
 pub fn reduce_op(code: u32) -> Result<ReduceOp> {
     coded(code, "reduce operation")
 }

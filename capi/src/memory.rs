@@ -47,10 +47,12 @@ impl Memory {
 }
 
 impl Elements {
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
+    /// Returns the number of elements.
     pub fn count(&self) -> usize {
         self.bytes / self.dtype.size()
     }

@@ -35,6 +35,7 @@ impl Label {
         a.map(|label| label.elements) == b.map(|label| label.elements)
     }
 
+    /// Reads a label from the words of a descriptor.
     pub(crate) fn from_words(kind: Kind, words: [u64; 2]) -> Self {
         let mut elements = [0; Self::LENGTH];
         elements[..8].copy_from_slice(&words[0].to_le_bytes());
@@ -42,6 +43,7 @@ impl Label {
         Self { kind, elements }
     }
 
+    /// Returns the label's words for a descriptor.
     #[inline]
     pub(crate) fn words(&self) -> [u64; 2] {
         let value = u128::from_le_bytes(self.elements);

@@ -114,6 +114,7 @@ impl fmt::Display for UnknownCode {
 impl std::error::Error for UnknownCode {}
 
 mod sealed {
+    /// Keeps the trait from being implemented elsewhere.
     pub trait Sealed {}
 }
 

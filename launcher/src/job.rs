@@ -51,6 +51,7 @@ pub struct Program {
     pub arguments: Vec<OsString>,
 }
 
+/// The way in which a program is run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ProgramKind {
     /// The way that its name says: a `.py` file by Python, anything else as it is.
@@ -82,6 +83,7 @@ pub enum Stdin {
 }
 
 impl Stdin {
+    /// Whether this rank reads flow-launch's standard input.
     pub fn is_for(self, rank: u32) -> bool {
         self == Stdin::All || self == Stdin::Rank(rank)
     }
@@ -134,6 +136,7 @@ pub struct Hosts {
     pub exports: Vec<(String, Option<String>)>,
 }
 
+/// A host of `--hosts` or `--hostfile`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostEntry {
     pub user: Option<String>,
@@ -142,6 +145,7 @@ pub struct HostEntry {
     pub workers: Option<u32>,
 }
 
+/// The place at which the nodes of a job meet.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Rendezvous {
     /// One node. Its agent serves its workers at this address and port.
@@ -191,6 +195,7 @@ pub enum StreamMap {
     Each(Vec<(u32, Streams)>),
 }
 
+/// A choice among a worker's two streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Streams {
     pub stdout: bool,
@@ -198,6 +203,7 @@ pub struct Streams {
 }
 
 impl StreamMap {
+    /// Returns the choice for a local rank.
     pub fn of(&self, local_rank: u32) -> Streams {
         match self {
             StreamMap::All(streams) => *streams,

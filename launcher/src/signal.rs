@@ -34,6 +34,7 @@ pub fn unblock_all() -> io::Result<()> {
     Ok(SigSet::all().thread_unblock()?)
 }
 
+/// Blocks these signals in this thread.
 pub fn block(signals: &[Signal]) -> io::Result<()> {
     Ok(set(signals)?.thread_block()?)
 }

@@ -78,10 +78,12 @@ impl PendingAuth {
         self.tcp_store = self.tcp_store.filter(|tcp_store| *tcp_store != service);
     }
 
+    /// Adds a connection that came at `now`.
     pub fn add(&mut self, id: usize, now: Instant) {
         self.all.insert(id, Pending { since: now, nonce: None });
     }
 
+    /// Forgets a connection: it is admitted, or closed.
     pub fn remove(&mut self, id: usize) {
         self.all.remove(&id);
     }
@@ -104,6 +106,7 @@ impl PendingAuth {
         self.older(now, MIN_STAY)
     }
 
+    /// Whether one must go before another is accepted.
     pub fn is_full(&self) -> bool {
         let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         self.all.len() as u64 >= MAX_PENDING.min(files / 4)

@@ -13,6 +13,7 @@ const SMALL: usize = 4 << 10;
 /// So many replies are handed to the socket at once.
 const SLICES: usize = 64;
 
+/// A connection of a client: its socket, its service, and the bytes under way.
 pub struct Connection {
     pub socket: Box<dyn Socket>,
     /// The service of the connection, once it is admitted.
@@ -31,6 +32,7 @@ pub struct Connection {
 }
 
 impl Connection {
+    /// Makes a connection without a service.
     pub fn new(socket: Box<dyn Socket>) -> Connection {
         let output = VecDeque::new();
         Connection {
@@ -69,6 +71,7 @@ impl Connection {
         }
     }
 
+    /// Adds a reply to the bytes to be sent. Small ones become one.
     pub fn enqueue(&mut self, reply: Arc<Vec<u8>>) {
         self.unsent += reply.len();
         match self.output.back_mut().and_then(Arc::get_mut) {

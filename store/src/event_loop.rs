@@ -33,7 +33,9 @@ const TCP_STORE_TIME: Duration = Duration::from_millis(10);
 /// This many requests of one of PyTorch's clients are handled before those of the next one.
 const TCP_STORE_BATCH: usize = 256;
 
+/// The listener's token in the poll.
 pub const LISTENER: Token = Token(usize::MAX);
+/// The waker's token in the poll.
 pub const WAKER: Token = Token(usize::MAX - 1);
 
 /// The requests of the stores' owners to their thread.
@@ -107,6 +109,7 @@ pub struct EventLoop {
 }
 
 impl EventLoop {
+    /// Makes the loop of one address. Owners of its stores send `commands`.
     pub fn new(poll: Poll, listener: Listener, commands: Receiver<Command>) -> EventLoop {
         EventLoop {
             poll,

@@ -31,6 +31,7 @@ struct Unread {
 }
 
 impl Inbox {
+    /// Makes an empty inbox.
     pub(super) fn new() -> io::Result<Inbox> {
         let ready = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Inbox { unread: Mutex::default(), ready })

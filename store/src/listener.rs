@@ -17,6 +17,7 @@ use super::{Address, belongs_to_us};
 /// The kernel makes it the most that the machine allows.
 const LONGEST_QUEUE: i32 = i32::MAX;
 
+/// A listening socket.
 pub enum Listener {
     Tcp(mio::net::TcpListener),
     Unix(UnixListener),
@@ -51,6 +52,7 @@ impl Listener {
         }
     }
 
+    /// Adds the socket to a poll, under `token`.
     pub fn register(&mut self, registry: &Registry, token: Token) -> io::Result<()> {
         match self {
             Listener::Tcp(listener) => registry.register(listener, token, Interest::READABLE),

@@ -44,6 +44,7 @@ pub trait Service {
 pub struct Outbox(pub Vec<(usize, Arc<Vec<u8>>)>);
 
 impl Outbox {
+    /// Adds a reply to the connection `id`.
     pub fn send(&mut self, id: usize, reply: Arc<Vec<u8>>) {
         self.0.push((id, reply));
     }

@@ -43,10 +43,12 @@ struct Will {
 }
 
 impl StoreService {
+    /// Makes an empty store, whose messages go to `inbox`.
     pub fn new(inbox: Arc<Inbox>) -> StoreService {
         StoreService { inbox, values: Values::default(), clients: HashMap::new() }
     }
 
+    /// Sets `key`, and answers the clients that wait for it.
     pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
         for id in self.values.set(key, value) {
             self.advance(id, outbox);

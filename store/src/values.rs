@@ -20,16 +20,19 @@ impl Value {
     /// length.
     const HEADER: usize = 9;
 
+    /// Returns the value's bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.0[Value::HEADER..]
     }
 
+    /// Returns the reply that carries the value.
     pub fn reply(&self) -> Arc<Vec<u8>> {
         Arc::clone(&self.0)
     }
 }
 
 impl Values {
+    /// Returns the value under `key`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key)
     }
@@ -56,10 +59,12 @@ impl Values {
             .ok_or("the sum does not fit 64 bits")
     }
 
+    /// Makes the connection `id` one that waits for `key`.
     pub fn watch(&mut self, key: &str, id: usize) {
         self.watchers.entry(key.to_string()).or_default().insert(id);
     }
 
+    /// Ends the wait of the connection `id` for `key`.
     pub fn unwatch(&mut self, key: &str, id: usize) {
         if let Some(watchers) = self.watchers.get_mut(key) {
             watchers.remove(&id);

@@ -26,6 +26,7 @@ pub struct Library {
     "no NCCL {OLDEST} or newer ({0}): install one (pip install nvidia-nccl-cu13; Debian, Ubuntu: NVIDIA's libnccl2) \
      and, where it is not found by itself, set FLOW_NCCL_PATH to its libnccl.so.2"
 )]
+/// No usable NCCL was found, for this reason.
 pub struct Error(String);
 
 /// A version of NCCL.

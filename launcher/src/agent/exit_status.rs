@@ -15,6 +15,7 @@ pub enum ExitStatus {
 }
 
 impl ExitStatus {
+    /// Whether the process ended other than with the exit code 0.
     pub fn is_failure(self) -> bool {
         self != ExitStatus::Exit(0)
     }

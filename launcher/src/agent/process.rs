@@ -107,6 +107,7 @@ impl Process {
         }
     }
 
+    /// Kills the worker's process group.
     pub fn kill(&self) {
         self.signal(Signal::KILL.as_raw());
     }

@@ -76,6 +76,7 @@ pub struct Reaper {
 }
 
 impl Reaper {
+    /// Starts the reaper.
     pub fn start() -> anyhow::Result<Reaper> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let job = format!("{}.{}", std::process::id(), now.as_nanos());

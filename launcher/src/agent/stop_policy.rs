@@ -56,6 +56,8 @@ pub struct StopPolicy {
 }
 
 impl StopPolicy {
+    /// Makes the policy of a round. `grace` is the time from asking workers to stop to killing
+    /// them.
     pub fn new(grace: Duration) -> StopPolicy {
         StopPolicy {
             grace,
@@ -69,6 +71,7 @@ impl StopPolicy {
         }
     }
 
+    /// Returns what made the job stop, once it stops.
     pub fn cause(&self) -> Option<Cause> {
         self.cause
     }

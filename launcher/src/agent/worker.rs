@@ -27,6 +27,7 @@ const LINE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Index of a stream of a worker.
 pub const STDERR: usize = StreamKind::Stderr as usize;
 
+/// A worker: its process, its streams and its end.
 pub struct Worker {
     pub spec: WorkerSpec,
     pub process: Process,
@@ -102,6 +103,7 @@ impl WorkerStream {
 }
 
 impl Worker {
+    /// Starts the worker `index` of its group. `attempt` is the number of restarts so far.
     pub fn start(
         index: usize,
         spec: WorkerSpec,
@@ -155,6 +157,7 @@ impl Worker {
         }
     }
 
+    /// Returns the worker's part in a report.
     pub fn outcome(&self) -> Outcome<'_> {
         Outcome {
             rank: self.spec.rank,

@@ -192,6 +192,7 @@ impl WorkerGroup {
         self.signal(Signal::STOP);
     }
 
+    /// Lets paused workers go on.
     pub fn resume(&self) {
         self.signal(Signal::CONT);
     }

@@ -63,6 +63,7 @@ impl Flag {
         }
     }
 
+    /// Returns the argument for clap.
     pub fn argument(&self) -> Arg {
         let help = match self.default {
             "" => self.help.into(),
@@ -107,36 +108,43 @@ impl Flag {
         Some(given)
     }
 
+    /// Gives the flag other names.
     pub const fn alias(mut self, aliases: &'static [&'static str]) -> Flag {
         self.aliases = aliases;
         self
     }
 
+    /// Gives the flag a letter.
     pub const fn short(mut self, short: char) -> Flag {
         self.short = Some(short);
         self
     }
 
+    /// Sets the words that its value may be.
     pub const fn words(mut self, words: &'static [&'static str]) -> Flag {
         self.words = words;
         self
     }
 
+    /// Lets the flag be repeated; each value counts.
     pub const fn list(mut self) -> Flag {
         self.is_list = true;
         self
     }
 
+    /// Sets the default, as the pages show it.
     pub const fn default(mut self, default: &'static str) -> Flag {
         self.default = default;
         self
     }
 
+    /// Sets the full description, in Markdown.
     pub const fn meaning(mut self, meaning: &'static str) -> Flag {
         self.meaning = meaning;
         self
     }
 
+    /// Sets the difference from torchrun's flag.
     pub const fn differs(mut self, differs: &'static str) -> Flag {
         self.differs = differs;
         self
@@ -166,6 +174,7 @@ impl Flag {
     }
 }
 
+/// Makes a flag with a value.
 pub const fn option(
     heading: &'static str,
     name: &'static str,
@@ -175,6 +184,7 @@ pub const fn option(
     Flag { value: Some(value), ..switch(heading, name, help) }
 }
 
+/// Makes a flag without a value.
 pub const fn switch(heading: &'static str, name: &'static str, help: &'static str) -> Flag {
     Flag {
         name,

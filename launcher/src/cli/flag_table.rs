@@ -13,6 +13,7 @@ macro_rules! flags {
     ($($kind:ident $name:ident = $flag:expr;)*) => {
         $(pub const $name: $kind = $kind(&$flag);)*
 
+        /// All flags, in the order of the pages.
         pub const FLAGS: &[&Flag] = &[$($name.0),*];
     };
 }

@@ -8,6 +8,7 @@ use super::settings::{Setting, Settings};
 use super::usage::Usage;
 use crate::job::{Output, StreamMap, Streams};
 
+/// Reads the flags about output.
 pub fn output(settings: &Settings) -> Result<Output, Usage> {
     let redirects_all = settings.is_on(table::REDIRECT_STDOUT_AND_STDERR)?;
     let oneflow_names = redirects_all || settings.get(table::LOGDIR).is_some();

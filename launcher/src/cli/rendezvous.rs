@@ -22,6 +22,7 @@ enum Backend {
     Endpoint,
 }
 
+/// Reads the flags about nodes.
 pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     let nnodes = settings.get(table::NNODES).unwrap_or_else(|| Setting::preset("--nnodes", "1"));
     let (min, max) = range(&nnodes)?;

@@ -33,6 +33,7 @@ pub struct Settings<'a> {
 }
 
 impl Settings<'_> {
+    /// Makes the settings of a parsed command line and an environment.
     pub fn new(matches: ArgMatches, environment: Environment<'_>) -> Settings<'_> {
         Settings { matches, environment, warnings: RefCell::default() }
     }
@@ -95,10 +96,13 @@ impl Settings<'_> {
         Ok(())
     }
 
+    /// Returns a flag's value as text.
     pub fn get_text(&self, flag: Valued) -> Result<Option<String>, Usage> {
         self.get(flag).map(|setting| setting.text().map(String::from)).transpose()
     }
 
+    /// Returns a flag's value as a number of at least `least`. `right` says in an error what it
+    /// must be.
     pub fn get_number<T: FromStr + PartialOrd>(
         &self,
         flag: Valued,
@@ -108,10 +112,12 @@ impl Settings<'_> {
         self.get(flag).map(|setting| setting.number(least, right)).transpose()
     }
 
+    /// Returns a flag's value as a host name or an address.
     pub fn get_host(&self, flag: Valued) -> Result<Option<String>, Usage> {
         self.get(flag).map(|setting| setting.host()).transpose()
     }
 
+    /// Returns a flag's value as a path, which is not empty.
     pub fn get_path(&self, flag: Valued) -> Result<Option<PathBuf>, Usage> {
         match self.get(flag) {
             Some(setting) if setting.value.is_empty() => Err(setting.wrong("a path")),
@@ -126,6 +132,7 @@ impl Setting {
         Setting { source: format!("--{}", flag.name), value: value.clone() }
     }
 
+    /// Makes a setting that comes from `source`, which is no flag.
     pub fn preset(source: &str, value: &str) -> Setting {
         Setting { source: source.into(), value: value.into() }
     }
@@ -145,10 +152,12 @@ impl Setting {
         printable(&self.value.to_string_lossy())
     }
 
+    /// Returns the value as a path.
     pub fn into_path(self) -> PathBuf {
         self.value.into()
     }
 
+    /// Returns where the value comes from: a flag or a variable.
     pub fn source(&self) -> &str {
         &self.source
     }
@@ -164,11 +173,13 @@ impl Setting {
         self.literal().map(|text| unquoted(text.trim()).trim())
     }
 
+    /// Returns the value as a number of at least `least`. `right` says in an error what it must be.
     pub fn number<T: FromStr + PartialOrd>(&self, least: T, right: &str) -> Result<T, Usage> {
         let number = self.text()?.parse().ok().filter(|number| *number >= least);
         number.ok_or_else(|| self.wrong(right))
     }
 
+    /// Returns the value as a time in seconds.
     pub fn seconds(&self) -> Result<Duration, Usage> {
         seconds(self.text()?)
             .ok_or_else(|| self.wrong(&format!("a number of seconds from 0 to {LONGEST}")))
@@ -204,6 +215,7 @@ pub fn unquoted(text: &str) -> &str {
 /// The longest time that is accepted, in seconds.
 pub const LONGEST: f64 = 1e6;
 
+/// Reads a time in seconds; None if it is no such time.
 pub fn seconds(text: &str) -> Option<Duration> {
     text.parse()
         .ok()
@@ -222,6 +234,7 @@ pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
     Some((host, number))
 }
 
+/// Reads a host name or an address; None if it is neither.
 pub fn host(text: &str) -> Option<String> {
     let host = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
     let is_name = host.chars().all(|c| c.is_ascii_alphanumeric() || "._:%-".contains(c));

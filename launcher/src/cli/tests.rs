@@ -19,6 +19,7 @@ pub fn parse(line: &str) -> Result<Job, Usage> {
     parse_with(&[], &line.split_whitespace().collect::<Vec<_>>())
 }
 
+/// Returns the error of a command line.
 pub fn refusal(line: &str) -> String {
     parse(line).expect_err(line).0
 }

@@ -46,6 +46,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
+    /// Makes the coordinator of a job.
     pub fn new(job: &Job, now: Instant) -> Coordinator {
         Coordinator {
             min: job.nodes.min as usize,

@@ -88,6 +88,7 @@ impl Follower {
         Ok(Follower { events: Some(events), messages, wake_pipe, connected, sent })
     }
 
+    /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
     pub fn send(&self, event: AgentEvent) {
         if let Some(events) = &self.events {
             // Without a connection it is lost; `poll` reports that.
@@ -102,12 +103,14 @@ impl Follower {
         }
     }
 
+    /// Returns the next message, if one has come.
     pub fn poll(&mut self) -> Option<ControlMessage> {
         let message = self.messages.try_recv().ok()?;
         let _ = self.wake_pipe.read(&mut [0]);
         Some(message)
     }
 
+    /// Returns the descriptor that is readable when a message has come.
     pub fn watch(&self) -> BorrowedFd<'_> {
         self.wake_pipe.as_fd()
     }

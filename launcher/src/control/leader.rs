@@ -154,11 +154,13 @@ impl Leader {
         self.round.iter_mut().for_each(|round| round.stalls.paused(time, Instant::now()));
     }
 
+    /// Returns the descriptors that are readable when something has come.
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         let round = self.round.as_ref().map(|round| &round.store);
         iter::once(&self.agents).chain(round).map(|store| store.inbox().as_fd()).collect()
     }
 
+    /// Returns when something is due.
     pub fn deadline(&self) -> Option<Instant> {
         let stalls = self.round.as_ref().and_then(|round| round.stalls.deadline());
         [self.linger_until, self.coordinator.deadline(), stalls].into_iter().flatten().min()

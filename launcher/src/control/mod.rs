@@ -123,6 +123,7 @@ impl ControlPlane {
         )?))
     }
 
+    /// Sends an event to the coordinator.
     pub fn send(&mut self, event: AgentEvent) {
         match self {
             ControlPlane::Leader(leader) => leader.send(event),

@@ -67,6 +67,7 @@ pub enum StallAction {
 }
 
 impl StallAction {
+    /// Returns the report.
     pub fn report(&self) -> &str {
         match self {
             StallAction::Report(report) | StallAction::Fail(report) => report,

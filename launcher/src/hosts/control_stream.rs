@@ -35,6 +35,7 @@ pub const GREETING: &str = "flow-launch is here\n";
 
 /// The head's heartbeat, and its interval.
 pub const HEARTBEAT: &str = "\n";
+/// The interval at which the head sends a heartbeat.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Silence after which the head counts as gone.

@@ -35,6 +35,7 @@ pub struct HostProcess {
     pub said: HashMap<Vec<u8>, usize>,
 }
 
+/// One of its streams, as lines.
 pub struct HostStream {
     pub pipe: OwnedFd,
     pub assembler: Assembler,
@@ -49,6 +50,7 @@ impl HostStream {
 }
 
 impl HostProcess {
+    /// Starts it. `environment` is the beginning of its control stream.
     pub fn start(start: Start, environment: &str) -> io::Result<HostProcess> {
         let mut process = Command::new(&start.command[0]);
         let mut process = process
@@ -80,6 +82,7 @@ impl HostProcess {
         })
     }
 
+    /// Kills its process group.
     pub fn kill(&self) {
         let pid = Pid::from_child(&self.process);
         // It has just been started and has no process group yet.
@@ -90,6 +93,7 @@ impl HostProcess {
         }
     }
 
+    /// Adds a line to the control stream, if that is still open.
     pub fn send(&mut self, line: &str) {
         if self.control.is_some() {
             self.unwritten.extend(line.bytes());
@@ -110,6 +114,7 @@ impl HostProcess {
         }
     }
 
+    /// Whether it has ended and its streams have too.
     pub fn is_over(&self) -> bool {
         self.has_ended && self.streams.iter().all(Option::is_none)
     }

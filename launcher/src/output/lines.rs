@@ -30,6 +30,7 @@ pub enum Ending {
 }
 
 impl Ending {
+    /// Returns the ending of these bytes.
     pub fn of(segment: &[u8]) -> Ending {
         match segment.last() {
             Some(b'\n') => Ending::Newline,
@@ -63,6 +64,7 @@ pub struct Assembler {
 }
 
 impl Assembler {
+    /// Makes an assembler at the beginning of a stream.
     pub fn new() -> Assembler {
         Assembler { partial: Vec::new(), passed: 0, previous: Ending::Newline }
     }

@@ -18,6 +18,7 @@ pub struct LogFile {
 }
 
 impl LogFile {
+    /// Opens a file, or makes it; `truncate` empties it.
     pub fn open(path: PathBuf, truncate: bool) -> io::Result<LogFile> {
         let flags = if truncate { OFlags::TRUNC } else { OFlags::empty() };
         let file = OpenOptions::new()
@@ -53,6 +54,7 @@ pub struct Filter {
 }
 
 impl Filter {
+    /// Makes a filter for lines that contain one of `needles`.
     pub fn new(needles: &[String], file: LogFile) -> Filter {
         let needles = needles.iter().map(|needle| Finder::new(needle).into_owned());
         Filter { needles: needles.collect(), file }

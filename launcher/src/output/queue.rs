@@ -117,6 +117,7 @@ impl OutputQueue {
         }
     }
 
+    /// Returns the number of bytes that are queued.
     pub fn len(&self) -> usize {
         self.bytes.len()
     }
@@ -132,6 +133,7 @@ impl OutputQueue {
         self.bytes.drain(..count);
     }
 
+    /// Forgets all that is queued.
     pub fn clear(&mut self) {
         self.bytes.clear();
     }

@@ -13,6 +13,7 @@ pub enum StreamKind {
 pub const BOTH: [StreamKind; 2] = [StreamKind::Stdout, StreamKind::Stderr];
 
 impl StreamKind {
+    /// Returns `stdout` or `stderr`.
     pub fn name(self) -> &'static str {
         match self {
             StreamKind::Stdout => "stdout",
@@ -62,6 +63,7 @@ pub struct Routes {
 }
 
 impl Routes {
+    /// Makes the routes of a job. `is_terminal`: the console is a terminal.
     pub fn new(output: &Output, role: &str, host: &str, is_terminal: bool) -> Routes {
         Routes {
             output: output.clone(),
@@ -72,6 +74,7 @@ impl Routes {
         }
     }
 
+    /// Returns the route of a worker's stream.
     pub fn of(&self, which: StreamKind, rank: u32, local_rank: u32) -> Route {
         let is_teed = self.has_files && which.is_in(self.output.tee.of(local_rank));
         let is_redirected =

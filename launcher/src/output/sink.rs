@@ -38,6 +38,8 @@ pub struct Sinks {
 }
 
 impl Sinks {
+    /// Makes sinks of flow-launch's standard output and standard error. There is one if both are
+    /// the same file.
     pub fn standard(quiet: bool) -> io::Result<Sinks> {
         let stdout = io::stdout();
         let stderr = io::stderr();
@@ -55,6 +57,7 @@ impl Sinks {
         &self.sinks[which.min(self.sinks.len() - 1)]
     }
 
+    /// Returns the sink of a stream, to write to it.
     pub fn of_mut(&mut self, which: usize) -> &mut Sink {
         let last = self.sinks.len() - 1;
         &mut self.sinks[which.min(last)]
@@ -127,10 +130,12 @@ impl Sink {
         tcgetwinsize(self.fd.as_ref().filter(|_| self.is_terminal)?).ok()
     }
 
+    /// Whether its reader has gone.
     pub fn is_closed(&self) -> bool {
         self.fd.is_none()
     }
 
+    /// Whether it has no room for more output for now.
     pub fn is_full(&self) -> bool {
         self.queue.len() >= MAX_QUEUED_BYTES
     }

@@ -29,6 +29,7 @@ pub struct StreamTee {
 }
 
 impl StreamTee {
+    /// Makes the tee of a worker's stream.
     pub fn new(id: StreamId, which: StreamKind, route: Route, file: Option<LogFile>) -> StreamTee {
         StreamTee { id, which, partial: Partial::Never, route, file, assembler: Assembler::new() }
     }
@@ -53,6 +54,7 @@ impl StreamTee {
         (self.route.console.take(), file)
     }
 
+    /// Whether the console shows the stream.
     pub fn is_shown(&self) -> bool {
         self.route.console.is_some()
     }

@@ -16,6 +16,7 @@ pub struct LocalHost {
 }
 
 impl LocalHost {
+    /// Looks at this host.
     pub fn this() -> LocalHost {
         let environment: HashMap<_, _> = std::env::vars_os().collect();
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
@@ -29,6 +30,7 @@ impl LocalHost {
         self.environment.get(OsStr::new(VISIBLE))?.to_str()
     }
 
+    /// Whether the environment has this variable.
     pub fn has_variable(&self, name: &str) -> bool {
         self.environment.contains_key(OsStr::new(name))
     }

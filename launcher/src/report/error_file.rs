@@ -59,6 +59,7 @@ impl ErrorFile {
         Some(ErrorFile { message, traceback, time: None, whole })
     }
 
+    /// Makes the error that a worker would have recorded.
     #[cfg(test)]
     pub fn new(message: &str, traceback: Option<&str>) -> ErrorFile {
         let traceback = traceback.map(str::to_string);

@@ -38,6 +38,7 @@ impl Tail {
         tail
     }
 
+    /// Adds bytes, and keeps the last ones.
     pub fn push(&mut self, bytes: &[u8]) {
         let kept = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
         let excess = (self.0.len() + kept.len()).saturating_sub(TAIL_BYTES);

@@ -24,6 +24,7 @@ struct Last {
 pub struct Arrivals(BTreeMap<Operation, Last>);
 
 impl Arrivals {
+    /// Takes an event of a rank. Those that are no collective do not count.
     pub fn add(&mut self, event: &TimelineEvent) {
         let Some(operation) = operation(event) else { return };
         let started = event.arguments.started.unwrap_or(event.start);

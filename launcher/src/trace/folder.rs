@@ -41,6 +41,7 @@ impl TraceFolder {
         Ok(TraceFolder { path })
     }
 
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -40,6 +40,7 @@ pub struct TimelineEvent {
     pub arguments: Arguments,
 }
 
+/// The `args` of an event that are read.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Arguments {

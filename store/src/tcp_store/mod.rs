@@ -65,6 +65,7 @@ const MAX_UNSENT: usize = 1 << 20;
 const STOP_WAITING: u8 = 0;
 const WAIT_CANCELED: u8 = 1;
 
+/// A TCPStore, as the server's thread serves it to PyTorch's clients.
 pub struct TcpStoreService {
     max_size: usize,
     values: Values,

@@ -12,6 +12,7 @@ const OVERHEAD: usize = 128;
 /// So many replies at least are under way before it is looked which have been sent.
 const MIN_LENT: usize = 64;
 
+/// Values and queues of a TCPStore, with the memory that they take.
 #[derive(Default)]
 pub struct Values {
     values: HashMap<Vec<u8>, Value>,
@@ -34,6 +35,7 @@ impl Values {
         self.size
     }
 
+    /// Returns the value under `key`.
     pub fn get(&self, key: &[u8]) -> Option<&Value> {
         self.values.get(key)
     }
@@ -72,6 +74,7 @@ impl Values {
         }
     }
 
+    /// Sets `key`.
     pub fn set(&mut self, key: &[u8], value: Value) {
         self.size += value.0.len();
         match self.values.get_mut(key) {
@@ -88,6 +91,7 @@ impl Values {
         }
     }
 
+    /// Appends to the value under `key`, or sets it.
     pub fn append(&mut self, key: &[u8], value: Value) {
         match self.values.get_mut(key) {
             Some(present) => {
@@ -122,6 +126,7 @@ impl Values {
         true
     }
 
+    /// Adds a value to the end of the queue `key`.
     pub fn push(&mut self, key: &[u8], value: Value) {
         self.size += value.0.len() + OVERHEAD;
         let size = &mut self.size;
@@ -145,6 +150,7 @@ impl Values {
         Some(value)
     }
 
+    /// Returns the number of values in the queue `key`.
     pub fn queue_len(&self, key: &[u8]) -> usize {
         self.queues.get(key).map_or(0, VecDeque::len)
     }

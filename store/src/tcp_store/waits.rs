@@ -42,6 +42,7 @@ impl PendingWaits {
         self.waits.insert(id, Wait { turn, missing: keys });
     }
 
+    /// Ends the wait of a client.
     pub fn cancel(&mut self, id: usize) {
         let Some(wait) = self.waits.remove(&id) else { return };
         for key in wait.missing {

@@ -16,6 +16,7 @@ const MAX_VALUE: u64 = 8 << 20;
 /// The most keys in one request.
 const MAX_COUNT: u64 = 128 << 10;
 
+/// A request of one of PyTorch's clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
     Set { key: Vec<u8>, value: Value },
@@ -42,16 +43,19 @@ pub enum Request {
 pub struct Value(pub Arc<Vec<u8>>);
 
 impl Value {
+    /// Makes a value of bytes.
     pub fn new(bytes: &[u8]) -> Value {
         let mut wire = Vec::with_capacity(8 + bytes.len());
         put(&mut wire, bytes);
         Value(Arc::new(wire))
     }
 
+    /// Returns the value's bytes.
     pub fn bytes(&self) -> &[u8] {
         &self.0[8..]
     }
 
+    /// Adds the bytes of another value.
     pub fn append(&mut self, other: &Value) {
         let wire = Arc::make_mut(&mut self.0);
         wire.extend_from_slice(other.bytes());
