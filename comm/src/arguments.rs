@@ -16,12 +16,12 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// The error of an argument that cannot work.
+    /// Returns the error of an argument that cannot work.
     pub fn argument(self, operation: &str, reason: String) -> Error {
         Error::Argument { rank: self.job_rank, operation: operation.into(), reason }
     }
 
-    /// The memory of a buffer that is read, and its type.
+    /// Returns the memory of a buffer that is read, and its type.
     pub fn view<B: Buffer + ?Sized>(
         self,
         operation: &str,
@@ -34,7 +34,7 @@ impl Caller {
         Ok((view, buffer.dtype()))
     }
 
-    /// The memory of a buffer that is written, and its type.
+    /// Returns the memory of a buffer that is written, and its type.
     pub fn view_mut<B: Buffer + ?Sized>(
         self,
         operation: &str,
@@ -47,8 +47,8 @@ impl Caller {
         Ok((view, dtype))
     }
 
-    /// The memory of input and output, whose lengths must be in the ratio `(input, output)`, and
-    /// their type.
+    /// Returns the memory of input and output, whose lengths must be in the ratio `(input,
+    /// output)`, and their type.
     pub fn pair<I, O>(
         self,
         operation: &str,
@@ -66,7 +66,7 @@ impl Caller {
         Ok((input, output, from))
     }
 
-    /// The memory of input and output of any length, and their type.
+    /// Returns the memory of input and output of any length, and their type.
     pub fn uneven_pair<I, O>(
         self,
         operation: &str,
@@ -94,7 +94,7 @@ impl Caller {
         Err(self.argument(operation, reason))
     }
 
-    /// A number that names a rank must be one of the group.
+    /// Checks that a number that names a rank is one of the group.
     pub fn check_rank(self, operation: &str, what: &str, rank: usize) -> Result<()> {
         if rank < self.size {
             return Ok(());
@@ -105,7 +105,7 @@ impl Caller {
         ))
     }
 
-    /// The other side of a message must be another rank of the group.
+    /// Checks that the other side of a message is another rank of the group.
     pub fn check_peer(self, operation: &str, peer: usize) -> Result<()> {
         self.check_rank(operation, "peer", peer)?;
         if peer == self.rank {
@@ -117,7 +117,7 @@ impl Caller {
         Ok(())
     }
 
-    /// The root, and no other rank, must give the `what`.
+    /// Checks that the root, and no other rank, gives the `what`.
     pub fn check_root_side(
         self,
         operation: &str,
@@ -176,7 +176,7 @@ impl Caller {
         Ok(())
     }
 
-    /// A rank must send itself as many elements as it receives from itself.
+    /// Checks that a rank sends itself as many elements as it receives from itself.
     pub fn check_own_count(
         self,
         operation: &str,
@@ -196,7 +196,7 @@ impl Caller {
         Err(self.argument(operation, reason))
     }
 
-    /// A buffer must have as many elements as the counts say.
+    /// Checks that a buffer has as many elements as the counts say.
     pub fn check_length(
         self,
         operation: &str,
@@ -211,7 +211,7 @@ impl Caller {
         Err(self.argument(operation, reason))
     }
 
-    /// A buffer of so many elements must consist of one block for each rank.
+    /// Checks that a buffer of so many elements consists of one block for each rank.
     pub fn check_blocks(self, operation: &str, elements: usize) -> Result<()> {
         if elements.is_multiple_of(self.size) {
             return Ok(());

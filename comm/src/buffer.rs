@@ -16,9 +16,9 @@ use std::sync::Arc;
 pub trait Buffer {
     /// Type of the elements.
     fn dtype(&self) -> DType;
-    /// The elements' bytes.
+    /// Returns the elements' bytes.
     fn bytes(&self) -> &[u8];
-    /// The elements' bytes, for writing.
+    /// Returns the elements' bytes, for writing.
     fn bytes_mut(&mut self) -> &mut [u8];
 }
 
@@ -69,7 +69,7 @@ pub struct SharedBuffer<T> {
 }
 
 impl<T: Element> SharedBuffer<T> {
-    /// A buffer of `len` zeros; None if this rank's region is full.
+    /// Returns a buffer of `len` zeros; None if this rank's region is full.
     pub(crate) fn new(arena: &Arc<Arena>, len: usize) -> Option<Self> {
         let block = arena.allocate_zeroed(len.checked_mul(std::mem::size_of::<T>())?)?;
         Some(Self { block, len, element: std::marker::PhantomData })

@@ -61,7 +61,8 @@ impl DescriptorWords {
 }
 
 impl OpDescriptor {
-    /// An operation without root or reduction. It gets its sequence number when it begins.
+    /// Describes an operation without root or reduction. It gets its sequence number when it
+    /// begins.
     #[inline]
     pub fn new(kind: Kind, dtype: DType, count: usize) -> Self {
         Self {
@@ -92,7 +93,7 @@ impl OpDescriptor {
         Self { root: root as u32, ..self }
     }
 
-    /// A message to or from this member, with this tag.
+    /// Makes it a message to or from this member, with this tag.
     #[inline]
     pub fn peer(self, peer: usize, tag: u32) -> Self {
         Self { peer: peer as u32, tag, ..self }
@@ -104,8 +105,8 @@ impl OpDescriptor {
         OpDescriptor { sequence: other.sequence, ..*self } == *other
     }
 
-    /// The operation as it is recorded; `queued` is when the program asked for it, if that was
-    /// earlier.
+    /// Returns the operation as it is recorded; `queued` is when the program asked for it, if that
+    /// was earlier.
     #[inline]
     pub fn record(&self, queued: Option<u64>) -> Start {
         Start {
@@ -141,8 +142,8 @@ impl OpDescriptor {
         published == [packed, count, bucket, layout, start, end]
     }
 
-    /// The words of a descriptor. A message has its peer and its tag where a collective has its
-    /// root and its layout.
+    /// Returns the words of a descriptor. A message has its peer and its tag where a collective has
+    /// its root and its layout.
     #[inline]
     fn words(&self, location: Location) -> [u64; WORDS] {
         let is_message = self.kind.is_message();

@@ -174,7 +174,7 @@ impl Membership {
 }
 
 impl Family {
-    /// The ranks in this family's variables, `None` where they are not set.
+    /// Returns the ranks in this family's variables, `None` where they are not set.
     fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, Error> {
         let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),
@@ -252,7 +252,7 @@ fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<us
     }
 }
 
-/// The number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`,
+/// Returns the number of tasks on this node, from Slurm's list of all nodes' numbers: `4`, `2,1`,
 /// `2(x3),1`.
 fn size_of_node(
     get: &impl Fn(&str) -> Option<String>,
@@ -378,7 +378,7 @@ fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Erro
     })))
 }
 
-/// The first of Slurm's list of hosts: `n003` of `n[003-005,7],m1`.
+/// Returns the first of Slurm's list of hosts: `n003` of `n[003-005,7],m1`.
 fn first_host(list: &str) -> Option<String> {
     let end = list.find([',', '[']).unwrap_or(list.len());
     let (host, rest) = list.split_at(end);

@@ -9,7 +9,7 @@ pub fn to_json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).unwrap_or_default()
 }
 
-/// The value, or that `what` is malformed.
+/// Reads a value, or says that `what` is malformed.
 pub fn from_json<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, String> {
     serde_json::from_slice(bytes).map_err(|error| {
         format!("malformed {what}: got {:?}: {error}", String::from_utf8_lossy(bytes))

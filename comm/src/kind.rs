@@ -11,14 +11,14 @@ macro_rules! kinds {
         }
 
         impl Kind {
-            /// Its name in messages and records.
+            /// Returns its name in messages and records.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Kind::$kind => $name,)*
                 }
             }
 
-            /// The kind with this name, if there is one.
+            /// Returns the kind with this name, if there is one.
             pub fn from_name(name: &str) -> Option<Kind> {
                 match name {
                     $($name => Some(Kind::$kind),)*
@@ -26,7 +26,7 @@ macro_rules! kinds {
                 }
             }
 
-            /// The kind with this code, if there is one.
+            /// Returns the kind with this code, if there is one.
             pub fn from_code(code: u8) -> Option<Kind> {
                 match code {
                     $($code => Some(Kind::$kind),)*

@@ -18,9 +18,9 @@ impl Label {
     /// The bytes that the text of the elements has at most.
     pub const LENGTH: usize = 16;
 
-    /// The label of an operation, by its name in errors: `all_reduce`, say. `elements` is the type,
-    /// with the reduction: `int16, max`. None if there is no such operation, or the text is longer
-    /// than [`Label::LENGTH`] or empty.
+    /// Returns the label of an operation, by its name in errors: `all_reduce`, say. `elements` is
+    /// the type, with the reduction: `int16, max`. None if there is no such operation, or the text
+    /// is longer than [`Label::LENGTH`] or empty.
     pub fn new(operation: &str, elements: &str) -> Option<Self> {
         if elements.is_empty() || elements.len() > Self::LENGTH {
             return None;

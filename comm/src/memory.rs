@@ -31,7 +31,7 @@ impl Buffers<'static> {
         Self { input, output, input_counts: &[], output_counts: &[] }
     }
 
-    /// The result replaces the input.
+    /// Makes buffers in which the result replaces the input.
     pub fn in_place(data: BufferView) -> Self {
         Self::new(BufferView::NONE, data)
     }

@@ -38,7 +38,7 @@ impl OperationContext {
         CONTEXT.with(|context| context.timeout.get())
     }
 
-    /// The asynchronous call that runs on this thread.
+    /// Returns the asynchronous call that runs on this thread.
     #[inline]
     pub fn queued() -> Option<Queued> {
         CONTEXT.with(|context| context.queued.get())

@@ -30,7 +30,7 @@ impl PeerInfo {
     }
 }
 
-/// The running system and the space of process ids.
+/// Returns the running system and the space of process ids.
 pub fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();

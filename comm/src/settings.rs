@@ -10,7 +10,7 @@ pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
 pub const TRANSPORT: &str = "FLOW_TRANSPORT";
 const TIMEOUT: &str = "FLOW_TIMEOUT";
 
-/// The value of `FLOW_LOCAL_ADDR`, if that is set.
+/// Returns the value of `FLOW_LOCAL_ADDR`, if that is set.
 pub fn local_address() -> Option<String> {
     std::env::var(LOCAL_ADDRESS).ok()
 }
@@ -28,7 +28,7 @@ pub fn timeout() -> Result<Option<Duration>, String> {
     }
 }
 
-/// The name of the transport between nodes, if that is set.
+/// Returns the name of the transport between nodes, if that is set.
 pub fn transport() -> Option<String> {
     std::env::var(TRANSPORT).ok().filter(|name| !name.is_empty())
 }

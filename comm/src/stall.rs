@@ -27,7 +27,7 @@ impl StallReporter {
         Some(StallReporter { rank, after: Duration::try_from_secs_f64(seconds).ok()? })
     }
 
-    /// A wait that begins now.
+    /// Begins a wait.
     pub fn begin<'a>(&'a self, store: &'a Store) -> Stall<'a> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Stall {

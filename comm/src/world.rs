@@ -80,12 +80,12 @@ pub struct World {
 }
 
 impl World {
-    /// The first rank of a rank's node.
+    /// Returns the first rank of a rank's node.
     pub fn node_leader(&self, rank: usize) -> usize {
         self.peers[rank].node
     }
 
-    /// A rank's number among those of this node.
+    /// Returns a rank's number among those of this node.
     pub fn local_index(&self, rank: usize) -> Option<usize> {
         self.locals.iter().position(|&local| local == rank)
     }
@@ -112,13 +112,13 @@ impl World {
         digest(&(&self.prefix, peers))
     }
 
-    /// The control block of the group of all ranks.
+    /// Returns the control block of the group of all ranks.
     pub fn root_control(&self) -> Control {
         Control::attach(Arc::clone(&self.arena), self.root, self.size, self.locals.len())
     }
 
-    /// The control block of a new group of `size` ranks, `locals` of them on this node, allocated
-    /// by the first of these.
+    /// Makes the control block of a new group of `size` ranks, `locals` of them on this node,
+    /// allocated by the first of these.
     pub fn new_control_block(&self, size: usize, locals: usize) -> Option<Block> {
         self.reclaim();
         let block = self.arena.allocate_zeroed(Control::bytes(size, locals))?;
@@ -138,7 +138,7 @@ impl World {
         retired_blocks.retain(|(_, control)| control.header().attached.load(Ordering::SeqCst) != 0);
     }
 
-    /// A wait that begins now, if flow-launch wants to know of long ones.
+    /// Begins a wait, if flow-launch wants to know of long ones.
     pub fn long_wait(&self) -> Option<Stall<'_>> {
         Some(self.waits.as_ref()?.begin(self.store.as_ref()?))
     }
@@ -166,7 +166,7 @@ impl World {
         });
     }
 
-    /// The rendezvous store; None for a process alone.
+    /// Returns the rendezvous store; None for a process alone.
     pub fn store(&self) -> Option<&Store> {
         self.store.as_ref()
     }
@@ -191,7 +191,7 @@ impl World {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.peers[rank].host)
     }
 
-    /// The error of an operation in a process that was forked from this rank.
+    /// Returns the error of an operation in a process that was forked from this rank.
     pub fn forked(&self, operation: &dyn Display) -> Error {
         Error::Forked {
             rank: self.rank,

@@ -9,25 +9,25 @@ use crate::types::Element;
 
 /// A type that reductions compute in.
 pub(crate) trait Number: Copy {
-    /// `self + other`; integers wrap.
+    /// Returns `self + other`; integers wrap.
     fn add(self, other: Self) -> Self;
 
-    /// `self * other`; integers wrap.
+    /// Returns `self * other`; integers wrap.
     fn multiply(self, other: Self) -> Self;
 
-    /// The smaller; NaN if one is.
+    /// Returns the smaller; NaN if one is.
     fn minimum(self, other: Self) -> Self;
 
-    /// The larger; NaN if one is.
+    /// Returns the larger; NaN if one is.
     fn maximum(self, other: Self) -> Self;
 
-    /// `self / other`; integers truncate toward zero.
+    /// Returns `self / other`; integers truncate toward zero.
     fn divide(self, other: Self) -> Self;
 
-    /// `n` in this type.
+    /// Returns `n` in this type.
     fn from_count(n: usize) -> Self;
 
-    /// `1 / n` if multiplying by it has the same bits as dividing by `n`.
+    /// Returns `1 / n` if multiplying by it has the same bits as dividing by `n`.
     fn exact_reciprocal(n: usize) -> Option<Self>;
 }
 

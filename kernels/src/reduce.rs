@@ -77,7 +77,7 @@ enum InstructionSet {
 }
 
 impl InstructionSet {
-    /// The best one of this CPU. The standard library caches the answers.
+    /// Chooses the best one of this CPU. The standard library caches the answers.
     #[inline]
     fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]

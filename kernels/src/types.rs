@@ -18,7 +18,7 @@ macro_rules! coded_enum {
             /// Every value, in the order of their codes.
             pub const ALL: &[$name] = &[$($name::$variant),*];
 
-            /// The name used in messages.
+            /// Returns the name used in messages.
             pub const fn name(self) -> &'static str {
                 match self { $($name::$variant => $text),* }
             }
@@ -62,7 +62,7 @@ coded_enum! {
 }
 
 impl DType {
-    /// Bytes of one element, which is also its alignment.
+    /// Returns the number of bytes of one element, which is also its alignment.
     #[inline]
     pub const fn size(self) -> usize {
         match self {

@@ -88,7 +88,7 @@ impl Stdin {
         self == Stdin::All || self == Stdin::Rank(rank)
     }
 
-    /// The rank that writes to the user's terminal directly.
+    /// Returns the rank that writes to the user's terminal directly.
     pub fn foreground(self) -> u32 {
         match self {
             Stdin::Rank(rank) => rank,

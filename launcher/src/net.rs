@@ -4,14 +4,14 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs, UdpSocket};
 
-/// A TCP port that is free on all addresses of this host.
+/// Finds a TCP port that is free on all addresses of this host.
 pub fn free_port() -> io::Result<u16> {
     let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
         .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)))?;
     Ok(listener.local_addr()?.port())
 }
 
-/// The address that stands for all of this host, IPv6 and IPv4 where there is IPv6.
+/// Returns the address that stands for all of this host, IPv6 and IPv4 where there is IPv6.
 pub fn any() -> IpAddr {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)) {
         Ok(_) => Ipv6Addr::UNSPECIFIED.into(),
@@ -19,11 +19,11 @@ pub fn any() -> IpAddr {
     }
 }
 
-/// The address to listen at, for others that know this host by these names. It is the one address
-/// that the names resolve to, if there is one, and otherwise all. A name that resolves to the
-/// loopback address here (127.0.1.1, in Debian's /etc/hosts) resolves to another address elsewhere,
-/// so it counts as all. Only localhost is the loopback address everywhere; its IPv4 address is
-/// preferred.
+/// Returns the address to listen at, for others that know this host by these names. It is the one
+/// address that the names resolve to, if there is one, and otherwise all. A name that resolves to
+/// the loopback address here (127.0.1.1, in Debian's /etc/hosts) resolves to another address
+/// elsewhere, so it counts as all. Only localhost is the loopback address everywhere; its IPv4
+/// address is preferred.
 pub fn interface(names: &[&str]) -> IpAddr {
     let mut found = BTreeSet::new();
     for name in names {
@@ -48,7 +48,7 @@ fn is_localhost(name: &str) -> bool {
     name.eq_ignore_ascii_case("localhost")
 }
 
-/// The address of this host that `name` resolves to, IPv4 if there are several.
+/// Returns the address of this host that `name` resolves to, IPv4 if there are several.
 pub fn own(name: &str) -> Option<IpAddr> {
     resolve(name).into_iter().filter(|address| is_own(*address)).min()
 }
@@ -64,7 +64,7 @@ fn is_own(address: IpAddr) -> bool {
     UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// `host:port`, with an IPv6 host in brackets.
+/// Joins `host:port`, with an IPv6 host in brackets.
 pub fn join(host: &str, port: u16) -> String {
     match host.parse::<Ipv6Addr>() {
         Ok(address) => format!("[{address}]:{port}"),

@@ -18,7 +18,7 @@ pub fn name(signal: i32) -> String {
     }
 }
 
-/// The signal of a name such as "SIGTERM".
+/// Returns the signal of a name such as "SIGTERM".
 pub fn named(name: &str) -> Option<Signal> {
     let signal: by_nix::Signal = name.parse().ok()?;
     Signal::from_named_raw(signal as i32)
@@ -74,7 +74,7 @@ impl SignalReader {
         Ok(SignalReader(SignalFd::with_flags(&SigSet::all(), SfdFlags::SFD_CLOEXEC)?))
     }
 
-    /// The next signal; None if none has arrived.
+    /// Returns the next signal; None if none has arrived.
     pub fn next(&self) -> io::Result<Option<Arrival>> {
         let arrived = self.0.read_signal()?;
         Ok(arrived.map(|signal| Arrival {

@@ -40,7 +40,7 @@ impl FromStr for Address {
     }
 }
 
-/// All the addresses of a `host:port`.
+/// Finds all the addresses of a `host:port`.
 pub fn resolve(host_and_port: &str) -> io::Result<Vec<SocketAddr>> {
     let Some(host_and_port) = split(host_and_port) else {
         let reason = "give HOST:PORT, an IPv6 host in brackets";
@@ -53,7 +53,7 @@ pub fn resolve(host_and_port: &str) -> io::Result<Vec<SocketAddr>> {
     Ok(addresses)
 }
 
-/// A `host:port` as the two, without brackets.
+/// Splits a `host:port` in two, without brackets.
 fn split(host_and_port: &str) -> Option<(&str, u16)> {
     let (host, port) = host_and_port.rsplit_once(':')?;
     let host = match host.strip_prefix('[') {

@@ -88,7 +88,7 @@ impl PendingAuth {
         self.all.remove(&id);
     }
 
-    /// One that has been here for `stay` at `now`.
+    /// Returns one that has been here for `stay` at `now`.
     fn older(&self, now: Instant, stay: Duration) -> Option<usize> {
         self.all
             .first_key_value()
@@ -96,12 +96,12 @@ impl PendingAuth {
             .map(|(id, _)| *id)
     }
 
-    /// A connection that has not authenticated in time.
+    /// Returns a connection that has not authenticated in time.
     pub fn overdue(&self, now: Instant) -> Option<usize> {
         self.older(now, AUTH_TIMEOUT)
     }
 
-    /// One that has had time to say something, and can make room for another connection.
+    /// Returns one that has had time to say something, and can make room for another connection.
     pub fn removable(&self, now: Instant) -> Option<usize> {
         self.older(now, MIN_STAY)
     }

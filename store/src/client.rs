@@ -78,7 +78,7 @@ impl Store {
         }
     }
 
-    /// The address this client is connected to.
+    /// Returns the address that this client is connected to.
     pub fn address(&self) -> &Address {
         &self.address
     }
@@ -98,7 +98,7 @@ impl Store {
         })
     }
 
-    /// The value of `key`, for which it waits.
+    /// Waits for the value of `key` and returns it.
     ///
     /// # Errors
     /// [`Error::Timeout`] if the key is not set in time.
@@ -109,7 +109,7 @@ impl Store {
         })
     }
 
-    /// The value of `key`, `None` if it is not set.
+    /// Returns the value of `key`, `None` if it is not set.
     pub fn try_get(&self, key: &str) -> Result<Option<Vec<u8>>> {
         match self.get(key, Duration::ZERO) {
             Err(Error::Timeout { .. }) => Ok(None),
@@ -265,7 +265,7 @@ fn named(operation: &str, key: &str) -> String {
     format!("{operation} \"{key}\"")
 }
 
-/// One attempt to connect and say hello. The inner error is final and says what is wrong.
+/// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
 fn open(
     address: &Address,
     token: &str,

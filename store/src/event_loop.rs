@@ -357,7 +357,7 @@ impl EventLoop {
         self.deliver_but_for(None);
     }
 
-    /// The same, but what is for `busy` may wait for more.
+    /// Does the same, but what is for `busy` may wait for more.
     fn deliver_but_for(&mut self, busy: Option<usize>) {
         let mut replies = mem::take(&mut self.outbox.0);
         let mut left = replies.drain(..).peekable();

@@ -22,7 +22,7 @@ static GENERATION: AtomicU32 = AtomicU32::new(0);
 pub struct Process(u32);
 
 impl Process {
-    /// The calling process.
+    /// Returns the calling process.
     pub fn current() -> Self {
         static WATCHES: AtomicBool = AtomicBool::new(false);
         extern "C" fn in_child() {
@@ -57,12 +57,12 @@ impl Process {
 pub struct Once<T>(AtomicPtr<T>);
 
 impl<T: Send + Sync> Once<T> {
-    /// An empty cell.
+    /// Returns an empty cell.
     pub const fn empty() -> Self {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
-    /// The value, which is made if there is none.
+    /// Returns the value, and makes it if there is none.
     #[inline]
     pub fn get_or_make(&'static self, make: impl FnOnce() -> T) -> &'static T {
         let value = self.0.load(Ordering::Acquire);
@@ -95,7 +95,7 @@ pub struct ForkSafe<T> {
 }
 
 impl<T> ForkSafe<T> {
-    /// The value belongs to this process.
+    /// Makes a value that belongs to this process.
     pub fn new(value: T) -> Self {
         Self { process: Process::current(), value: ManuallyDrop::new(value) }
     }

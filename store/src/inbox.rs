@@ -37,7 +37,7 @@ impl Inbox {
         Ok(Inbox { unread: Mutex::default(), ready })
     }
 
-    /// The oldest message that has not been taken yet.
+    /// Takes the oldest message that has not been taken yet.
     pub fn try_next(&self) -> Option<Vec<u8>> {
         let mut unread = self.lock();
         let message = unread.messages.pop_front()?;

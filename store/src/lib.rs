@@ -133,7 +133,7 @@ pub enum Error {
 /// A result whose error is the store's.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The keys for a message: the first few by name, the rest as a number.
+/// Returns the keys for a message: the first few by name, the rest as a number.
 fn list(keys: &[impl std::fmt::Display]) -> String {
     const SHOWN: usize = 8;
     let mut text =

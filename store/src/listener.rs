@@ -28,7 +28,7 @@ pub trait Socket: Read + Write + Source + Send {}
 impl<T: Read + Write + Source + Send> Socket for T {}
 
 impl Listener {
-    /// A listener, with the address that it got.
+    /// Opens a listener; returns it with the address that it got.
     pub fn bind(address: &Address) -> io::Result<(Listener, Address)> {
         match address {
             Address::Tcp(host_and_port) => {
@@ -60,7 +60,7 @@ impl Listener {
         }
     }
 
-    /// `PermissionDenied` where another user's process has connected.
+    /// Accepts a connection; `PermissionDenied` where another user's process has connected.
     pub fn accept(&self) -> io::Result<Box<dyn Socket>> {
         match self {
             Listener::Tcp(listener) => Ok(Box::new(listener.accept()?.0)),

@@ -5,13 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// This host's name.
+/// Returns this host's name.
 pub fn host_name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// The address from which this host reaches `peer`, a host with any port. A datagram socket knows
-/// it without sending anything.
+/// Returns the address from which this host reaches `peer`, a host with any port. A datagram socket
+/// knows it without sending anything.
 ///
 /// # Errors
 /// `peer` has no address, or there is no route to any of its addresses.

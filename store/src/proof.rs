@@ -7,7 +7,7 @@ use sha2::Sha256;
 /// The size in bytes of a proof.
 pub const SIZE: usize = 32;
 
-/// The proof that this process knows `token`, for `message`.
+/// Returns the proof that this process knows `token`, for `message`.
 pub fn prove(token: &str, message: &[u8]) -> [u8; SIZE] {
     hmac(token, message).finalize().into_bytes().into()
 }

@@ -51,7 +51,7 @@ const MAGIC: &[u8] = b"FLOW";
 /// The bytes of a challenge.
 pub type Nonce = [u8; 16];
 
-/// The frame that `input` consists of, without its length; `None` if it is not complete.
+/// Takes the frame that `input` consists of, without its length; `None` if it is not complete.
 ///
 /// # Errors
 /// It is longer than `limit`, or more follows.
@@ -90,7 +90,7 @@ pub enum Reply<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// The request as a frame, with its length in front.
+    /// Writes the request as a frame, with its length in front.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Request::Hello { version } => Frame::new(0).raw(MAGIC).raw(&[*version]),
@@ -111,7 +111,7 @@ impl<'a> Request<'a> {
         .finish()
     }
 
-    /// The request in a frame (without its length), `None` if it is none.
+    /// Reads the request in a frame (without its length), `None` if it is none.
     pub fn decode(frame: &'a [u8]) -> Option<Request<'a>> {
         let mut fields = Fields(frame);
         let request = match fields.byte()? {
@@ -142,7 +142,7 @@ impl<'a> Request<'a> {
 }
 
 impl<'a> Reply<'a> {
-    /// The reply as a frame, with its length in front.
+    /// Writes the reply as a frame, with its length in front.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Reply::Done => Frame::new(0),
@@ -156,7 +156,7 @@ impl<'a> Reply<'a> {
         .finish()
     }
 
-    /// The reply in a frame (without its length), `None` if it is none.
+    /// Reads the reply in a frame (without its length), `None` if it is none.
     pub fn decode(frame: &'a [u8]) -> Option<Reply<'a>> {
         let mut fields = Fields(frame);
         let reply = match fields.byte()? {

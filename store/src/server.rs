@@ -194,7 +194,7 @@ impl ServerThread {
     }
 }
 
-/// The answer of the server's thread to a command.
+/// Returns the answer of the server's thread to a command.
 ///
 /// # Errors
 /// The thread is over, or does not answer.

@@ -35,7 +35,7 @@ pub trait Service {
     /// Answers a wait that has timed out.
     fn expire(&mut self, id: usize, now: Instant, outbox: &mut Outbox);
 
-    /// The connection has ended.
+    /// Notes that the connection has ended.
     fn leave(&mut self, id: usize);
 }
 

@@ -48,7 +48,8 @@ impl Values {
         self.values.remove(key).is_some()
     }
 
-    /// The number under `key`, 0 if there is none, plus `increment`; or why that is impossible.
+    /// Returns the number under `key`, 0 if there is none, plus `increment`; or why that is
+    /// impossible.
     pub fn sum(&self, key: &str, increment: i64) -> Result<i64, &'static str> {
         let Some(value) = self.get(key) else { return Ok(increment) };
         let number =

@@ -26,7 +26,7 @@ struct ArenaPlace {
     region: usize,
 }
 
-/// The arena of this node, once all its ranks have mapped it.
+/// Makes or maps the arena of this node, and returns it once all its ranks have mapped it.
 pub fn attach_arena(
     rank: usize,
     size: usize,
@@ -55,7 +55,7 @@ pub fn attach_arena(
     Ok(arena)
 }
 
-/// The key under which the first rank of a node says where the arena is.
+/// Returns the key under which the first rank of a node says where the arena is.
 fn place_key(monitor: &BootstrapMonitor, first: usize) -> String {
     format!("{}arena/{first}", monitor.prefix)
 }
@@ -149,7 +149,7 @@ fn wait_attached(
     }
 }
 
-/// The process of a rank of this node that has mapped the arena; 0 of others.
+/// Returns the process of a rank of this node that has mapped the arena; 0 of others.
 fn pid_of(arena: &Arena, locals: &[usize], rank: usize) -> u32 {
     match locals.iter().position(|&local| local == rank) {
         Some(index) => ArenaHeader::pid(arena, index).load(Ordering::Acquire),

@@ -17,7 +17,7 @@ use crate::world::{Origin, Peer, World};
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl World {
-    /// All ranks of a job of `size` threads.
+    /// Makes all ranks of a job of `size` threads.
     pub fn in_process(size: usize) -> Result<Vec<Self>> {
         worlds(size).map_err(|reason| Error::Join { rank: 0, reason })
     }
@@ -93,7 +93,7 @@ fn new_root(arena: &Arc<Arena>, size: usize) -> Result<usize, String> {
     Ok(root)
 }
 
-/// A rank that is a thread of this process.
+/// Returns a rank that is a thread of this process.
 fn thread_of(host: &str) -> Peer {
     Peer { pid: std::process::id(), host: host.into(), node: 0, pidfd: None, gone: false }
 }

@@ -33,7 +33,7 @@ pub struct BootstrapMonitor<'a> {
 }
 
 impl BootstrapMonitor<'_> {
-    /// The time that is left, at most `slice`.
+    /// Returns the time that is left, at most `slice`.
     pub fn left(&self, slice: Duration) -> Duration {
         self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
     }
@@ -138,8 +138,8 @@ impl BootstrapMonitor<'_> {
         }
     }
 
-    /// All ranks' descriptions, once all have published theirs. Rank 0 collects them, so that the
-    /// others ask for one key.
+    /// Publishes this rank's description, and returns all ranks' once all have published theirs.
+    /// Rank 0 collects them, so that the others ask for one key.
     pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, String> {
         let store = self.store;
         let key = format!("{}members", self.prefix);
@@ -191,19 +191,19 @@ impl BootstrapMonitor<'_> {
             self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
     }
 
-    /// Why another rank gave up.
+    /// Returns why another rank gave up.
     pub fn cancel_reason(&self) -> Option<String> {
         self.value(&format!("{}failure", self.prefix), Duration::ZERO)
     }
 
-    /// A store that does not answer reports no ends.
+    /// Returns the value of a key; a store that does not answer reports no ends.
     fn value(&self, key: &str, timeout: Duration) -> Option<String> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
 }
 
-/// The ranks whose keys are not set, by the numbers at the ends of these.
+/// Returns the ranks whose keys are not set, by the numbers at the ends of these.
 fn unset(store: &Store, keys: &[String]) -> Vec<usize> {
     match store.wait(keys, Duration::ZERO) {
         Err(StoreError::Timeout { missing, .. }) => {

@@ -10,7 +10,7 @@ use flow_store::{Address, Server, Store};
 
 use crate::env::{Membership, Rendezvous};
 
-/// The store, and its server if that is this rank's to run.
+/// Connects to the store; returns it, and its server if that is this rank's to run.
 pub fn connect_store(
     membership: &Membership,
     prefix: &str,

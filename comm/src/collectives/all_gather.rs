@@ -14,8 +14,8 @@ use crate::shm::contribution::{
 use flow_kernels::digest;
 
 impl ProcessGroup {
-    /// All ranks' `input`, in rank order, to every rank's `output`, which is world size times as
-    /// long.
+    /// Gathers all ranks' `input`, in rank order, in every rank's `output`, which is world size
+    /// times as long.
     pub fn all_gather<I, O>(&self, input: &I, output: &mut O) -> Result<()>
     where
         I: Buffer + ?Sized,
@@ -68,7 +68,7 @@ impl ProcessGroup {
     }
 }
 
-/// Every rank gets all ranks' `input`, in rank order, in `output`.
+/// Gives every rank all ranks' `input`, in rank order, in `output`.
 pub fn run(
     host: &HostCollectives,
     operation: OpDescriptor,

@@ -133,7 +133,7 @@ fn run_v(
     })
 }
 
-/// Every rank's input counts.
+/// Exchanges the ranks' input counts.
 fn exchange_counts(
     host: &HostCollectives,
     state: &mut RoundState,

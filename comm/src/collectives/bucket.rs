@@ -43,7 +43,7 @@ struct QueuedBucket {
 }
 
 impl BucketQueue {
-    /// An empty queue.
+    /// Returns an empty queue.
     pub fn new(rounds: Arc<Rounds>, hierarchical: Option<Arc<Hierarchical>>) -> Self {
         Self {
             leader_thread: Mutex::default(),
@@ -112,7 +112,7 @@ impl BucketQueue {
         Ok(())
     }
 
-    /// The rounds of a bucket, or None while their slots are in use.
+    /// Takes the rounds of a bucket, or None while their slots are in use.
     fn try_acquire(&self) -> Option<(u64, Option<u64>)> {
         let mut state = self.rounds.lock();
         match self.hierarchical {

@@ -32,7 +32,7 @@ impl ProcessGroup {
     }
 }
 
-/// The root gets all ranks' `input`, in rank order, in its `output`.
+/// Gives the root all ranks' `input`, in rank order, in its `output`.
 fn run(
     host: &HostCollectives,
     operation: OpDescriptor,

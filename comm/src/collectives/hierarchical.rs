@@ -69,7 +69,7 @@ impl Span {
         Self { pieces, starts, total, element: dtype.size() }
     }
 
-    /// The memory of some elements, in order.
+    /// Returns the memory of some elements, in order.
     fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
         let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let pieces = self.starts.iter().zip(&self.pieces).skip(first);
@@ -124,12 +124,12 @@ struct NodePhase<'a> {
 }
 
 impl NodePhase<'_> {
-    /// The bytes of a block.
+    /// Returns the bytes of a block.
     fn range(&self, block: usize) -> Range<usize> {
         block * self.block..((block + 1) * self.block).min(self.data.bytes)
     }
 
-    /// A member's memory of a block.
+    /// Returns a member's memory of a block.
     fn at(&self, rank: usize, block: usize) -> *mut u8 {
         match self.locations[rank] {
             Location::Shared(offset) => self.core.world.arena.at(offset + block * self.block),
@@ -203,7 +203,7 @@ impl NodePhase<'_> {
 }
 
 impl Hierarchical {
-    /// The reductions of a group whose nodes are connected.
+    /// Returns the reductions of a group whose nodes are connected.
     pub fn new(rounds: &Arc<Rounds>, inter_node: &Arc<InterNode>) -> Self {
         Self {
             core: Arc::clone(&rounds.core),
@@ -470,7 +470,7 @@ impl Incoming {
     }
 }
 
-/// `count` elements of `element` bytes, which are sent or filled.
+/// Returns `count` elements of `element` bytes, which are sent or filled.
 ///
 /// # Safety
 ///

@@ -27,7 +27,7 @@ pub struct HostCollectives {
 }
 
 impl HostCollectives {
-    /// The collectives of a group; the options are there if it has members on other nodes.
+    /// Makes the collectives of a group; the options are there if it has members on other nodes.
     pub fn new(
         rounds: Arc<Rounds>,
         inter_node: Option<Arc<InterNode>>,

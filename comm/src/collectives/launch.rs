@@ -17,7 +17,7 @@ pub struct BucketLaunch<'a> {
 }
 
 impl<'a> BucketLaunch<'a> {
-    /// None if the bucket is being reduced already, or not all its pieces are in place.
+    /// Returns None if the bucket is being reduced already, or not all its pieces are in place.
     pub fn new(
         core: &'a Arc<GroupCore>,
         segments: &'a Arc<Segments>,
@@ -58,7 +58,7 @@ pub struct LaunchedBucket {
 }
 
 impl LaunchedBucket {
-    /// All ranks have the reduced pieces: lets go of their memory, and records the end.
+    /// Notes that all ranks have the reduced pieces: lets go of their memory, and records the end.
     pub fn finish(&self) {
         self.segments.finish();
         self.core.recorder.finish(self.record);

@@ -22,7 +22,7 @@ pub struct Peers<'a> {
 }
 
 impl Peers<'_> {
-    /// A rank's elements, as bytes.
+    /// Returns a rank's elements, as bytes.
     pub fn bytes(&self, rank: usize) -> &[u8] {
         let bytes = self.counts[rank] * self.dtype.size();
         if bytes == 0 {

@@ -43,7 +43,7 @@ pub fn pieces_of_locals(
     Ok(pieces)
 }
 
-/// The error where a rank that has launched a bucket no longer has its pieces.
+/// Returns the error where a rank that has launched a bucket no longer has its pieces.
 fn invalid_piece_error(rounds: &Rounds, rank: usize, operation: &OpDescriptor) -> Error {
     let core = &rounds.core;
     let failure = &rounds.failure;

@@ -19,7 +19,7 @@ pub enum Cause {
 const LOST: u32 = 3;
 
 impl Cause {
-    /// The number that stands for it in a note in shared memory.
+    /// Returns the number that stands for it in a note in shared memory.
     pub fn code(self) -> u32 {
         match self {
             Cause::Error => 0,
@@ -29,7 +29,7 @@ impl Cause {
         }
     }
 
-    /// The member of a group of `size` ranks whose loss it is.
+    /// Returns the member of a group of `size` ranks whose loss it is.
     pub fn lost_member(self, size: usize) -> Option<usize> {
         match self {
             Cause::Lost(rank) => Some(rank as usize).filter(|&rank| rank < size),
@@ -37,7 +37,7 @@ impl Cause {
         }
     }
 
-    /// The cause with this code.
+    /// Returns the cause with this code.
     pub fn from_code(code: u32) -> Self {
         match code {
             0 => Cause::Error,
@@ -59,13 +59,13 @@ pub struct PublishedFailure {
 }
 
 impl PublishedFailure {
-    /// The failure as a text.
+    /// Writes the failure as a text.
     pub fn encode(&self) -> String {
         // A struct of a number, a bool and a text cannot fail.
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// None if the text is not a failure.
+    /// Reads a failure; None if the text is none.
     pub fn decode(text: &str) -> Option<Self> {
         serde_json::from_str(text).ok()
     }

@@ -37,7 +37,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// This rank is a member of the group until it drops this.
+    /// Makes this rank a member of the group until it drops this.
     pub fn new(
         core: Arc<GroupCore>,
         control: Arc<Control>,
@@ -93,7 +93,7 @@ impl Failure {
         notices.filter(|(_, text)| !text.is_empty()).collect()
     }
 
-    /// The ranks that have not said what they have to say about the failure.
+    /// Returns the ranks that have not said what they have to say about the failure.
     fn silent_ranks(&self) -> Vec<usize> {
         self.fetch_error_details();
         self.core.ranks_where(|rank| !self.control.rank(rank).error_detail.is_set())
@@ -112,7 +112,7 @@ impl Failure {
         Some((Cause::from_code(code), text))
     }
 
-    /// The error of an operation that begins in a group that has failed.
+    /// Returns the error of an operation that begins in a group that has failed.
     pub fn check_poison(&self, operation: &dyn std::fmt::Display) -> Result<()> {
         if !self.is_cancelled() && !self.control.header().poison.is_set() {
             return Ok(());
@@ -120,9 +120,9 @@ impl Failure {
         self.check_failure(operation, false)
     }
 
-    /// The error of an operation in a group that has failed. The loss of a peer is the same error
-    /// for every operation that was `under_way`, and for the first one after it, whichever rank
-    /// noticed the loss.
+    /// Returns the error of an operation in a group that has failed. The loss of a peer is the same
+    /// error for every operation that was `under_way`, and for the first one after it, whichever
+    /// rank noticed the loss.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         if under_way {
             self.poll_failure();
@@ -194,7 +194,7 @@ impl Failure {
         !self.quarantined.swap(true, Ordering::SeqCst)
     }
 
-    /// The first of the missing ranks that can never arrive.
+    /// Returns the first of the missing ranks that can never arrive.
     pub fn find_lost_peer(
         &self,
         missing: &dyn Fn() -> Vec<usize>,
@@ -223,7 +223,7 @@ impl Failure {
         error
     }
 
-    /// The other members that have left the group or ended.
+    /// Returns the other members that have left the group or ended.
     pub fn departed_peers(&self) -> Vec<usize> {
         let ended = self.core.world.ended(&self.core.ranks, Duration::ZERO);
         self.core.ranks_where(|rank| {
@@ -239,12 +239,12 @@ impl Failure {
         self.control.rank(rank).left.load(Ordering::SeqCst) != 0
     }
 
-    /// The error where the connection to another leader has ended.
+    /// Returns the error where the connection to another leader has ended.
     pub fn peer_down_error(&self, loss: PeerDown, operation: &dyn std::fmt::Display) -> Error {
         self.handle_disconnect(self.core.leaders[loss.member], loss.how, operation)
     }
 
-    /// The error where a member has left or ended, or the connection to it has.
+    /// Returns the error where a member has left or ended, or the connection to it has.
     pub fn handle_disconnect(
         &self,
         peer: usize,
@@ -293,7 +293,8 @@ impl Failure {
         self.fail_peer_lost(peer, operation)
     }
 
-    /// The error for an operation that needs `peer`, a rank of this group that has left or ended.
+    /// Returns the error for an operation that needs `peer`, a rank of this group that has left or
+    /// ended.
     fn peer_lost_error(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.core.ranks[peer];
         let end = self.core.world.loss_cause(global, self.has_left(peer));
@@ -358,7 +359,7 @@ impl Failure {
         }
     }
 
-    /// The group's failure as other nodes read it.
+    /// Returns the group's failure as other nodes read it.
     fn encoded_failure(&self) -> Option<String> {
         let (cause, text) = self.first_failure()?;
         Some(self.published(cause, text).encode())

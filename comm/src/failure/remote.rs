@@ -30,7 +30,7 @@ pub struct RemoteFailures {
 }
 
 impl RemoteFailures {
-    /// The failures of a group, of which none is known yet.
+    /// Returns the failures of a group, of which none is known yet.
     pub fn new(core: Arc<GroupCore>) -> Self {
         Self {
             core,
@@ -45,8 +45,8 @@ impl RemoteFailures {
         let _ = self.connections.set(connections);
     }
 
-    /// The leader's connections, once they are watched, unless a thread uses them: that thread sees
-    /// the failure itself.
+    /// Returns the leader's connections, once they are watched, unless a thread uses them: that
+    /// thread sees the failure itself.
     pub fn try_lock_connections(&self) -> Option<MutexGuard<'_, LeaderState>> {
         self.connections.get()?.try_lock()
     }
@@ -68,7 +68,7 @@ impl RemoteFailures {
         self.publish("failure", failure);
     }
 
-    /// The failure that another node has published, waiting at most for `time`.
+    /// Asks for the failure that another node has published, waiting at most for `time`.
     pub fn failure(&self, time: Duration) -> Option<String> {
         self.lookup("failure", time)
     }
@@ -113,8 +113,8 @@ impl RemoteFailures {
         }
     }
 
-    /// The missing ranks without those on other nodes that are known to be as far as this rank:
-    /// they wait as well.
+    /// Returns the missing ranks without those on other nodes that are known to be as far as this
+    /// rank: they wait as well.
     pub fn lagging(&self, missing: Vec<usize>) -> Vec<usize> {
         if !self.core.is_inter_node() {
             return missing;

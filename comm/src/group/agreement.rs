@@ -77,7 +77,7 @@ impl fmt::Display for Call<'_> {
 }
 
 impl Call<'_> {
-    /// A name for the group to be, which no other group has.
+    /// Returns a name for the group to be, which no other group has.
     pub fn new_name(&self) -> String {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -85,7 +85,7 @@ impl Call<'_> {
         format!("{}.{}-{number}", core.name, core.world.rank)
     }
 
-    /// The call's error, for a reason of its own.
+    /// Returns the call's error, for a reason of its own.
     pub fn failed(&self, reason: String) -> Error {
         Error::System { rank: self.core().world.rank, operation: self.to_string(), reason }
     }
@@ -107,7 +107,7 @@ impl Call<'_> {
         }
     }
 
-    /// The error of a group that is not made.
+    /// Returns the error of a group that is not made.
     fn error(&self, cause: Cause) -> Error {
         let core = self.core();
         let rank = core.world.rank;
@@ -126,13 +126,13 @@ impl Call<'_> {
         }
     }
 
-    /// The members but this rank.
+    /// Returns the members but this rank.
     fn others(&self) -> Vec<usize> {
         self.ranks.iter().copied().filter(|&member| member != self.core().rank).collect()
     }
 
-    /// The members that have not answered; all others, if the last of them has not written down the
-    /// outcome.
+    /// Returns the members that have not answered; all others, if the last of them has not written
+    /// down the outcome.
     fn missing(&self, store: &Store, keys: &Keys) -> Vec<usize> {
         let answers: Vec<String> = self.ranks.iter().map(|&member| keys.answer(member)).collect();
         match store.wait(&answers, Duration::ZERO) {
@@ -150,7 +150,7 @@ impl Call<'_> {
         texts.join("; ")
     }
 
-    /// The first member on each node.
+    /// Returns the first member on each node.
     fn first_on_nodes(&self) -> Vec<usize> {
         let nodes = &self.core().nodes;
         let mut firsts: Vec<usize> = Vec::new();
@@ -200,7 +200,7 @@ pub struct Agreement<'a> {
 }
 
 impl<'a> Agreement<'a> {
-    /// The agreement that a call begins.
+    /// Returns the agreement that a call begins.
     pub fn new(call: &'a Call<'a>, store: &'a Store) -> Self {
         let begin = Instant::now();
         let wait = Wait {
@@ -353,7 +353,7 @@ impl<'a> Agreement<'a> {
         Ok(())
     }
 
-    /// All have answered: deletes the announcement and the answers, and decides.
+    /// Decides when all have answered, and deletes the announcement and the answers.
     fn conclude(&mut self, keys: &Keys) -> Result<()> {
         let call = self.call;
         let core = call.core();
@@ -440,7 +440,7 @@ impl<'a> Agreement<'a> {
         }
     }
 
-    /// This rank has read a good outcome: the last one deletes it.
+    /// Notes that this rank has read a good outcome: the last one deletes it.
     fn take_leave(&self, keys: &Keys) -> Result<()> {
         let call = self.call;
         let read = self.store.add(&keys.read(), 1).map_err(|error| call.store_failed(error))?;
@@ -486,7 +486,7 @@ impl Wait<'_> {
         }
     }
 
-    /// A member that has left the group that the members are of, or has ended.
+    /// Returns a member that has left the group that the members are of, or has ended.
     fn find_departed(&mut self, call: &Call, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         let core = call.core();
         let departed = call.group.failure.departed_peers();

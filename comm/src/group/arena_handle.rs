@@ -14,7 +14,7 @@ use crate::world::World;
 pub struct ArenaHandle(Arc<World>);
 
 impl ArenaHandle {
-    /// The memory that all ranks of the machine map.
+    /// Returns the memory that all ranks of the machine map.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.0.arena
     }

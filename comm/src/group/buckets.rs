@@ -14,7 +14,8 @@ use crate::operation_context::OperationContext;
 use crate::shm::segments::Segments;
 
 impl Member {
-    /// A bucket of gradients for [`Member::launch_bucket`]: pieces of these lengths, in elements.
+    /// Returns a bucket of gradients for [`Member::launch_bucket`]: pieces of these lengths, in
+    /// elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
         self.parts(&"segments")?;
         Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(|| {
@@ -48,7 +49,7 @@ impl Member {
         group.host.buckets.progress().inspect_err(|_| self.fail_buckets())
     }
 
-    /// The error of a bucket that cannot be launched.
+    /// Returns the error of a bucket that cannot be launched.
     fn refused(&self, segments: &Segments, reason: &str) -> Error {
         self.caller().argument("launch_bucket", format!("bucket {} {reason}", segments.bucket))
     }

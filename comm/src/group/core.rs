@@ -59,7 +59,7 @@ impl LaunchedBuckets {
         self.count.load(Ordering::Relaxed) == 0
     }
 
-    /// The records of all buckets under way.
+    /// Returns the records of all buckets under way.
     pub fn records(&self) -> Vec<RecordId> {
         self.lock().clone()
     }
@@ -89,7 +89,7 @@ impl LaunchedBuckets {
 }
 
 impl GroupCore {
-    /// The members of a group, given by their ranks in the job.
+    /// Returns the members of a group, given by their ranks in the job.
     pub fn new(world: Arc<World>, ranks: Vec<usize>, timeout: Duration, name: String) -> Self {
         let caller = ranks.iter().position(|&rank| rank == world.rank);
         let rank = caller.expect("the caller is a member"); // invariant
@@ -131,7 +131,7 @@ impl GroupCore {
         core
     }
 
-    /// The number of members.
+    /// Returns the number of members.
     pub fn size(&self) -> usize {
         self.ranks.len()
     }
@@ -151,7 +151,7 @@ impl GroupCore {
         self.locals.len() < self.ranks.len()
     }
 
-    /// This rank, for checks of its arguments.
+    /// Returns this rank, for checks of its arguments.
     pub fn caller(&self) -> Caller {
         Caller { job_rank: self.world.rank, rank: self.rank, size: self.size() }
     }
@@ -170,7 +170,7 @@ impl GroupCore {
             .store(u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// A message to or from a member, or from any.
+    /// Describes a message to or from a member, or from any.
     pub fn message(
         &self,
         kind: Kind,
@@ -197,7 +197,7 @@ impl GroupCore {
         operation.record(queued)
     }
 
-    /// A collective begins on the host.
+    /// Notes that a collective begins on the host.
     pub fn count_collective(&self) {
         self.sequence.fetch_add(1, Ordering::Relaxed);
     }
@@ -214,12 +214,12 @@ impl GroupCore {
             .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
     }
 
-    /// The members for which `condition` holds.
+    /// Returns the members for which `condition` holds.
     pub fn ranks_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
         (0..self.size()).filter(|&rank| condition(rank)).collect()
     }
 
-    /// The members on this node for which `condition` holds.
+    /// Returns the members on this node for which `condition` holds.
     pub fn locals_where(&self, condition: impl Fn(usize) -> bool) -> Vec<usize> {
         self.locals.iter().copied().filter(|&rank| condition(rank)).collect()
     }
@@ -233,7 +233,7 @@ impl GroupCore {
         missing
     }
 
-    /// The key of something of this group in the store.
+    /// Returns the key of something of this group in the store.
     pub fn key(&self, what: &str) -> String {
         format!("{}group/{}/{what}", self.world.prefix, self.name)
     }

@@ -25,7 +25,8 @@ pub struct HostOperations {
 }
 
 impl HostOperations {
-    /// The operations of one group, whose nodes are connected here. `operation` makes the group.
+    /// Makes the operations of one group, whose nodes are connected here. `operation` makes the
+    /// group.
     pub fn new(failure: &Arc<Failure>, operation: &str) -> Result<Self> {
         let rounds = Arc::new(Rounds::new(Arc::clone(failure)));
         let mut inter_node = None;

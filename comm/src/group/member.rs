@@ -39,18 +39,18 @@ struct State {
 }
 
 impl Member {
-    /// A member without threads; `local_rank` is its number on its machine.
+    /// Returns a member without threads; `local_rank` is its number on its machine.
     pub(crate) fn new(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let workers = Workers::default();
         Self { state: ForkSafe::new(State { workers, cuda: Mutex::new(cuda), parts, local_rank }) }
     }
 
-    /// The same member without threads: its operations run at once.
+    /// Returns the same member without threads: its operations run at once.
     pub(crate) fn without_workers(&self) -> Self {
         Self::new(self.state.parts.clone(), self.state.local_rank, Cuda::default())
     }
 
-    /// This process' number in the group.
+    /// Returns this process' number in the group.
     pub fn rank(&self) -> usize {
         self.core().rank
     }
@@ -60,12 +60,13 @@ impl Member {
         self.core().size()
     }
 
-    /// The members' ranks in the job, by their rank in this group.
+    /// Returns the members' ranks in the job, by their rank in this group.
     pub fn ranks(&self) -> &[usize] {
         &self.core().ranks
     }
 
-    /// This process' number among those of the job on this machine: which of its devices to use.
+    /// Returns this process' number among those of the job on this machine: which of its devices to
+    /// use.
     pub fn local_rank(&self) -> usize {
         self.state.local_rank
     }
@@ -91,8 +92,8 @@ impl Member {
         self.core().sequence.load(Ordering::Relaxed)
     }
 
-    /// The group's last operations on this rank, the oldest first, with those that are under way:
-    /// on the host and on GPUs, some hundred of them. Recording is always on.
+    /// Returns the group's last operations on this rank, the oldest first, with those that are
+    /// under way: on the host and on GPUs, some hundred of them. Recording is always on.
     pub fn flight_recorder(&self) -> Vec<Record> {
         self.core().recorder.records()
     }
@@ -102,17 +103,17 @@ impl Member {
         self.core().set_timeout(timeout.min(MAX_TIMEOUT));
     }
 
-    /// The GPU that this rank computes on, if one was chosen.
+    /// Returns the GPU that this rank computes on, if one was chosen.
     pub fn cuda_device(&self) -> Option<Arc<Device>> {
         self.cuda().device.clone()
     }
 
-    /// The memory that all ranks of the machine map.
+    /// Returns the memory that all ranks of the machine map.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.core().world.arena
     }
 
-    /// `len` zeros in memory that collectives use in place.
+    /// Allocates `len` zeros in memory that collectives use in place.
     pub fn alloc_shared<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>> {
         let group = self.parts(&"alloc_shared")?;
         SharedBuffer::new(&group.core.world.arena, len).ok_or_else(|| {
@@ -152,7 +153,7 @@ impl Member {
         self.parts(&"awaits_error_details").is_ok_and(|group| group.failure.awaits_error_details())
     }
 
-    /// The members of the group.
+    /// Returns the members of the group.
     pub(crate) fn core(&self) -> &GroupCore {
         &self.state.parts.core
     }
@@ -162,8 +163,8 @@ impl Member {
         &self.state.parts.failure
     }
 
-    /// The group's parts, for an operation that takes the member itself, and not a process that was
-    /// forked from it.
+    /// Returns the group's parts, for an operation that takes the member itself, and not a process
+    /// that was forked from it.
     pub(crate) fn parts(&self, operation: &dyn fmt::Display) -> Result<&Parts> {
         if self.state.is_ours() {
             Ok(&self.state.parts)
@@ -172,7 +173,7 @@ impl Member {
         }
     }
 
-    /// The threads of operations that run beside the caller.
+    /// Returns the threads of operations that run beside the caller.
     pub(crate) fn workers(&self) -> &Workers {
         &self.state.workers
     }
@@ -190,12 +191,12 @@ impl Member {
         self.state.cuda.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// This rank, for checks of its arguments.
+    /// Returns this rank, for checks of its arguments.
     pub(crate) fn caller(&self) -> Caller {
         self.core().caller()
     }
 
-    /// The error of an operation that the system refuses.
+    /// Returns the error of an operation that the system refuses.
     pub(crate) fn system(&self, operation: &str, reason: String) -> Error {
         Error::System { rank: self.core().world.rank, operation: operation.into(), reason }
     }

@@ -14,8 +14,8 @@ use crate::shm::arena::Block;
 use crate::shm::control::Control;
 
 impl ProcessGroup {
-    /// A group of some of this group's ranks, given by their ranks in this group, which only they
-    /// call: all with the same list. They are numbered in its order: with `[4, 2, 3]`, rank 4
+    /// Makes a group of some of this group's ranks, given by their ranks in this group, which only
+    /// they call: all with the same list. They are numbered in its order: with `[4, 2, 3]`, rank 4
     /// becomes rank 0.
     ///
     /// `key` names the group while it is made; no other group uses it then. It can be used again

@@ -117,22 +117,23 @@ impl Mesh {
         Ok(self)
     }
 
-    /// The extent of each axis.
+    /// Returns the extent of each axis.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The names of the axes; empty if they have none.
+    /// Returns the names of the axes; empty if they have none.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// The ranks in row-major order, by their numbers in the group that the mesh was made from.
+    /// Returns the ranks in row-major order, by their numbers in the group that the mesh was made
+    /// from.
     pub fn ranks(&self) -> &[usize] {
         &self.ranks
     }
 
-    /// This rank's coordinate on each axis; `None` outside the mesh.
+    /// Returns this rank's coordinate on each axis; `None` outside the mesh.
     pub fn coordinates(&self) -> Option<Vec<usize>> {
         let mut index = self.ranks.iter().position(|&rank| rank == self.parent.rank())?;
         let mut coordinates = vec![0; self.shape.len()];
@@ -143,8 +144,8 @@ impl Mesh {
         Some(coordinates)
     }
 
-    /// The group along an axis: the ranks that differ from this one on that axis only. The same
-    /// group at each call.
+    /// Returns the group along an axis: the ranks that differ from this one on that axis only. The
+    /// same group at each call.
     ///
     /// # Errors
     ///
@@ -160,8 +161,9 @@ impl Mesh {
         self.groups.iter().for_each(|group| group.abort(cause));
     }
 
-    /// The mesh of some axes through this rank: the ranks that differ from it on these axes only,
-    /// in the given order of axes. It shares the groups of this mesh, so nothing is communicated.
+    /// Returns the mesh of some axes through this rank: the ranks that differ from it on these axes
+    /// only, in the given order of axes. It shares the groups of this mesh, so nothing is
+    /// communicated.
     ///
     /// # Errors
     ///
@@ -194,7 +196,7 @@ impl Mesh {
         })
     }
 
-    /// The ranks along an axis through these coordinates.
+    /// Returns the ranks along an axis through these coordinates.
     fn line(&self, coordinates: &[usize], axis: usize) -> Vec<usize> {
         let start = self.index(coordinates) - self.offset(coordinates, &[axis]);
         (0..self.shape[axis]).map(|c| self.ranks[start + c * self.stride(axis)]).collect()

@@ -85,9 +85,9 @@ impl Deref for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// The group of all ranks of the job, as the environment says: flow-launch's or torchrun's
-    /// variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of this
-    /// process alone.
+    /// Joins the group of all ranks of the job, as the environment says: flow-launch's or
+    /// torchrun's variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of
+    /// this process alone.
     ///
     /// Waits for all ranks. All ranks must call it equally often (see
     /// [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks that do not
@@ -127,20 +127,20 @@ impl ProcessGroup {
         self.timeout.unwrap_or_else(|| self.core().timeout())
     }
 
-    /// This group, for blocking collectives on the host of which all ranks must agree on a digest
-    /// too: what they are part of.
+    /// Returns this group for blocking collectives on the host of which all ranks must agree on a
+    /// digest too: what they are part of.
     pub fn with_layout(&self, layout: u64) -> Self {
         Self { layout, ..self.clone() }
     }
 
-    /// This group, for blocking operations on the host that a program calls something else: see
-    /// [`Label`].
+    /// Returns this group for blocking operations on the host that a program calls something else:
+    /// see [`Label`].
     pub fn with_label(&self, label: Label) -> Self {
         Self { label: Some(label), ..self.clone() }
     }
 
-    /// This group, whose operations on the host wait so long when they are called on this handle: a
-    /// timeout of their own. Groups made from it start with that.
+    /// Returns this group with a timeout of its own: operations on the host that are called on this
+    /// handle wait so long. Groups made from it start with that.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -152,7 +152,8 @@ impl ProcessGroup {
         Self { timeout: Some(timeout.min(MAX_TIMEOUT)), ..self.clone() }
     }
 
-    /// A group of the same ranks with collectives of its own, which do not mix with this one's.
+    /// Makes a group of the same ranks with collectives of its own, which do not mix with this
+    /// one's.
     pub fn duplicate(&self) -> Result<Self> {
         let all: Vec<usize> = (0..self.world_size()).collect();
         self.new_group(&all)?
@@ -166,7 +167,8 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// A group that was made of these parts; `local_rank` is this process' number on its machine.
+/// Returns a group that was made of these parts; `local_rank` is this process' number on its
+/// machine.
 fn group_of(parts: Parts, local_rank: usize, cuda: Cuda) -> ProcessGroup {
     let member = Arc::new(Member::new(parts, local_rank, cuda));
     ProcessGroup { member, layout: 0, label: None, timeout: None }

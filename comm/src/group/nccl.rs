@@ -63,9 +63,9 @@ impl ProcessGroup {
         Ok(device)
     }
 
-    /// The group's collectives on GPUs. At the first call, which all ranks make, they connect
-    /// over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that load its
-    /// CUDA part first, which brings NCCL.
+    /// Returns the group's collectives on GPUs. At the first call, which all ranks make, they
+    /// connect over NCCL, each with its GPU `ordinal`. A program that also uses libtorch has that
+    /// load its CUDA part first, which brings NCCL.
     ///
     /// # Errors
     ///

@@ -34,7 +34,7 @@ pub struct NewGroup {
 }
 
 impl NewGroup {
-    /// The group of all ranks of a job.
+    /// Returns the group of all ranks of a job.
     pub fn of_world(world: Arc<World>, timeout: Duration) -> Self {
         Self {
             control: world.root_control(),

@@ -27,9 +27,9 @@ const NOT_FIRST: u64 = u64::MAX;
 const FULL: u64 = u64::MAX - 1;
 
 impl ProcessGroup {
-    /// A group of some of this group's ranks, given by their ranks in this group. They are numbered
-    /// in the order of the list: with `[4, 2, 3]`, rank 4 becomes rank 0. Called by all ranks of
-    /// this group with the same list; `None` on ranks that are not in it.
+    /// Makes a group of some of this group's ranks, given by their ranks in this group. They are
+    /// numbered in the order of the list: with `[4, 2, 3]`, rank 4 becomes rank 0. Called by all
+    /// ranks of this group with the same list; `None` on ranks that are not in it.
     ///
     /// # Errors
     ///

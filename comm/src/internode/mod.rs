@@ -46,7 +46,7 @@ pub struct ConnectionsGuard<'a> {
 }
 
 impl ConnectionsGuard<'_> {
-    /// The connections to the leaders of other nodes.
+    /// Returns the connections to the leaders of other nodes.
     pub fn leaders(&mut self) -> &mut dyn Connections {
         &mut *self.connections.leaders
     }
@@ -57,7 +57,8 @@ impl ConnectionsGuard<'_> {
         self.connections.scratch.as_mut_ptr().cast()
     }
 
-    /// A frame of descriptors, with room for `bytes` bytes, which the connections keep as well.
+    /// Returns a frame of descriptors, with room for `bytes` bytes, which the connections keep as
+    /// well.
     fn frame(&mut self, node: usize, bytes: usize) -> &mut [u8] {
         let frames = &mut self.connections.frames;
         if frames.len() <= node {
@@ -122,12 +123,12 @@ impl InterNode {
         })
     }
 
-    /// This node.
+    /// Returns this node.
     pub fn node(&self) -> usize {
         self.core.nodes[self.core.rank]
     }
 
-    /// The other nodes.
+    /// Returns the other nodes.
     pub fn remote_nodes(&self) -> impl Iterator<Item = usize> + Clone + '_ {
         (0..self.core.leaders.len()).filter(|&node| node != self.node())
     }
@@ -398,7 +399,7 @@ impl FrameLayout {
     const COUNT: usize = size_of::<u64>();
 }
 
-/// The memory of a frame, which is sent or filled.
+/// Returns the memory of a frame, which is sent or filled.
 fn segment(frame: &mut [u8]) -> IoSegment {
     // SAFETY: nobody touches the frames until they are transferred, or the guard is dropped.
     unsafe { IoSegment::new(frame.as_mut_ptr(), frame.len()) }

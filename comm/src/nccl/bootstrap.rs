@@ -98,12 +98,12 @@ pub fn join_check<'a>(
     })
 }
 
-/// The key that a rank sets when it waits for the others.
+/// Returns the key that a rank sets when it waits for the others.
 fn joined_key(prefix: &str, rank: usize) -> String {
     format!("{prefix}joined/{rank}")
 }
 
-/// The ranks that have not come, for messages.
+/// Returns the ranks that have not come, for messages.
 fn absent(failure: &Failure, store: &Store, prefix: &str) -> Vec<String> {
     let core = &failure.core;
     let absent =
@@ -111,7 +111,7 @@ fn absent(failure: &Failure, store: &Store, prefix: &str) -> Vec<String> {
     absent.into_iter().map(|rank| core.world.describe(core.ranks[rank])).collect()
 }
 
-/// The error of a communicator that was not made.
+/// Returns the error of a communicator that was not made.
 pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
     match error {
         CommunicatorError::Cancelled(error) => error,
@@ -119,7 +119,7 @@ pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
     }
 }
 
-/// A tag for a new group's keys in the store: all ranks take that of the first.
+/// Returns a tag for a new group's keys in the store: all ranks take that of the first.
 pub(crate) fn unique_tag() -> [i64; 2] {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     [i64::from(std::process::id()), NUMBER.fetch_add(1, Ordering::Relaxed) as i64]

@@ -56,7 +56,7 @@ impl FlatBucket {
         self.step = step;
     }
 
-    /// Bytes as communicated, padding included.
+    /// Returns the number of bytes as communicated, padding included.
     pub fn bytes(&self) -> usize {
         self.flat.bytes
     }
@@ -210,7 +210,7 @@ impl CudaGroup {
     }
 }
 
-/// A bucket whose memory NCCL does not know.
+/// Returns a bucket whose memory NCCL does not know.
 fn flat_bucket(
     group: &CudaGroup,
     number: u32,

@@ -77,8 +77,8 @@ impl CudaGroup {
         })
     }
 
-    /// All ranks' `input`, in rank order, to every rank's `output`, which is group size times as
-    /// long.
+    /// Gathers all ranks' `input`, in rank order, in every rank's `output`, which is group size
+    /// times as long.
     pub fn all_gather(
         &self,
         input: &impl DeviceBuffer,
@@ -189,7 +189,8 @@ impl CudaGroup {
         })
     }
 
-    /// All ranks' `input`, in rank order, to every rank's `output`: `counts[r]` elements of rank r.
+    /// Gathers all ranks' `input`, in rank order, in every rank's `output`: `counts[r]` elements of
+    /// rank r.
     pub fn all_gather_v(
         &self,
         input: &impl DeviceBuffer,
@@ -268,10 +269,10 @@ impl CudaGroup {
         })
     }
 
-    /// `input` is one block for each rank, of `input_counts[r]` elements for rank r; `output` one
-    /// block from each, of `output_counts[r]` elements from rank r. What a rank sends is what its
-    /// peer expects: each rank sees its own counts only, and if they do not fit those of a peer the
-    /// operation does not end.
+    /// Exchanges blocks: `input` is one block for each rank, of `input_counts[r]` elements for rank
+    /// r; `output` one block from each, of `output_counts[r]` elements from rank r. What a rank
+    /// sends is what its peer expects: each rank sees its own counts only, and if they do not fit
+    /// those of a peer the operation does not end.
     pub fn all_to_all_v(
         &self,
         input: &impl DeviceBuffer,
@@ -367,18 +368,18 @@ pub(super) unsafe fn enqueue_broadcast(
     })
 }
 
-/// The number of elements.
+/// Returns the number of elements.
 pub(super) fn count(buffer: &impl DeviceBuffer) -> usize {
     buffer.bytes() / buffer.dtype().size()
 }
 
-/// A buffer's equal blocks, one for each of `peers`.
+/// Returns a buffer's equal blocks, one for each of `peers`.
 fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
     let bytes = buffer.bytes() / peers;
     (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
 }
 
-/// A buffer's blocks, of `counts[peer]` elements each; those that are empty are left out.
+/// Returns a buffer's blocks, of `counts[peer]` elements each; those that are empty are left out.
 fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<Block<'a>> {
     let size = buffer.dtype().size();
     let mut start = 0;

@@ -93,8 +93,8 @@ impl Communicator {
         Self::of(library, device, Handle(root), rank, size, cancelled)
     }
 
-    /// The ranks that give the same `color`, numbered in the order of `key`; None for ranks that
-    /// give no color. Every rank calls this.
+    /// Makes a communicator of the ranks that give the same `color`, numbered in the order of
+    /// `key`; None for ranks that give no color. Every rank calls this.
     pub fn split(
         &self,
         color: Option<u32>,
@@ -145,12 +145,12 @@ impl Communicator {
         }
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.size
     }

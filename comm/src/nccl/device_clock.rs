@@ -20,7 +20,7 @@ pub struct DeviceClock {
 }
 
 impl DeviceClock {
-    /// A clock with a reference of now.
+    /// Returns a clock with a reference of now.
     pub fn new(device: &Arc<Device>) -> Result<Self, Error> {
         let mut clock = Self {
             stream: Stream::high_priority(device)?,

@@ -56,7 +56,7 @@ struct IssueState {
 }
 
 impl CudaGroup {
-    /// `tag` is the same on all ranks, and no other group's.
+    /// Makes the group. `tag` is the same on all ranks, and no other group's.
     pub(crate) fn new(failure: Arc<Failure>, device: Arc<Device>, tag: &str) -> Result<Self> {
         let prefix = format!("nccl/{tag}/");
         let communicator = init_communicator(&failure, &device, &prefix)?;
@@ -97,8 +97,8 @@ impl CudaGroup {
         })
     }
 
-    /// The part of a new sub-group; `member` is the failure part of this rank's own one, if it has
-    /// one. All ranks of this group call this; it makes the sub-groups of all of them.
+    /// Makes the part of a new sub-group; `member` is the failure part of this rank's own one, if
+    /// it has one. All ranks of this group call this; it makes the sub-groups of all of them.
     pub(crate) fn split(&self, member: Option<&Arc<Failure>>) -> Result<Option<Self>> {
         let mut state = self.issue_state(&"new_group")?;
         self.watchdog.check(&"new_group")?;
@@ -121,7 +121,7 @@ impl CudaGroup {
         }
     }
 
-    /// The GPU.
+    /// Returns the GPU.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -131,7 +131,7 @@ impl CudaGroup {
         self.communicator.size()
     }
 
-    /// This rank in the group.
+    /// Returns this rank in the group.
     pub fn rank(&self) -> usize {
         self.communicator.rank()
     }
@@ -159,7 +159,7 @@ impl CudaGroup {
         self.check()
     }
 
-    /// The failure of the group, if it has failed.
+    /// Returns the failure of the group, if it has failed.
     pub fn check(&self) -> Result<()> {
         self.member(&"NCCL")?.watchdog.check(&"NCCL")
     }
@@ -259,7 +259,7 @@ impl CudaGroup {
         Ok((started, state.mark(&self.stream)?))
     }
 
-    /// An event that nobody else uses.
+    /// Returns an event that nobody else uses.
     pub(super) fn event(&self) -> Result<Arc<Event>> {
         let mut state = self.issue_state(&"making an event")?;
         let event = state
@@ -276,7 +276,8 @@ impl CudaGroup {
         })
     }
 
-    /// The group, for an operation that takes a member, and not a process that was forked from it.
+    /// Returns the group, for an operation that takes a member, and not a process that was forked
+    /// from it.
     pub(super) fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
         if self.failure.is_ours() {
             Ok(self)
@@ -289,12 +290,12 @@ impl CudaGroup {
         Ok(self.member(operation)?.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The error of an operation that the system refuses.
+    /// Returns the error of an operation that the system refuses.
     pub(super) fn system(&self, operation: &str, reason: String) -> Error {
         system_error(&self.failure, operation, reason)
     }
 
-    /// This rank, for checks of its arguments.
+    /// Returns this rank, for checks of its arguments.
     pub(super) fn caller(&self) -> Caller {
         self.failure.core.caller()
     }
@@ -321,14 +322,14 @@ impl fmt::Debug for CudaGroup {
 }
 
 impl IssueState {
-    /// An event that is over when all that has been enqueued on the stream is.
+    /// Marks the stream: returns an event that is over when all that has been enqueued on it is.
     fn mark(&mut self, stream: &Stream) -> Result<Arc<Event>, EnqueueError> {
         let event = self.take_event(stream.device())?;
         event.record(stream)?;
         Ok(event)
     }
 
-    /// An event that nobody uses any more, or a new one.
+    /// Takes an event that nobody uses any more, or a new one.
     fn take_event(
         &mut self,
         device: &Arc<Device>,

@@ -39,9 +39,9 @@ pub struct Version {
 }
 
 impl Library {
-    /// The NCCL of this process, looked for once: the one that libtorch has loaded, or the
-    /// system's, or what PyTorch's wheels have beside the loaded libtorch, or the file that
-    /// `FLOW_NCCL_PATH` names; the first that is new enough. One that is loaded is the only one.
+    /// Finds the NCCL of this process, once: the one that libtorch has loaded, or the system's, or
+    /// what PyTorch's wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH`
+    /// names; the first that is new enough. One that is loaded is the only one.
     ///
     /// # Errors
     /// No usable NCCL: what was found where, and why it was refused.
@@ -50,12 +50,12 @@ impl Library {
         FOUND.get_or_init(find).as_ref().map_err(Clone::clone)
     }
 
-    /// Its version, which is that of its `ncclGetVersion`.
+    /// Returns its version, which is that of its `ncclGetVersion`.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// The file that it was loaded from.
+    /// Returns the file that it was loaded from.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -125,7 +125,7 @@ fn find() -> Result<Library, Error> {
     Err(Error(refused.join("; ")))
 }
 
-/// The files that may be NCCL, and for messages where each is from.
+/// Returns the files that may be NCCL, and for messages where each is from.
 fn candidates() -> Vec<(&'static str, OsString)> {
     for (_, path) in mappings() {
         if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so")) {
@@ -150,23 +150,23 @@ fn beside_libtorch() -> Option<OsString> {
     Some(packages.join("nvidia/nccl/lib/libnccl.so.2").into())
 }
 
-/// The reason that the dynamic loader gives.
+/// Returns the reason that the dynamic loader gives.
 fn reason(error: libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
-/// The file that is mapped at `address`.
+/// Returns the file that is mapped at `address`.
 fn file_at(address: usize) -> Option<PathBuf> {
     mappings().into_iter().find(|(addresses, _)| addresses.contains(&address)).map(|(_, path)| path)
 }
 
-/// The files that are mapped into this process, and where.
+/// Returns the files that are mapped into this process, and where.
 fn mappings() -> Vec<(std::ops::Range<usize>, PathBuf)> {
     let maps = fs::read("/proc/self/maps").unwrap_or_default();
     String::from_utf8_lossy(&maps).lines().filter_map(mapping).collect()
 }
 
-/// A line of `/proc/self/maps`; None if no file is mapped there.
+/// Reads a line of `/proc/self/maps`; None if no file is mapped there.
 fn mapping(line: &str) -> Option<(std::ops::Range<usize>, PathBuf)> {
     let (begin, end) = line.split_once(' ')?.0.split_once('-')?;
     let begin = usize::from_str_radix(begin, 16).ok()?;

@@ -9,7 +9,7 @@ use super::library::Library;
 use super::result::NcclError;
 
 impl Communicator {
-    /// `bytes` bytes of the kind that NCCL moves best.
+    /// Allocates `bytes` bytes of the kind that NCCL moves best.
     pub fn allocate(&self, bytes: usize) -> Result<FlatMemory, CommunicatorError> {
         let bytes = bytes.max(1); // so that it has an address
         if self.library.has_registration() {

@@ -106,7 +106,7 @@ fn data_type(dtype: DType) -> ncclDataType_t {
     }
 }
 
-/// NCCL's name of a reduction.
+/// Returns NCCL's name of a reduction.
 pub fn operator(op: ReduceOp) -> ncclRedOp_t {
     match op {
         ReduceOp::Sum => ncclRedOp_t::ncclSum,

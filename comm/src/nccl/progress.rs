@@ -58,7 +58,7 @@ impl From<OpDescriptor> for CudaOp {
 }
 
 impl Batch {
-    /// A batch of verbs with peers, whose ranks in the job are in `ranks`.
+    /// Returns a batch of verbs with peers, whose ranks in the job are in `ranks`.
     pub fn new(messages: &[(&str, usize)], ranks: &[usize]) -> Self {
         let mut texts: Vec<String> = Vec::new();
         for (verb, peer) in messages {
@@ -88,7 +88,7 @@ impl fmt::Display for CudaOp {
 }
 
 impl EnqueuedOp {
-    /// The operation as this rank publishes it.
+    /// Returns the operation as this rank publishes it.
     pub fn progress(&self) -> Progress {
         Progress {
             number: self.number,
@@ -98,9 +98,9 @@ impl EnqueuedOp {
         }
     }
 
-    /// The part of a collective that all ranks must agree on. The sequence number counts the
-    /// collectives on the host too, which other threads may call. Each rank has its own count in an
-    /// all-to-all of uneven blocks.
+    /// Returns the part of a collective that all ranks must agree on. The sequence number counts
+    /// the collectives on the host too, which other threads may call. Each rank has its own count
+    /// in an all-to-all of uneven blocks.
     fn agreed(&self) -> Option<String> {
         let mut common = OpDescriptor { sequence: 0, ..self.op.descriptor };
         if common.kind == Kind::AllToAllV {

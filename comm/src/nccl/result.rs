@@ -43,7 +43,7 @@ impl UniqueId {
     /// The number of its bytes.
     pub const BYTES: usize = sys::NCCL_UNIQUE_ID_BYTES as usize;
 
-    /// Its bytes, for the other ranks.
+    /// Returns its bytes, for the other ranks.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         self.0.internal.map(|byte| byte as u8)
     }
@@ -59,7 +59,8 @@ impl UniqueId {
 pub struct Config(ncclConfig_t);
 
 impl Config {
-    /// `blocking`: whether calls return only once the communicator is ready again.
+    /// Makes a configuration; `blocking`: whether calls return only once the communicator is ready
+    /// again.
     pub fn new(blocking: bool) -> Config {
         const UNDEFINED: c_int = sys::NCCL_CONFIG_UNDEF_INT;
         Config(ncclConfig_t {
@@ -105,8 +106,8 @@ macro_rules! call {
 /// The `unsafe` ones ask for what NCCL asks for: a communicator is this library's, and neither
 /// destroyed nor aborted. Results can be written where they are to go.
 impl Library {
-    /// The id of a new communicator. One of its ranks makes it, and must stay until all have
-    /// joined.
+    /// Returns the id of a new communicator. One of its ranks makes it, and must stay until all
+    /// have joined.
     pub fn unique_id(&self) -> Result<UniqueId> {
         let mut id = sys::ncclUniqueId { internal: [0; UniqueId::BYTES] };
         call!(self, self.nccl, ncclGetUniqueId(&mut id)).map(|()| UniqueId(id))
@@ -171,13 +172,13 @@ impl Library {
         })
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub(super) unsafe fn comm_count(&self, comm: ncclComm_t) -> Result<usize> {
         let mut count = 0;
         call!(self, self.nccl, ncclCommCount(comm, &mut count)).map(|()| count as usize)
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub(super) unsafe fn comm_user_rank(&self, comm: ncclComm_t) -> Result<usize> {
         let mut rank = 0;
         call!(self, self.nccl, ncclCommUserRank(comm, &mut rank)).map(|()| rank as usize)
@@ -249,12 +250,12 @@ impl Library {
     }
 }
 
-/// A rank, or a number of ranks. NCCL itself refuses what is too large for it.
+/// Returns a rank, or a number of ranks. NCCL itself refuses what is too large for it.
 fn number(value: usize) -> c_int {
     value.try_into().unwrap_or(c_int::MAX)
 }
 
-/// The text at `pointer`, as one line.
+/// Returns the text at `pointer`, as one line.
 ///
 /// # Safety
 ///

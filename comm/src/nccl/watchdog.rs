@@ -127,7 +127,7 @@ impl Watchdog {
         Ok(watch)
     }
 
-    /// The failure, if there was one, as the error of an operation that begins now.
+    /// Returns the failure, if there was one, as the error of an operation that begins now.
     pub fn check(&self, operation: &dyn fmt::Display) -> Result<()> {
         let mut state = self.shared.state();
         let failure = state.failure.as_ref().map(|(error, _)| error.clone());
@@ -149,7 +149,7 @@ impl Watchdog {
         self.shared.failure.check_failure(operation, false).map_err(|error| self.fail(error))
     }
 
-    /// An operation begins.
+    /// Notes that an operation begins.
     pub fn begin(&self, operation: EnqueuedOp) {
         let mut state = self.shared.state();
         state.last = Some(operation.clone());
@@ -165,7 +165,7 @@ impl Watchdog {
         }
     }
 
-    /// The operation that began last has been enqueued. It is over when `done` is.
+    /// Notes that the operation that began last has been enqueued. It is over when `done` is.
     pub fn enqueued(&self, started: Option<Arc<Event>>, done: Arc<Event>) {
         if let Some(pending) = self.shared.state().pending.back_mut() {
             pending.started = started;
@@ -450,8 +450,8 @@ impl Shared {
         }
     }
 
-    /// The ranks that have not begun the operation, according to the store; the other ranks of
-    /// messages.
+    /// Returns the ranks that have not begun the operation, according to the store; the other ranks
+    /// of messages.
     fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
         (0..self.failure.core.size()).filter(move |&rank| {
             if operation.op.descriptor.kind.is_message() {
@@ -499,7 +499,7 @@ impl Shared {
         Some(last.number)
     }
 
-    /// The last operation that a rank has published.
+    /// Returns the last operation that a rank has published.
     fn progress(&self, rank: usize) -> Option<Progress> {
         let text = self.store()?.try_get(&format!("{}at/{rank}", self.prefix)).ok()??;
         serde_json::from_slice(&text).ok()

@@ -62,7 +62,7 @@ pub struct Matcher {
 }
 
 impl Matcher {
-    /// A matcher that has received nothing.
+    /// Returns a matcher that has received nothing.
     pub fn new(failure: &Arc<Failure>) -> Self {
         let core = Arc::clone(&failure.core);
         let queues = (0..core.size())
@@ -311,7 +311,7 @@ impl Matcher {
         }
     }
 
-    /// The beginning of a message that nobody has asked for yet.
+    /// Keeps the beginning of a message that nobody has asked for yet.
     fn keep(
         &self,
         from: usize,
@@ -382,7 +382,7 @@ impl Matcher {
         }
     }
 
-    /// This rank's doorbell.
+    /// Returns this rank's doorbell.
     pub fn doorbell(&self) -> &Counter {
         &self.control.rank(self.core.rank).doorbell
     }

@@ -22,18 +22,18 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
-    /// The name of the channel between the two.
+    /// Returns the name of the channel between the two.
     pub fn channel(self) -> String {
         format!("messages/{}-{}", self.sender, self.receiver)
     }
 
-    /// The two ranks, by their positions in the channel.
+    /// Returns the two ranks, by their positions in the channel.
     pub fn members(self) -> [usize; 2] {
         [self.receiver, self.sender]
     }
 }
 
-/// The parts of a message that are waited for one by one.
+/// Returns the parts of a message that are waited for one by one.
 pub fn pieces(data: BufferView) -> impl Iterator<Item = IoSegment> {
     let starts = (0..data.bytes).step_by(PIECE);
     // SAFETY: they are inside the caller's memory, which is valid for the length of the call.

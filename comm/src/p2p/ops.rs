@@ -28,7 +28,7 @@ impl<B> P2pOp<B> {
         matches!(self, P2pOp::Send { .. })
     }
 
-    /// The rank at the other end.
+    /// Returns the rank at the other end.
     pub fn peer(&self) -> usize {
         match self {
             P2pOp::Send { to, .. } => *to,

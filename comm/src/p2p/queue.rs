@@ -72,7 +72,8 @@ struct Closing<'a> {
 }
 
 impl MessageQueue {
-    /// An empty queue; `sender` is the rank's number among those on this node, if it is here.
+    /// Returns an empty queue; `sender` is the rank's number among those on this node, if it is
+    /// here.
     pub fn new(sender: Option<usize>) -> Self {
         Self {
             sender,
@@ -83,7 +84,7 @@ impl MessageQueue {
         }
     }
 
-    /// None while another thread has it open, which rings the doorbell when it closes it.
+    /// Returns None while another thread has it open, which rings the doorbell when it closes it.
     pub fn open<'a>(&'a self, doorbell: &'a Counter) -> Option<Open<'a>> {
         let incoming = self.try_lock().or_else(|| {
             self.is_wanted.store(true, Ordering::SeqCst);
@@ -100,7 +101,7 @@ impl MessageQueue {
         }
     }
 
-    /// The first message with this tag that was kept.
+    /// Takes the first message with this tag that was kept.
     pub fn take(&self, tag: u32) -> Option<Message> {
         if self.count.load(Ordering::SeqCst) == 0 {
             return None;
@@ -163,7 +164,7 @@ impl Drop for Closing<'_> {
 }
 
 impl Message {
-    /// None if there is no memory for it.
+    /// Returns None if there is no memory for it.
     pub fn new(operation: OpDescriptor, location: Location) -> Option<Self> {
         let bytes = usize::try_from(operation.count).ok()?.checked_mul(operation.dtype.size())?;
         let mut data = Vec::new();

@@ -32,7 +32,7 @@ pub struct Sender {
 }
 
 impl Sender {
-    /// A sender that has sent nothing.
+    /// Returns a sender that has sent nothing.
     pub fn new(failure: &Arc<Failure>) -> Self {
         Self {
             core: Arc::clone(&failure.core),

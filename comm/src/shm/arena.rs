@@ -112,7 +112,7 @@ impl Blocks {
         }
     }
 
-    /// A block of the part of the region that was never handed out.
+    /// Takes a block of the part of the region that was never handed out.
     fn take_unused(&mut self, size: usize, end: usize) -> Option<(usize, usize)> {
         let offset = if size >= PAGE { self.used.next_multiple_of(PAGE) } else { self.used };
         self.used = offset.checked_add(size).filter(|&used| used <= end)?;
@@ -240,8 +240,8 @@ impl Arena {
             .then_some(offset)
     }
 
-    /// A block of at least `bytes` bytes with unspecified contents; `None` when the region is full,
-    /// and in a forked child.
+    /// Allocates a block of at least `bytes` bytes with unspecified contents; `None` when the
+    /// region is full, and in a forked child.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         if bytes > self.region.len() {
             return None;
@@ -259,7 +259,7 @@ impl Arena {
         Some(Block { arena: Arc::clone(self), offset, size, born })
     }
 
-    /// The beginning of free blocks that lie side by side; the rest stays free.
+    /// Takes the beginning of free blocks that lie side by side; the rest stays free.
     fn split_free(&self, blocks: &mut Blocks, size: usize) -> Option<(usize, usize)> {
         let size = size.next_multiple_of(PAGE);
         let runs = blocks.free_runs();
@@ -292,8 +292,8 @@ impl Arena {
         self.quarantine.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Bytes handed out and not yet freed, and bytes of freed blocks whose pages are kept; none of
-    /// a forked child.
+    /// Returns the bytes handed out and not yet freed, and the bytes of freed blocks whose pages
+    /// are kept; none of a forked child.
     pub fn usage(&self) -> (usize, usize) {
         self.blocks().map_or((0, 0), |blocks| (blocks.live_bytes, blocks.warm_free_bytes))
     }
@@ -326,7 +326,7 @@ impl Arena {
             .is_ok()
     }
 
-    /// None in a forked child.
+    /// Returns None in a forked child.
     fn blocks(&self) -> Option<MutexGuard<'_, Blocks>> {
         self.blocks.is_ours().then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -374,7 +374,7 @@ impl Block {
         self.arena.at(self.offset)
     }
 
-    /// The arena the block came from.
+    /// Returns the arena the block came from.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }

@@ -20,19 +20,20 @@ pub struct ArenaHeader {
 }
 
 impl ArenaHeader {
-    /// The size in bytes of the header for this many ranks.
+    /// Returns the size in bytes of the header for this many ranks.
     pub fn bytes(ranks: usize) -> usize {
         std::mem::size_of::<Self>() + ranks * std::mem::size_of::<AtomicU32>()
     }
 
-    /// The header of an arena that was mapped with room for it.
+    /// Returns the header of an arena that was mapped with room for it.
     pub fn of(arena: &Arena) -> &Self {
         // SAFETY: the mapping begins with the header, page aligned and zero at first; it consists
         // of atomics.
         unsafe { &*arena.at(0).cast::<Self>() }
     }
 
-    /// The pid of the rank with this index among those of the node; 0 until it has attached.
+    /// Returns the pid of the rank with this index among those of the node; 0 until it has
+    /// attached.
     pub fn pid(arena: &Arena, index: usize) -> &AtomicU32 {
         let pids = arena.at(std::mem::size_of::<Self>()).cast::<AtomicU32>();
         // SAFETY: the header is followed by one word per rank, reserved when the arena was mapped.

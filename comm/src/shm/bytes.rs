@@ -5,14 +5,14 @@ use flow_kernels::Element;
 use super::arena::Block;
 use crate::memory::BufferView;
 
-/// The bytes of a slice of numbers.
+/// Returns the bytes of a slice of numbers.
 pub fn as_bytes<T: Element>(slice: &[T]) -> &[u8] {
     // SAFETY: numbers have no padding, any alignment is right for bytes, and the length is the
     // slice's.
     unsafe { std::slice::from_raw_parts(slice.as_ptr().cast(), std::mem::size_of_val(slice)) }
 }
 
-/// The bytes of a slice of numbers, for writing.
+/// Returns the bytes of a slice of numbers, for writing.
 pub fn as_bytes_mut<T: Element>(slice: &mut [T]) -> &mut [u8] {
     // SAFETY: as above, and any bytes are a number.
     unsafe {
@@ -20,7 +20,7 @@ pub fn as_bytes_mut<T: Element>(slice: &mut [T]) -> &mut [u8] {
     }
 }
 
-/// The first `len` numbers of a block.
+/// Returns the first `len` numbers of a block.
 pub fn block_as_slice<T: Element>(block: &Block, len: usize) -> &[T] {
     assert!(
         len * std::mem::size_of::<T>() <= block.size(),
@@ -31,7 +31,7 @@ pub fn block_as_slice<T: Element>(block: &Block, len: usize) -> &[T] {
     unsafe { std::slice::from_raw_parts(block.as_ptr().cast(), len) }
 }
 
-/// The first `len` numbers of a block, for writing.
+/// Returns the first `len` numbers of a block, for writing.
 pub fn block_as_slice_mut<T: Element>(block: &mut Block, len: usize) -> &mut [T] {
     assert!(
         len * std::mem::size_of::<T>() <= block.size(),

@@ -56,13 +56,13 @@ pub struct Contribution<'a> {
 }
 
 impl Contribution<'_> {
-    /// Bytes of all blocks of a rank.
+    /// Returns the number of bytes of all blocks of a rank.
     pub fn total(&self, rank: usize) -> usize {
         (self.extent)(rank, self.blocks - 1).end
     }
 
-    /// The root of a block that all ranks read: between nodes it goes along a chain, so that each
-    /// node sends it once.
+    /// Returns the root of a block that all ranks read: between nodes it goes along a chain, so
+    /// that each node sends it once.
     pub fn chain_root(&self) -> Option<usize> {
         match (self.from, self.to) {
             (Contributors::Root(root), Readers::All) => Some(root),
@@ -70,14 +70,14 @@ impl Contribution<'_> {
         }
     }
 
-    /// The part of a range that a rank's block has.
+    /// Returns the part of a range that a rank's block has.
     pub fn clip(&self, rank: usize, block: usize, range: &Range<usize>) -> Range<usize> {
         let bytes = (self.extent)(rank, block).len();
         range.start.min(bytes)..range.end.min(bytes)
     }
 }
 
-/// The extents of blocks of the same length.
+/// Returns the extents of blocks of the same length.
 pub fn equal_extents(block_bytes: usize) -> impl Fn(usize, usize) -> Range<usize> {
     move |_, block| block * block_bytes..(block + 1) * block_bytes
 }
@@ -94,7 +94,7 @@ pub fn extents_of(counts: &[usize], element: usize) -> Vec<Range<usize>> {
     extents
 }
 
-/// Bytes of the longest block.
+/// Returns the number of bytes of the longest block.
 pub fn longest(extents: &[Range<usize>]) -> usize {
     extents.iter().map(Range::len).max().unwrap_or(0)
 }

@@ -229,13 +229,13 @@ pub struct Control {
 }
 
 impl Control {
-    /// Bytes of the control block of a group of `size` ranks, `locals` of them on this node. All
-    /// are zero at first.
+    /// Returns the number of bytes of the control block of a group of `size` ranks, `locals` of
+    /// them on this node. All are zero at first.
     pub fn bytes(size: usize, locals: usize) -> usize {
         Layout::of(size, locals).total
     }
 
-    /// The control block at `offset` of the arena.
+    /// Opens the control block at `offset` of the arena.
     pub fn attach(arena: Arc<Arena>, offset: usize, size: usize, locals: usize) -> Self {
         assert!(
             arena.contains(offset, Self::bytes(size, locals)),
@@ -252,23 +252,23 @@ impl Control {
         unsafe { &*pointer.cast::<T>() }
     }
 
-    /// The beginning of the block.
+    /// Returns the beginning of the block.
     pub fn header(&self) -> &Header {
         self.at(0, 0)
     }
 
-    /// The state that a member shows the others.
+    /// Returns the state that a member shows the others.
     pub fn rank(&self, rank: usize) -> &RankState {
         debug_assert!(rank < self.size);
         self.at(self.layout.ranks, rank)
     }
 
-    /// The counters of a round.
+    /// Returns the counters of a round.
     pub fn slot(&self, round: u64) -> &Slot {
         self.at(self.layout.slots, (round % SLOTS) as usize)
     }
 
-    /// The descriptor that a member publishes in a round.
+    /// Returns the descriptor that a member publishes in a round.
     pub fn descriptor(&self, round: u64, rank: usize) -> &DescriptorWords {
         debug_assert!(rank < self.size);
         self.at(self.layout.descriptors, (round % SLOTS) as usize * self.size + rank)
@@ -311,20 +311,20 @@ impl Control {
         self.target(round).wrapping_sub((self.size - self.locals) as u32)
     }
 
-    /// A rank's [`PAYLOAD`] bytes in a round.
+    /// Returns a rank's [`PAYLOAD`] bytes in a round.
     pub fn payload(&self, round: u64, rank: usize) -> *mut u8 {
         debug_assert!(rank < self.size);
         let index = (round % SLOTS) as usize * self.size + rank;
         self.arena.at(self.offset + self.layout.payloads + index * PAYLOAD)
     }
 
-    /// A rank's staging buffer of [`CHUNK`] bytes number 0 or 1.
+    /// Returns a rank's staging buffer of [`CHUNK`] bytes number 0 or 1.
     pub fn staging(&self, rank: usize, which: usize) -> *mut u8 {
         debug_assert!(rank < self.size && which < 2);
         self.arena.at(self.offset + self.layout.staging + (rank * 2 + which) * CHUNK)
     }
 
-    /// The mailbox of two members, numbered among those on this node.
+    /// Returns the mailbox of two members, numbered among those on this node.
     pub fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
         debug_assert!(from < self.locals && to < self.locals);
         self.at(self.layout.mailboxes, from * self.locals + to)

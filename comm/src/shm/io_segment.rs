@@ -29,13 +29,13 @@ impl IoSegment {
         unsafe { Self::new(std::ptr::from_mut(words).cast(), std::mem::size_of_val(words)) }
     }
 
-    /// The bytes that are sent.
+    /// Returns the bytes that are sent.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: the promise of the segment's maker.
         unsafe { std::slice::from_raw_parts(self.data, self.bytes) }
     }
 
-    /// The bytes that are filled.
+    /// Returns the bytes that are filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.bytes) }

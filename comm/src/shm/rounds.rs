@@ -33,7 +33,7 @@ pub struct RoundState {
 }
 
 impl Rounds {
-    /// The rounds of a group, before the first.
+    /// Returns the rounds of a group, before the first.
     pub fn new(failure: Arc<Failure>) -> Self {
         Self {
             core: Arc::clone(&failure.core),
@@ -48,7 +48,7 @@ impl Rounds {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next round, or None while its slot is still in use by a slow rank.
+    /// Takes the next round, or None while its slot is still in use by a slow rank.
     pub fn try_acquire(&self, state: &mut RoundState) -> Option<u64> {
         let round = state.next;
         let is_free = round < SLOTS
@@ -59,7 +59,7 @@ impl Rounds {
         })
     }
 
-    /// The next two rounds, or None while their slots are in use.
+    /// Takes the next two rounds, or None while their slots are in use.
     pub fn try_acquire_two(&self, state: &mut RoundState) -> Option<(u64, u64)> {
         let round = state.next;
         let first = self.try_acquire(state)?;
@@ -70,7 +70,7 @@ impl Rounds {
         Some((first, second?))
     }
 
-    /// The next round, waiting for its slot.
+    /// Takes the next round, waiting for its slot.
     pub fn acquire(&self, state: &mut RoundState, operation: &OpDescriptor) -> Result<u64> {
         if let Some(round) = self.try_acquire(state) {
             return Ok(round);
@@ -80,7 +80,7 @@ impl Rounds {
         Ok(state.next - 1)
     }
 
-    /// This rank's staging buffer for a round, as soon as nobody reads what it held before.
+    /// Returns this rank's staging buffer for a round, as soon as nobody reads what it held before.
     pub fn stage(
         &self,
         state: &mut RoundState,
@@ -113,7 +113,7 @@ impl Rounds {
         operation.write(location, self.control.descriptor(round, self.core.rank));
     }
 
-    /// This rank arrives in a round.
+    /// Arrives in a round.
     pub fn arrive(&self, round: u64) {
         // The counter comes first: if a rank is killed in between, the others still miss it.
         let targets = [self.control.target(round), self.control.local_target(round)];
@@ -121,7 +121,8 @@ impl Rounds {
         self.control.set_arrived(round, self.core.rank);
     }
 
-    /// The leader calls this when it has what the members on other nodes contribute to a round.
+    /// Arrives for the members on other nodes, in the leader, once it has what they contribute to a
+    /// round.
     pub fn arrive_for_remote(&self, round: u64) {
         let count = self.core.remote_size() as u32;
         self.control.slot(round).arrived.raise_by(count, &[self.control.target(round)]);
@@ -130,7 +131,7 @@ impl Rounds {
         }
     }
 
-    /// This rank is done with a round: it no longer touches others' memory of the round.
+    /// Ends a round for this rank: it no longer touches others' memory of the round.
     pub fn done(&self, round: u64) {
         let count = if self.core.is_leader() { 1 + self.core.remote_size() as u32 } else { 1 };
         self.control.slot(round).done.raise_by(count, &[self.control.target(round)]);
@@ -188,7 +189,8 @@ impl Rounds {
         self.published_by(&mut (0..self.core.size()), round, operation, bytes)
     }
 
-    /// The same as [`Rounds::locations`] of the members on this node, once these have arrived.
+    /// Returns the same as [`Rounds::locations`] of the members on this node, once these have
+    /// arrived.
     pub fn local_locations(
         &self,
         round: u64,
@@ -203,7 +205,7 @@ impl Rounds {
         (0..self.core.size()).all(|rank| operation.is_in(self.control.descriptor(round, rank)))
     }
 
-    /// The error of ranks that differ, once all have arrived, where no data is shared.
+    /// Returns the error of ranks that differ, once all have arrived, where no data is shared.
     pub fn check_agreement(&self, round: u64, operation: &OpDescriptor) -> Result<()> {
         if self.all_agree(round, operation) {
             return Ok(());

@@ -106,12 +106,12 @@ impl Segments {
         self.placed().finished
     }
 
-    /// Bytes of all pieces together.
+    /// Returns the number of bytes of all pieces together.
     pub fn bytes(&self) -> usize {
         self.total * self.dtype.size()
     }
 
-    /// The all-reduce of the pieces, as all ranks must agree on it.
+    /// Returns the all-reduce of the pieces, as all ranks must agree on it.
     pub(crate) fn operation(&self, reduce: ReduceOp) -> OpDescriptor {
         OpDescriptor {
             bucket: Some(self.bucket),
@@ -137,7 +137,7 @@ impl Segments {
         Location::Shared(self.table.offset())
     }
 
-    /// The offset of a piece of the rank whose offsets are at `table`.
+    /// Returns the offset of a piece of the rank whose offsets are at `table`.
     ///
     /// # Safety
     ///
@@ -147,7 +147,7 @@ impl Segments {
         unsafe { self.entry(table, index) }.load(Ordering::Relaxed) as usize
     }
 
-    /// The memory that the pieces lie in.
+    /// Returns the memory that the pieces lie in.
     pub(crate) fn arena(&self) -> &Arc<Arena> {
         self.table.arena()
     }
@@ -164,12 +164,13 @@ impl Segments {
         true
     }
 
-    /// The reduction was not launched: the pieces are in place as before [`Segments::begin`].
+    /// Notes that the reduction was not launched: the pieces are in place as before
+    /// [`Segments::begin`].
     pub(crate) fn cancel(&self) {
         self.placed().under_way = false;
     }
 
-    /// The pieces have been reduced: lets go of their memory.
+    /// Notes that the pieces have been reduced: lets go of their memory.
     pub(crate) fn finish(&self) {
         let mut pieces = self.placed();
         pieces.under_way = false;

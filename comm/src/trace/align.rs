@@ -54,7 +54,7 @@ pub fn clock_offset(
     Ok(found)
 }
 
-/// The key of what a leader asks rank 0, or is answered.
+/// Returns the key of what a leader asks rank 0, or is answered.
 fn key(prefix: &str, what: &str, leader: usize, round: usize) -> String {
     format!("{prefix}clock/{what}/{leader}/{round}")
 }

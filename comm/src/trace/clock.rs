@@ -50,7 +50,7 @@ impl Scale {
         self.origin.monotonic + Duration::from_nanos(since as u64)
     }
 
-    /// The moment `time` later than `ticks`.
+    /// Returns the moment `time` later than `ticks`.
     pub fn after(self, ticks: u64, time: Duration) -> u64 {
         ticks + (time.as_nanos() as f64 / self.nanoseconds_per_tick) as u64
     }
@@ -61,7 +61,7 @@ pub fn start() {
     origin();
 }
 
-/// The time now, in ticks.
+/// Returns the time now, in ticks.
 #[inline]
 pub fn now() -> u64 {
     let origin = origin();
@@ -81,7 +81,7 @@ pub fn monotonic_of(instant: Instant) -> Duration {
     }
 }
 
-/// A moment on both clocks: of some readings the one that was interrupted least.
+/// Takes a moment on both clocks: of some readings the one that was interrupted least.
 fn moment() -> (u64, Instant) {
     let mut shortest = u64::MAX;
     let mut moment = (counter(), Instant::now());

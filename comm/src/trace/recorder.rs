@@ -67,8 +67,8 @@ impl Recorder {
         self.collectives.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The number of the collective that this thread begins, and when the program asked for it, if
-    /// that was earlier.
+    /// Returns the number of the collective that this thread begins, and when the program asked for
+    /// it, if that was earlier.
     #[inline]
     pub fn begin_collective(&self) -> (u64, Option<u64>) {
         match OperationContext::queued() {
@@ -82,7 +82,7 @@ impl Recorder {
         self.messages.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// An operation is asked for: a collective, or a message. [`Queued::run`] runs it.
+    /// Notes that an operation is asked for: a collective, or a message. [`Queued::run`] runs it.
     pub fn queue(&self, is_collective: bool) -> Queued {
         let sequence = if is_collective { self.next_collective() } else { self.next_message() };
         Queued { sequence, at: clock::now() }
@@ -98,13 +98,13 @@ impl Recorder {
         result
     }
 
-    /// An operation of this thread begins on the host, in [`Recorder::run`].
+    /// Notes that an operation of this thread begins on the host, in [`Recorder::run`].
     #[inline]
     pub fn begin(&self, start: &Start) {
         OperationContext::set_record(self.start(start));
     }
 
-    /// A message of this thread begins on the host, as [`Recorder::begin`] has it.
+    /// Notes that a message of this thread begins on the host, as [`Recorder::begin`] has it.
     pub fn begin_message(&self, kind: Kind, bytes: usize) {
         let queued = OperationContext::queued();
         let sequence = queued.map_or_else(|| self.next_message(), |queued| queued.sequence);
@@ -118,7 +118,7 @@ impl Recorder {
         });
     }
 
-    /// The operation that this thread has begun, if any, is over, or has failed.
+    /// Notes that the operation that this thread has begun, if any, is over, or has failed.
     #[inline]
     fn end(&self, is_ok: bool) {
         match OperationContext::take_record() {
@@ -128,7 +128,7 @@ impl Recorder {
         }
     }
 
-    /// An operation begins now.
+    /// Notes that an operation begins now.
     #[inline]
     pub fn start(&self, start: &Start) -> RecordId {
         let id = self.ring.take_slot();
@@ -150,7 +150,7 @@ impl Recorder {
         id
     }
 
-    /// The operation is over.
+    /// Notes that the operation is over.
     #[inline]
     pub fn finish(&self, id: RecordId) {
         let is_end = self.slot(id).finish(id, clock::now());
@@ -171,7 +171,7 @@ impl Recorder {
         }
     }
 
-    /// The operation is over, and began and ended at these times, in ticks.
+    /// Notes that the operation is over, and began and ended at these times, in ticks.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) {
         let is_end = self.slot(id).finish_at(id, started, done);
         self.add_to_timeline(id, is_end);
@@ -214,7 +214,8 @@ impl Recorder {
         }
     }
 
-    /// The slot of this operation. [`RecordId::NONE`] gets some slot, which it cannot change.
+    /// Returns the slot of this operation. [`RecordId::NONE`] gets some slot, which it cannot
+    /// change.
     #[inline]
     fn slot(&self, id: RecordId) -> &Slot {
         self.ring.slot(id)

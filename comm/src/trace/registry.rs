@@ -32,7 +32,7 @@ fn rings() -> MutexGuard<'static, Vec<Weak<Ring>>> {
     own.rings.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A group is made.
+/// Notes that a group is made.
 pub fn register(ring: &Arc<Ring>) {
     let mut rings = rings();
     rings.retain(|ring| ring.strong_count() > 0);

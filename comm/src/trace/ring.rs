@@ -75,7 +75,7 @@ impl Slot {
 }
 
 impl Ring {
-    /// The slot of an operation.
+    /// Returns the slot of an operation.
     #[inline]
     pub fn slot(&self, id: RecordId) -> &Slot {
         &self.slots[id.0 as usize % CAPACITY]
@@ -111,7 +111,7 @@ impl Ring {
         ids.into_iter().filter_map(|id| self.read(RecordId(id), scale)).collect()
     }
 
-    /// The record of an operation; None if its slot has another one by now.
+    /// Returns the record of an operation; None if its slot has another one by now.
     pub fn read(&self, id: RecordId, scale: Scale) -> Option<Record> {
         let slot = self.slot(id);
         if id == RecordId::NONE || slot.stamp.load(Ordering::Acquire) != id.0 {

@@ -63,12 +63,12 @@ enum Event {
     },
 }
 
-/// The folder that `FLOW_TRACE` names.
+/// Returns the folder that `FLOW_TRACE` names.
 pub fn folder() -> Option<PathBuf> {
     std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty()).map(PathBuf::from)
 }
 
-/// This process joins a job, and keeps events from now on.
+/// Joins a job: this process keeps events from now on.
 pub fn join(job: Job) {
     // A forked process has the number of the rank that it was forked from, and would replace its
     // file. It must not wait for a thread of its parent either, which may just have made this.
@@ -92,19 +92,19 @@ pub fn is_on() -> bool {
     ON.load(Ordering::Relaxed)
 }
 
-/// A group is made.
+/// Notes that a group is made.
 pub fn enter_group() {
     GROUPS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A group is dropped.
+/// Notes that a group is dropped.
 pub fn leave_group() {
     if GROUPS.fetch_sub(1, Ordering::AcqRel) == 1 {
         write();
     }
 }
 
-/// An operation is over, or has failed; None if there is no record of it.
+/// Notes that an operation is over, or has failed; None if there is no record of it.
 pub fn add_operation(record: Option<Record>) {
     if let Some(mut timeline) = timeline() {
         match record.filter(|record| record.done.is_some()) {
@@ -143,7 +143,7 @@ fn write_to(path: &Path, timeline: &Timeline) -> std::io::Result<()> {
     file.flush()
 }
 
-/// None in a process that has joined no job, and in one that was forked from a rank.
+/// Returns None in a process that has joined no job, and in one that was forked from a rank.
 fn timeline() -> Option<MutexGuard<'static, Timeline>> {
     let timeline = TIMELINE.get().filter(|timeline| timeline.is_ours())?;
     Some(timeline.lock().unwrap_or_else(PoisonError::into_inner))
@@ -259,14 +259,14 @@ impl Event {
     }
 }
 
-/// The name of the process, or of one of its threads, as Chrome's format has it.
+/// Returns the name of the process, or of one of its threads, as Chrome's format has it.
 fn name_in_file(job: &Job, kind: &str, thread: u32, name: &str) -> serde_json::Value {
     let args = json!({ "name": name });
     json!({ "name": kind, "ph": "M", "pid": job.rank, "tid": thread, "args": args })
 }
 
 impl Job {
-    /// A time on this machine's monotonic clock in the file: microseconds on rank 0's.
+    /// Returns a time on this machine's monotonic clock in the file: microseconds on rank 0's.
     fn timestamp(&self, time: Duration) -> f64 {
         (time.as_nanos() as i128 + i128::from(self.clock_offset)) as f64 / 1000.0
     }
@@ -336,7 +336,7 @@ pub struct Span {
     started: Option<Instant>,
 }
 
-/// A phase of step `step` begins.
+/// Begins a phase of step `step`.
 pub fn phase(phase: Phase, step: u64) -> Span {
     let name = match phase {
         Phase::Forward => "forward",
@@ -347,7 +347,7 @@ pub fn phase(phase: Phase, step: u64) -> Span {
     Span { category: "phase", name, step, bucket: None, place: None, started }
 }
 
-/// The program begins to wait at the end of backward: for a bucket, or for another operation.
+/// Begins a wait at the end of backward: for a bucket, or for another operation.
 pub fn wait(step: u64, bucket: impl Into<Option<u32>>) -> Span {
     let started = is_on().then(Instant::now);
     Span { category: "wait", name: "wait", step, bucket: bucket.into(), place: None, started }

@@ -93,8 +93,8 @@ impl Acceptor {
         !self.pending.is_empty()
     }
 
-    /// The connections whose handshakes are right, with their names, and whether all that have come
-    /// were looked at.
+    /// Accepts connections: returns those whose handshakes are right, with their names, and whether
+    /// all that have come were looked at.
     pub fn accept(&mut self) -> (Vec<(String, TcpStream)>, bool) {
         let has_accepted_all = self.accept_pending();
         let timeout = if has_accepted_all { HANDSHAKE_TIMEOUT } else { CROWDED_TIMEOUT };
@@ -187,8 +187,8 @@ impl Pending {
     }
 }
 
-/// The text for which a handshake at `address` proves to know the token. The text is longer than
-/// what the store challenges with, so the one proof never passes for the other.
+/// Returns the text for which a handshake at `address` proves to know the token. The text is longer
+/// than what the store challenges with, so the one proof never passes for the other.
 fn proved_message(address: SocketAddr, name: &str) -> Vec<u8> {
     format!("connection to {address}: {name}").into_bytes()
 }

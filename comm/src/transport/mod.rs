@@ -28,7 +28,7 @@ pub use registry::open;
 
 /// Connects ranks.
 pub trait Transport: Send + Sync {
-    /// Its name in traces, that of the table.
+    /// Returns its name in traces, that of the table.
     fn name(&self) -> &'static str;
 
     /// Returns where other ranks reach this one, in a form that only this transport knows.
@@ -40,12 +40,14 @@ pub trait Transport: Send + Sync {
     /// A rank cannot be reached at its address.
     fn set_peers(&mut self, peers: &[PeerInfo], own: &PeerInfo) -> Result<(), String>;
 
-    /// This rank agrees to make a group of this name. From here on it counts as a member, until it
-    /// calls [`Transport::leave_group`]. All members call this before any of them has the group.
+    /// Notes that this rank agrees to make a group of this name. From here on it counts as a
+    /// member, until it calls [`Transport::leave_group`]. All members call this before any of them
+    /// has the group.
     fn join_group(&self, _group: &str) {}
 
-    /// This rank has left the group, or has not made it after all. A member that uses a channel of
-    /// the group with this rank learns that, even if this rank has never used the channel.
+    /// Notes that this rank has left the group, or has not made it after all. A member that uses a
+    /// channel of the group with this rank learns that, even if this rank has never used the
+    /// channel.
     fn leave_group(&self, _group: &str) {}
 
     /// Connects `members`, given by their ranks in the job; `own` is this rank's position among

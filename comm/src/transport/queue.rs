@@ -27,7 +27,7 @@ impl Queue {
         self.queued
     }
 
-    /// `count` more bytes are through; empty parts are at once.
+    /// Notes that `count` more bytes are through; empty parts are at once.
     pub fn skip(&mut self, count: usize) {
         self.offset += count;
         self.bytes -= count;
@@ -40,7 +40,7 @@ impl Queue {
         }
     }
 
-    /// The next bytes that are not through, at most `limit`, by segment.
+    /// Returns the next bytes that are not through, at most `limit`, by segment.
     pub fn slices(&self, limit: usize) -> impl Iterator<Item = &[u8]> {
         let slices = self.parts.iter().scan((self.offset, limit), |(offset, left), part| {
             let bytes = part.bytes().get(std::mem::take(offset)..).filter(|_| *left > 0)?;
@@ -51,7 +51,7 @@ impl Queue {
         slices.filter(|bytes| !bytes.is_empty())
     }
 
-    /// The unfilled parts of the queued segments, for reading into.
+    /// Returns the unfilled parts of the queued segments, for reading into.
     pub fn slices_mut(&mut self, limit: usize) -> impl Iterator<Item = &mut [u8]> {
         let slices = self.parts.iter_mut().scan((self.offset, limit), |(offset, left), part| {
             let bytes = part.bytes_mut().get_mut(std::mem::take(offset)..).filter(|_| *left > 0)?;

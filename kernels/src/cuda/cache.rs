@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::digest;
 
-/// The folder of compiled kernels, where the environment names one.
+/// Returns the folder of compiled kernels, where the environment names one.
 pub(super) fn folder() -> Option<PathBuf> {
     let flow = folder_in("FLOW_CACHE")
         .or_else(|| folder_in("XDG_CACHE_HOME").map(|cache| cache.join("flow")))
@@ -17,12 +17,12 @@ pub(super) fn folder() -> Option<PathBuf> {
     Some(flow.join("kernels"))
 }
 
-/// The folder that a variable names.
+/// Returns the folder that a variable names.
 fn folder_in(variable: &str) -> Option<PathBuf> {
     env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
 
-/// The compiled code in `file`, if it is there and whole.
+/// Reads the compiled code in `file`, if it is there and whole.
 pub(super) fn read(file: &Path) -> Option<Vec<u8>> {
     let content = fs::read(file).ok()?;
     let (image, expected) = content.split_last_chunk()?;

@@ -13,9 +13,9 @@ use crate::types::DType;
 /// The kernels, as a C string.
 const SOURCE: &str = concat!(include_str!("pack.cu"), "\0");
 
-/// The kernels between tensors of type `tensors` and a flat buffer of type `flat`, compiled for
-/// GPUs of `architecture` (90 for `sm_90`): a cubin, or PTX where NVRTC is older than the GPU.
-/// Whichever it is, the driver can load it.
+/// Compiles the kernels between tensors of type `tensors` and a flat buffer of type `flat`, for
+/// GPUs of `architecture` (90 for `sm_90`): to a cubin, or to PTX where NVRTC is older than the
+/// GPU. Whichever it is, the driver can load it.
 ///
 /// Results are kept below `$FLOW_CACHE`, else `$XDG_CACHE_HOME/flow`, else `~/.cache/flow`, in the
 /// folder `kernels`. A cache that does not work costs time only.
@@ -35,7 +35,7 @@ pub fn compile(tensors: DType, flat: DType, architecture: u32) -> Result<Vec<u8>
     compile_with(load_compiler()?, cache::folder().as_deref(), tensors, flat, architecture)
 }
 
-/// The kernel's name in the compiled code.
+/// Returns the kernel's name in the compiled code.
 pub(super) fn kernel_name(operation: &str, from: DType, to: DType) -> String {
     format!("{operation}_{from}_{to}")
 }
@@ -102,8 +102,8 @@ impl Compiler<'_> {
         Err(self.error(text.to_string_lossy().into_owned()))
     }
 
-    /// The architecture to compile for: the GPU's own or, where NVRTC does not know it, the newest
-    /// before it.
+    /// Returns the architecture to compile for: the GPU's own or, where NVRTC does not know it, the
+    /// newest before it.
     fn target(&self, architecture: u32) -> Result<(String, Form)> {
         let mut count = 0;
         // SAFETY: what is written is there to be written, and `supported` is as long as the first
@@ -128,7 +128,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// A number that is another one whenever the compiled code might be.
+    /// Returns a number that is another one whenever the compiled code might be.
     fn key(&self, options: &[String]) -> Result<u64> {
         let mut major = 0;
         let mut minor = 0;
@@ -202,7 +202,7 @@ mod tests {
 
     const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 
-    /// NVRTC, unless this machine has none.
+    /// Returns NVRTC, unless this machine has none.
     fn nvrtc() -> Option<&'static Nvrtc> {
         match load_compiler() {
             Ok(nvrtc) => Some(nvrtc),

@@ -29,7 +29,7 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// The number of GPUs that this process sees.
+    /// Returns the number of GPUs that this process sees.
     ///
     /// # Errors
     ///
@@ -49,7 +49,7 @@ impl Device {
         }
     }
 
-    /// The GPU with this number, counted among those that `CUDA_VISIBLE_DEVICES` leaves. All
+    /// Opens the GPU with this number, counted among those that `CUDA_VISIBLE_DEVICES` leaves. All
     /// callers share one value.
     ///
     /// # Errors
@@ -117,17 +117,17 @@ impl Device {
         })
     }
 
-    /// The GPU's number.
+    /// Returns the GPU's number.
     pub fn ordinal(&self) -> usize {
         self.ordinal
     }
 
-    /// The GPU's name, for messages.
+    /// Returns the GPU's name, for messages.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The compute capability as one number: 90 for `sm_90`.
+    /// Returns the compute capability as one number: 90 for `sm_90`.
     pub fn architecture(&self) -> u32 {
         self.architecture
     }
@@ -153,7 +153,8 @@ impl Device {
         check("finish the GPU's work", unsafe { sys::cuCtxSynchronize() })
     }
 
-    /// Every operation begins with this, and later ones find it done.
+    /// Makes the device the thread's: every operation begins with this, and later ones find it
+    /// done.
     pub(super) fn bind(&self) -> Result<()> {
         let mut current = null_mut();
         // SAFETY: the driver is initialized, and the context is retained.

@@ -27,8 +27,8 @@ pub(super) struct Kernels {
 unsafe impl Send for Kernels {}
 
 impl KernelCache {
-    /// The kernels for tensors of type `tensors` and a buffer of type `flat`. At the first call for
-    /// these types, `image` compiles them, and makes the device's context current.
+    /// Returns the kernels for tensors of type `tensors` and a buffer of type `flat`. At the first
+    /// call for these types, `image` compiles them, and makes the device's context current.
     pub fn get(
         &self,
         tensors: DType,

@@ -71,12 +71,12 @@ impl Layout {
         Ok(Layout { flat, lengths: lengths.to_vec(), places, bytes })
     }
 
-    /// The type of the flat buffer.
+    /// Returns the type of the flat buffer.
     pub fn flat(&self) -> DType {
         self.flat
     }
 
-    /// The elements of each tensor.
+    /// Returns the elements of each tensor.
     pub fn lengths(&self) -> &[usize] {
         &self.lengths
     }
@@ -91,7 +91,7 @@ impl Layout {
         self.bytes
     }
 
-    /// The launches that move all tensors, in their order.
+    /// Returns the launches that move all tensors, in their order.
     pub fn launches(&self) -> impl Iterator<Item = Launch> + '_ {
         (0..self.lengths.len()).step_by(TENSORS_PER_LAUNCH).map(|first| {
             let tensors = first..self.lengths.len().min(first + TENSORS_PER_LAUNCH);
@@ -104,7 +104,7 @@ impl Layout {
         })
     }
 
-    /// The chunks of `tensor`, which is `number` in its launch.
+    /// Returns the chunks of `tensor`, which is `number` in its launch.
     fn chunks(&self, tensor: usize, number: u32) -> impl Iterator<Item = Chunk> {
         let length = self.lengths[tensor];
         let place = self.places[tensor];

@@ -80,8 +80,8 @@ fn find_driver() -> Result<()> {
     Ok(())
 }
 
-/// `cuEventElapsedTime`, which every driver has; `cudarc` only knows its second version, which
-/// drivers before CUDA 12.8 lack.
+/// Calls `cuEventElapsedTime`, which every driver has; `cudarc` only knows its second version,
+/// which drivers before CUDA 12.8 lack.
 ///
 /// # Errors
 ///
@@ -144,7 +144,7 @@ nvrtc! {
     nvrtcGetPTX: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
 }
 
-/// The run-time compiler. Looks once per process: at the path in the environment variable
+/// Loads the run-time compiler. Looks once per process: at the path in the environment variable
 /// `FLOW_NVRTC` and nowhere else if that is set; else by name, as the dynamic linker does; else
 /// where PyTorch's wheels have it, beside a libtorch that this process has loaded.
 ///
@@ -207,7 +207,7 @@ fn beside_torch() -> Vec<PathBuf> {
     torch_folder(&maps).map(nvrtc_in_wheels).unwrap_or_default()
 }
 
-/// The folder of libtorch according to a process' `maps`.
+/// Returns the folder of libtorch according to a process' `maps`.
 fn torch_folder(maps: &str) -> Option<&Path> {
     let paths =
         maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
@@ -216,7 +216,7 @@ fn torch_folder(maps: &str) -> Option<&Path> {
     libraries.next()?.parent()
 }
 
-/// The wheels of CUDA 13 and 12 unpack beside `torch`.
+/// Returns NVRTC's files in wheels: those of CUDA 13 and 12 unpack beside `torch`.
 fn nvrtc_in_wheels(torch_lib: &Path) -> Vec<PathBuf> {
     let Some(packages) = torch_lib.ancestors().nth(2) else { return Vec::new() };
     let nvidia = packages.join("nvidia");

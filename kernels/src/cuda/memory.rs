@@ -27,7 +27,7 @@ pub unsafe trait DeviceBuffer {
     /// Returns its length in bytes.
     fn bytes(&self) -> usize;
 
-    /// The type of its elements.
+    /// Returns the type of its elements.
     fn dtype(&self) -> DType;
 }
 

@@ -132,7 +132,8 @@ impl Packer {
         self.launch(self.kernels.unpack, tensors, flat, null_mut(), stream)
     }
 
-    /// `scale` points to the kernel's last argument, and is not read by kernels that have none.
+    /// Launches a kernel; `scale` points to its last argument, and is not read by kernels that have
+    /// none.
     fn launch(
         &self,
         kernel: CUfunction,
@@ -224,12 +225,12 @@ impl Packer {
     }
 }
 
-/// The error of arguments that do not fit.
+/// Returns the error of arguments that do not fit.
 fn wrong(what: String) -> Result<()> {
     Err(Error::Argument(format!("cannot move tensors to or from a flat buffer: {what}")))
 }
 
-/// A chunk as the device reads it.
+/// Returns a chunk as the device reads it.
 fn bytes_of(chunk: &Chunk) -> [u8; size_of::<Chunk>()] {
     let mut bytes = [0; size_of::<Chunk>()];
     bytes[..8].copy_from_slice(&chunk.flat_start.to_ne_bytes());

@@ -26,7 +26,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A new stream, whose work goes before that of others and does not wait for the default
+    /// Makes a stream, whose work goes before that of others and does not wait for the default
     /// stream.
     ///
     /// # Errors
@@ -62,12 +62,12 @@ impl Stream {
         Stream { device: device.clone(), handle: handle.cast(), owned: false }
     }
 
-    /// The `CUstream` (and `cudaStream_t`).
+    /// Returns the `CUstream` (and `cudaStream_t`).
     pub fn handle(&self) -> *mut c_void {
         self.handle.cast()
     }
 
-    /// The GPU that the stream is on.
+    /// Returns the GPU that the stream is on.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
@@ -127,7 +127,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that streams and the host can wait for.
+    /// Makes an event that streams and the host can wait for.
     ///
     /// # Errors
     ///
@@ -136,7 +136,7 @@ impl Event {
         Event::create(device, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// An event that also knows when it happened; recording it costs a little more.
+    /// Makes an event that also knows when it happened; recording it costs a little more.
     ///
     /// # Errors
     ///
@@ -191,8 +191,8 @@ impl Event {
         check("finish the work before an event", unsafe { sys::cuEventSynchronize(self.handle) })
     }
 
-    /// The time from `earlier` to this event, to about half a microsecond; zero if it was not
-    /// earlier.
+    /// Returns the time from `earlier` to this event, to about half a microsecond; zero if it was
+    /// not earlier.
     ///
     /// # Errors
     ///

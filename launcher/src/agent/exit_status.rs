@@ -25,7 +25,7 @@ impl ExitStatus {
         matches!(self, ExitStatus::Signal(signal) if signal != Signal::TERM.as_raw())
     }
 
-    /// The exit code that a shell would report.
+    /// Returns the exit code that a shell would report.
     pub fn code(self) -> u8 {
         match self {
             ExitStatus::Exit(code) => code as u8,

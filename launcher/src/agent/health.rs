@@ -36,7 +36,8 @@ struct HttpRequest {
 }
 
 impl Health {
-    /// None if it is not enabled. The error is for the user: the job runs without it.
+    /// Starts the health check; None if it is not enabled. The error is for the user: the job runs
+    /// without it.
     pub fn start() -> Result<Option<Health>, String> {
         let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
             return Ok(None);

@@ -134,8 +134,8 @@ impl Agent {
         Ok(code)
     }
 
-    /// The launcher was signalled to end, and all that is left is output that nobody reads: stop
-    /// waiting.
+    /// Whether the launcher was signalled to end, and all that is left is output that nobody reads:
+    /// stop waiting.
     fn force_exit(&self) -> bool {
         let group = self.group.as_ref().or(self.finished_group.as_ref());
         group.is_some_and(|group| group.policy.must_leave() && group.is_settled())
@@ -258,7 +258,7 @@ impl Agent {
         self.control.send(AgentEvent::Stopped { round, cause });
     }
 
-    /// The coordinator cannot be reached, which is normal when the job is over.
+    /// Handles the loss of the coordinator, which is normal when the job is over.
     fn handle_disconnect(&mut self, reason: String) {
         if self.result.is_some() && self.group.is_none() {
             return;

@@ -102,12 +102,13 @@ impl Reaper {
         Ok(Reaper { process, answers, job, round: 0, unanswered: 0, deadline: None, pipe: None })
     }
 
-    /// The tag, which is unique on this host.
+    /// Returns the tag, which is unique on this host.
     pub fn name(&self) -> &str {
         &self.job
     }
 
-    /// The job's temporary folder, which is made if needed, and removed when the launcher ends.
+    /// Returns the job's temporary folder, which is made if needed, and removed when the launcher
+    /// ends.
     pub fn temporary_folder(&self) -> io::Result<PathBuf> {
         let folder = temporary_folder(&self.job);
         match DirBuilder::new().mode(0o700).create(&folder) {
@@ -135,7 +136,7 @@ impl Reaper {
         self.round = round;
     }
 
-    /// The variable for the environment of every worker.
+    /// Returns the variable for the environment of every worker.
     pub fn job_tag(&self) -> (&'static str, String) {
         (JOB_TAG, round_tag(&self.job, &self.round.to_string()))
     }
@@ -147,7 +148,7 @@ impl Reaper {
         self.deadline = Some(Instant::now() + REAPER_TIMEOUT);
     }
 
-    /// A request is not answered yet.
+    /// Whether a request is not answered yet.
     pub fn is_killing_stragglers(&self) -> bool {
         self.deadline.is_some()
     }
@@ -157,7 +158,7 @@ impl Reaper {
         self.is_killing_stragglers().then(|| self.answers.as_fd())
     }
 
-    /// The launcher was suspended for this long.
+    /// Notes that the launcher was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         self.deadline.iter_mut().for_each(|deadline| *deadline += time);
     }
@@ -190,7 +191,7 @@ impl Reaper {
         }
     }
 
-    /// The job succeeded; processes that it detached on purpose may keep running.
+    /// Notes that the job succeeded; processes that it detached on purpose may keep running.
     pub fn dismiss(&mut self) {
         self.send(DISMISSAL);
     }
@@ -228,7 +229,7 @@ impl Drop for Reaper {
     }
 }
 
-/// The reaper process itself.
+/// Runs the reaper process itself.
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let tag = arguments.next();
     let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
@@ -279,12 +280,12 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The start of the tags of all rounds of a job.
+/// Returns the start of the tags of all rounds of a job.
 fn job_tag(job: &str) -> String {
     format!("{job}.")
 }
 
-/// The tag of a round. No round's tag begins with another's.
+/// Returns the tag of a round. No round's tag begins with another's.
 fn round_tag(job: &str, round: &str) -> String {
     format!("{}{round}.", job_tag(job))
 }

@@ -57,7 +57,7 @@ impl Signals {
         Ok(Signals { arrived, passed_on })
     }
 
-    /// The request of the next signal that has arrived.
+    /// Takes the request of the next signal that has arrived.
     pub fn next(&self) -> Option<Request> {
         let arrived =
             self.arrived.next().inspect_err(|error| log::warn!("cannot read signals: {error}"));

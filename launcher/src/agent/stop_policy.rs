@@ -86,17 +86,17 @@ impl StopPolicy {
         self.cause.is_some() && !self.killed
     }
 
-    /// The workers were killed because the grace period had passed.
+    /// Whether the workers were killed because the grace period had passed.
     pub fn has_expired(&self) -> bool {
         self.expired
     }
 
-    /// The launcher itself was signalled to end, and the workers have been killed.
+    /// Whether the launcher itself was signalled to end, and the workers have been killed.
     pub fn must_leave(&self) -> bool {
         self.signalled.is_some() && self.killed
     }
 
-    /// The rest of the grace period.
+    /// Returns the rest of the grace period.
     pub fn time_left(&self, now: Instant) -> Duration {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now)).unwrap_or_default()
     }
@@ -132,7 +132,7 @@ impl StopPolicy {
         }
     }
 
-    /// The workers must stop for a reason outside this node.
+    /// Notes that the workers must stop for a reason outside this node.
     pub fn stop_requested(&mut self, now: Instant) -> Action {
         match self.cause {
             None => self.stop(Cause::Coordinator, Signal::TERM.as_raw(), now),
@@ -140,8 +140,8 @@ impl StopPolicy {
         }
     }
 
-    /// The launcher received a signal. None if the signal changes nothing and needs no message;
-    /// `Action::Nothing` if workers are stopping already.
+    /// Notes that the launcher received a signal. None if the signal changes nothing and needs no
+    /// message; `Action::Nothing` if workers are stopping already.
     pub fn signalled(&mut self, signal: i32, now: Instant) -> Option<Action> {
         let is_interrupt = signal == Signal::INT.as_raw();
         let mut earlier = [self.signalled, self.interrupted].into_iter().flatten();
@@ -191,8 +191,9 @@ impl StopPolicy {
     }
 }
 
-/// The root cause among failures seen together: a crash goes before an exit code, as a worker that
-/// misses its peer ends with an exit code; then the error recorded first; then the lowest rank.
+/// Returns the root cause among failures seen together: a crash goes before an exit code, as a
+/// worker that misses its peer ends with an exit code; then the error recorded first; then the
+/// lowest rank.
 fn root_cause(failures: &[Ended]) -> Option<usize> {
     let first = failures.iter().min_by_key(|(worker, end, time)| {
         // In this order, false comes before true.

@@ -81,8 +81,8 @@ impl Timers {
         self.timers.values().map(|timer| timer.expiration).min_by(f64::total_cmp)
     }
 
-    /// The processes whose timers have expired, in that order; each with its first expired timer
-    /// that has a signal, as in torch. All timers of such a process are removed.
+    /// Returns the processes whose timers have expired, in that order; each with its first expired
+    /// timer that has a signal, as in torch. All timers of such a process are removed.
     pub fn expired(&mut self, now: f64) -> Vec<Expired> {
         let mut due: Vec<_> =
             self.timers.iter().filter(|(_, timer)| timer.expiration <= now).collect();

@@ -41,7 +41,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// None if it is not enabled. The text is a notice for the user.
+    /// Starts the watchdog; None if it is not enabled. The text is a notice for the user.
     pub fn start(reaper: &mut Reaper) -> anyhow::Result<Option<(Watchdog, Option<String>)>> {
         if std::env::var_os(ENABLE).is_none_or(|value| value != "1") {
             return Ok(None);
@@ -66,7 +66,7 @@ impl Watchdog {
         Ok(Some((watchdog, note)))
     }
 
-    /// The variable for the environment of every worker.
+    /// Returns the variable for the environment of every worker.
     pub fn variable(&self) -> (&'static str, OsString) {
         (VARIABLE, self.path.clone().into())
     }
@@ -106,7 +106,7 @@ impl Watchdog {
     }
 }
 
-/// A watchdog with its pipe at the path that the user chose.
+/// Makes a watchdog with its pipe at the path that the user chose.
 fn at(path: &Path, reaper: &mut Reaper) -> io::Result<Watchdog> {
     let path = path::absolute(path)?;
     if !remove_unread(&path) {
@@ -147,7 +147,7 @@ fn end(expired: &Expired, workers: &[(Pid, u32)]) -> Option<String> {
     }
 }
 
-/// The rank of the worker that this process is, or descends from.
+/// Returns the rank of the worker that this process is, or descends from.
 fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
     let mut next = Some(process);
     for _ in 0..GENERATIONS {
@@ -162,7 +162,7 @@ fn rank(process: Pid, workers: &[(Pid, u32)]) -> Option<u32> {
     None
 }
 
-/// The parent of a process and its process group (proc(5), stat).
+/// Returns the parent of a process and its process group (proc(5), stat).
 fn relations(pid: Pid) -> Option<(Option<Pid>, Option<Pid>)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;

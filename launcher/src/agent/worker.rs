@@ -91,12 +91,12 @@ impl WorkerStream {
         Some(if is_readable(pipe) { pty::HOLDS } else { 0 })
     }
 
-    /// All that the worker itself wrote was read.
+    /// Whether all that the worker itself wrote was read.
     pub fn is_read(&self) -> bool {
         self.pipe.is_none() || self.left == Some(0)
     }
 
-    /// The console has no room for more output.
+    /// Whether the console has no room for more output.
     pub fn must_wait(&self, which: usize, sinks: &Sinks) -> bool {
         self.tee.is_shown() && sinks.of(which).is_full()
     }
@@ -177,7 +177,7 @@ impl Worker {
     }
 }
 
-/// Both sides of a pseudoterminal, if the stream is shown on a terminal.
+/// Opens both sides of a pseudoterminal, if the stream is shown on a terminal.
 fn terminal(tee: &StreamTee, sink: &Sink) -> Option<(OwnedFd, File)> {
     let size = sink.window().filter(|_| tee.is_shown())?;
     let opened = pty::open(pty::beside(size, tee.prefix_width()));

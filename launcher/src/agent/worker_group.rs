@@ -94,13 +94,13 @@ impl WorkerGroup {
         Ok(group)
     }
 
-    /// Every worker has ended and is reaped.
+    /// Whether every worker has ended and is reaped.
     pub fn is_settled(&self) -> bool {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Every worker has ended, all that they wrote was read, and, if workers were stopped, no
-    /// process of theirs is left.
+    /// Whether every worker has ended, all that they wrote was read, and, if workers were stopped,
+    /// no process of theirs is left.
     pub fn is_over(&self, reaper: &Reaper) -> bool {
         let mut streams = self.workers.iter().flat_map(|worker| &worker.streams);
         let is_read = streams.all(WorkerStream::is_read);
@@ -116,18 +116,18 @@ impl WorkerGroup {
         self.policy.cause().is_none()
     }
 
-    /// The ranks of all workers.
+    /// Returns the ranks of all workers.
     pub fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
         self.workers.iter().map(|worker| worker.spec.rank)
     }
 
-    /// The workers' processes, with their ranks.
+    /// Returns the workers' processes, with their ranks.
     pub fn pids(&self) -> Vec<(Pid, u32)> {
         let present = self.workers.iter().filter(|worker| !worker.settled);
         present.map(|worker| (worker.process.pid, worker.spec.rank)).collect()
     }
 
-    /// The descriptors to wait for. A stream whose sink is full is left out.
+    /// Returns the descriptors to wait for. A stream whose sink is full is left out.
     pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(WorkerReady, PollFd<'a>)> {
         let mut watched = Vec::new();
         for (index, worker) in self.workers.iter().enumerate() {
@@ -220,7 +220,7 @@ impl WorkerGroup {
         self.workers[index].error.as_ref()?.time
     }
 
-    /// A worker has failed, and another that has recorded an error is still running.
+    /// Whether a worker has failed, and another that has recorded an error is still running.
     pub fn is_ending(&self) -> bool {
         let mut ends = self.workers.iter().filter_map(|worker| worker.end);
         let mut running = self.workers.iter().filter(|worker| worker.end.is_none());
@@ -330,7 +330,7 @@ impl WorkerGroup {
         }
     }
 
-    /// A worker writes no more to this stream: passes on an incomplete last line.
+    /// Ends a stream to which a worker writes no more: passes on an incomplete last line.
     fn end_output(&mut self, index: usize, which: usize, sinks: &mut Sinks) {
         let stream = &mut self.workers[index].streams[which];
         stream.due = None;
@@ -360,8 +360,8 @@ impl WorkerGroup {
             .for_each(|stream| stream.pipe = None);
     }
 
-    /// The reader of this output has gone: closes the streams that go nowhere else, so that their
-    /// workers get SIGPIPE.
+    /// Notes that the reader of this output has gone: closes the streams that go nowhere else, so
+    /// that their workers get SIGPIPE.
     pub fn leave_console(&mut self, which: usize) {
         for stream in self.workers.iter_mut().map(|worker| &mut worker.streams[which]) {
             if !stream.tee.leave_console() {
@@ -380,7 +380,7 @@ impl WorkerGroup {
         self.workers[index].outcome()
     }
 
-    /// The worker (by index) that failed first, and how.
+    /// Returns the worker (by index) that failed first, and how.
     pub fn first_failure(&self) -> Option<(usize, ExitStatus)> {
         match self.policy.cause()? {
             Cause::Failure(first) => {
@@ -390,14 +390,14 @@ impl WorkerGroup {
         }
     }
 
-    /// The error that the first failed worker recorded.
+    /// Returns the error that the first failed worker recorded.
     pub fn first_error(&self) -> Option<(&ErrorFile, ExitStatus)> {
         let (first, end) = self.first_failure()?;
         Some((self.workers[first].error.as_ref()?, end))
     }
 
-    /// The first failure is SIGPIPE because our reader has gone: `flow-launch yes | head -1` is as
-    /// quiet as `yes | head -1`.
+    /// Whether the first failure is SIGPIPE because our reader has gone: `flow-launch yes | head
+    /// -1` is as quiet as `yes | head -1`.
     pub fn ended_by_closed_output(&self, sinks: &Sinks) -> bool {
         let broken_pipe = ExitStatus::Signal(Signal::PIPE.as_raw());
         sinks.of(0).is_closed() && self.first_failure().is_some_and(|(_, end)| end == broken_pipe)

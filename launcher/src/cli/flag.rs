@@ -43,7 +43,7 @@ pub struct Flag {
 }
 
 impl Flag {
-    /// All spellings, without leading dashes; the name is the first.
+    /// Returns all spellings, without leading dashes; the name is the first.
     pub fn spellings(&self) -> impl Iterator<Item = String> + '_ {
         let names = std::iter::once(&self.name).chain(self.aliases);
         names.flat_map(|name| {
@@ -85,7 +85,7 @@ impl Flag {
         }
     }
 
-    /// The argument for completions and the manual page.
+    /// Returns the argument for completions and the manual page.
     pub fn full_argument(&self) -> Arg {
         let argument = self.argument().long_help(self.long_help());
         if self.words.is_empty() {
@@ -95,7 +95,7 @@ impl Flag {
         argument.value_parser(PossibleValuesParser::new(self.words)).hide_possible_values(true)
     }
 
-    /// The flag and its value for another command line, if it is given on this one.
+    /// Returns the flag and its value for another command line, if it is given on this one.
     pub fn given(&self, matches: &ArgMatches) -> Option<OsString> {
         if matches.value_source(self.name) != Some(ValueSource::CommandLine) {
             return None;
@@ -150,12 +150,12 @@ impl Flag {
         self
     }
 
-    /// The variable that stands in for it, if any.
+    /// Returns the variable that stands in for it, if any.
     pub fn variable(&self) -> Option<String> {
         self.has_variable.then(|| format!("PET_{}", self.name.replace('-', "_").to_uppercase()))
     }
 
-    /// The description for the manual page, in plain text.
+    /// Returns the description for the manual page, in plain text.
     pub fn long_help(&self) -> String {
         let default = match self.default {
             "" => String::new(),

@@ -29,13 +29,13 @@ flow-launch trace FILE prints a summary of a timeline that --trace has written."
 
 const USAGE: &str = "flow-launch [OPTIONS] PROGRAM [ARGS...]\n       flow-launch trace FILE";
 
-/// The command line for `--help`.
+/// Returns the command line for `--help`.
 pub fn command() -> Command {
     with_flags(FLAGS.iter().map(|flag| flag.argument()), true)
 }
 
-/// The command line for completions and the manual page: with full descriptions, PROGRAM, and the
-/// subcommand.
+/// Returns the command line for completions and the manual page: with full descriptions, PROGRAM,
+/// and the subcommand.
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
     with_flags(flags.map(|flag| flag.full_argument()), false)
@@ -43,7 +43,7 @@ pub fn full_command() -> Command {
         .disable_help_subcommand(true)
 }
 
-/// The command line of `flow-launch trace`.
+/// Returns the command line of `flow-launch trace`.
 pub fn trace_command() -> Command {
     Command::new(TRACE)
         .bin_name("flow-launch trace")
@@ -77,7 +77,8 @@ fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command 
         )
 }
 
-/// The file that `flow-launch trace` is to summarize. Answers `--help` here and ends the process.
+/// Returns the file that `flow-launch trace` is to summarize. Answers `--help` here and ends the
+/// process.
 pub fn timeline(arguments: &[OsString]) -> Result<PathBuf, Usage> {
     let name = OsString::from(TRACE);
     match trace_command().try_get_matches_from(std::iter::once(&name).chain(arguments)) {
@@ -143,7 +144,7 @@ pub fn elsewhere(name: &str) -> Option<&'static str> {
     ELSEWHERE.iter().find(|(_, names)| names.contains(&name.as_str())).map(|(flag, _)| *flag)
 }
 
-/// The flags that a shortened one could stand for.
+/// Returns the flags that a shortened one could stand for.
 pub fn candidates(start: &str) -> Vec<&'static str> {
     let mut candidates = vec!["help", "version"];
     candidates.retain(|name| name.starts_with(start));
@@ -183,7 +184,7 @@ mod tests {
         }
     }
 
-    /// The rows of one heading, in Markdown.
+    /// Returns the rows of one heading, in Markdown.
     fn table(heading: &str) -> String {
         let rows = FLAGS.iter().filter(|flag| flag.heading == heading).map(|flag| {
             let short = flag.short.map(|short| format!("`-{short}`"));

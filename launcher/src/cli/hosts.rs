@@ -31,13 +31,14 @@ const EXCLUDED: [Valued; 5] =
 const FORMATS: &str =
     "HOST, HOST:N or HOST slots=N, with N workers from 1 and an IPv6 address in brackets";
 
-/// The flags of this command line that all agents get.
+/// Returns the flags of this command line that all agents get.
 fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
     let flags = table::FLAGS.iter().filter(|flag| !OF_THE_HEAD.contains(&flag.name));
     flags.filter_map(|flag| flag.given(&settings.matches)).collect()
 }
 
-/// None if there is no list of hosts. `processes` is the default number of workers of a host.
+/// Reads the flags about hosts; None if there is no list of hosts. `processes` is the default
+/// number of workers of a host.
 pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>, Usage> {
     let hosts = settings.get(table::HOSTS);
     let hostfile = settings.get(table::HOSTFILE);
@@ -102,7 +103,7 @@ fn refuse_other_places(settings: &Settings, source: &str) -> Result<(), Usage> {
     Ok(())
 }
 
-/// The hosts of `--hosts`.
+/// Reads the hosts of `--hosts`.
 fn read_list(setting: &Setting, processes: Processes) -> Result<Vec<HostEntry>, Usage> {
     let mut list = Vec::new();
     for text in setting.text()?.split(',').map(str::trim) {
@@ -114,7 +115,7 @@ fn read_list(setting: &Setting, processes: Processes) -> Result<Vec<HostEntry>, 
     Ok(list)
 }
 
-/// The hosts of `--hostfile`.
+/// Reads the hosts of `--hostfile`.
 fn read_file(path: &Path, source: &str, processes: Processes) -> Result<Vec<HostEntry>, Usage> {
     let path_shown = path.display();
     let text = std::fs::read_to_string(path)
@@ -156,7 +157,7 @@ fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
     })
 }
 
-/// `user@host:8`.
+/// Reads `user@host:8`.
 fn entry(text: &str) -> Option<HostEntry> {
     let (user, rest) = text.split_once('@').map_or((None, text), |(user, rest)| (Some(user), rest));
     if let Some(user) = user {
@@ -170,7 +171,7 @@ fn entry(text: &str) -> Option<HostEntry> {
         .filter(|host| host.workers != Some(0))
 }
 
-/// A line of a file without its comment: `host`, `host:8` or `host slots=8`, which may have
+/// Reads a line of a file without its comment: `host`, `host:8` or `host slots=8`, which may have
 /// `max_slots=16` too.
 fn line(text: &str) -> Option<HostEntry> {
     let mut words = text.split_whitespace();
@@ -187,7 +188,7 @@ fn line(text: &str) -> Option<HostEntry> {
     Some(host)
 }
 
-/// A host that is listed again gets more workers, as with mpirun.
+/// Adds a host; one that is listed again gets more workers, as with mpirun.
 fn add(list: &mut Vec<HostEntry>, host: HostEntry, processes: Processes) -> Result<(), String> {
     let Some(known) = list.iter_mut().find(|known| known.name == host.name) else {
         list.push(host);

@@ -120,7 +120,7 @@ impl Job {
 
 const NO_PROGRAM: &str = "no program given";
 
-/// PROGRAM and its arguments.
+/// Returns PROGRAM and its arguments.
 fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
     let mut command = matches.get_many(flags::COMMAND).into_iter().flatten().cloned();
     let name = command.next().filter(|name: &OsString| !name.is_empty());
@@ -133,7 +133,7 @@ fn program(matches: &ArgMatches) -> Result<(OsString, Vec<OsString>), Usage> {
     Ok((name, command.collect()))
 }
 
-/// The last flag with a value: it may have taken PROGRAM for it.
+/// Returns the last flag with a value: it may have taken PROGRAM for it.
 fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
     let options = table::FLAGS.iter().filter(|flag| flag.value.is_some());
     let given = options.filter_map(|flag| Some((matches.indices_of(flag.name)?.max()?, flag.name)));
@@ -141,8 +141,9 @@ fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
     Some((name, matches.get_one(name)?))
 }
 
-/// The error about a flag that has taken PROGRAM for its value, if this is why a command line is
-/// none, as in `--nproc-per-node train.py --epochs 2`: clap then complains of PROGRAM's own flags.
+/// Returns the error about a flag that has taken PROGRAM for its value, if this is why a command
+/// line is none, as in `--nproc-per-node train.py --epochs 2`: clap then complains of PROGRAM's own
+/// flags.
 fn taken_program(arguments: &[OsString], environment: Environment<'_>) -> Option<Usage> {
     let so_far = flags::command().ignore_errors(true).try_get_matches_from(arguments).ok()?;
     program(&so_far).err()?;
@@ -150,7 +151,7 @@ fn taken_program(arguments: &[OsString], environment: Environment<'_>) -> Option
     Some(wrong).filter(|wrong| !wrong.0.starts_with(NO_PROGRAM))
 }
 
-/// One line for clap's error of several lines.
+/// Makes one line of clap's error of several lines.
 fn explain(error: &clap::Error) -> Usage {
     let text = error.to_string();
     let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");

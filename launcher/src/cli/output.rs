@@ -49,14 +49,14 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
 
 const BOTH: Streams = Streams { stdout: true, stderr: true };
 
-/// An absolute path: workers get it and may be in another folder.
+/// Returns an absolute path: workers get it and may be in another folder.
 fn oneflow_folder(settings: &Settings) -> Result<PathBuf, Usage> {
     let folder = settings.get_path(table::LOGDIR)?.unwrap_or_else(|| "log".into());
     path::absolute(&folder)
         .map_err(|error| Usage(format!("--logdir is '{}': {error}", folder.display())))
 }
 
-/// `3`, or `0:1,10:3`.
+/// Reads `3`, or `0:1,10:3`.
 fn streams(settings: &Settings, flag: Valued) -> Result<StreamMap, Usage> {
     let Some(setting) = settings.get(flag) else {
         return Ok(StreamMap::All(Streams::default()));
@@ -73,7 +73,7 @@ fn streams(settings: &Settings, flag: Valued) -> Result<StreamMap, Usage> {
     })
 }
 
-/// `10:3`.
+/// Reads `10:3`.
 fn streams_of_rank(text: &str) -> Option<(u32, Streams)> {
     let (rank, streams) = text.split_once(':')?;
     Some((rank.parse().ok()?, bits(streams)?))

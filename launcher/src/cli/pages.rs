@@ -11,7 +11,7 @@ use super::flags;
 use super::settings::Settings;
 use super::usage::Usage;
 
-/// The text that `--completions` or `--man` asks for, if one of them is given.
+/// Returns the text that `--completions` or `--man` asks for, if one of them is given.
 pub fn requested(settings: &Settings) -> Result<Option<Vec<u8>>, Usage> {
     let shells = [Shell::Bash, Shell::Zsh, Shell::Fish, Shell::Elvish, Shell::PowerShell];
     let shells = shells.map(|shell| (shell.to_string(), shell));

@@ -81,7 +81,7 @@ pub fn nodes(settings: &Settings) -> Result<Nodes, Usage> {
     Ok(Nodes { min, max, rendezvous, id, local_addr, timeouts, has_agent_store })
 }
 
-/// This node's rank, unless the rendezvous decides it.
+/// Returns this node's rank, unless the rendezvous decides it.
 fn node_rank(settings: &Settings, by_endpoint: bool, nodes: u32) -> Result<u32, Usage> {
     let Some(setting) = settings.get(table::NODE_RANK) else { return Ok(0) };
     let rank = setting.number(0, "a number from 0")?;
@@ -117,7 +117,7 @@ fn backend(setting: &Setting) -> Result<Backend, Usage> {
     }
 }
 
-/// `host`, `host:port`, `[v6]` or `[v6]:port`.
+/// Reads `host`, `host:port`, `[v6]` or `[v6]:port`.
 fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
     let found = host_and_number(setting.text()?.trim());
     found.filter(|(_, port)| *port != Some(0)).ok_or_else(|| {
@@ -217,7 +217,7 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// The words that torchrun accepts.
+/// Reads the words that torchrun accepts.
 fn truth(text: &str) -> Option<bool> {
     match text.to_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" => Some(true),

@@ -38,7 +38,7 @@ impl Settings<'_> {
         Settings { matches, environment, warnings: RefCell::default() }
     }
 
-    /// The value of a flag. Its variable counts only if it is not empty.
+    /// Returns the value of a flag. Its variable counts only if it is not empty.
     pub fn get(&self, Valued(flag): Valued) -> Option<Setting> {
         match self.matches.get_one::<OsString>(flag.name) {
             Some(value) => Some(Setting::given(flag, value)),
@@ -46,12 +46,12 @@ impl Settings<'_> {
         }
     }
 
-    /// The value of the flag's variable.
+    /// Returns the value of the flag's variable.
     fn stand_in(&self, flag: &Flag) -> Option<Setting> {
         self.variable(&flag.variable()?)
     }
 
-    /// A variable that is set and not empty.
+    /// Returns a variable that is set and not empty.
     pub fn variable(&self, name: &str) -> Option<Setting> {
         let value = (self.environment)(name).filter(|value| !value.is_empty())?;
         Some(Setting { source: name.into(), value })
@@ -67,7 +67,7 @@ impl Settings<'_> {
         }
     }
 
-    /// All values of a flag that may be repeated.
+    /// Returns all values of a flag that may be repeated.
     pub fn get_all(&self, List(flag): List) -> Vec<Setting> {
         let values = self.matches.get_many::<OsString>(flag.name).into_iter().flatten();
         values.map(|value| Setting::given(flag, value)).collect()
@@ -127,7 +127,7 @@ impl Settings<'_> {
 }
 
 impl Setting {
-    /// The value of a flag on the command line.
+    /// Returns the value of a flag on the command line.
     fn given(flag: &Flag, value: &OsString) -> Setting {
         Setting { source: format!("--{}", flag.name), value: value.clone() }
     }
@@ -137,17 +137,17 @@ impl Setting {
         Setting { source: source.into(), value: value.into() }
     }
 
-    /// The error that something else is missing.
+    /// Returns the error that something else is missing.
     pub fn needs(&self, what: &str) -> Usage {
         Usage(format!("{} is '{}', which needs {what}", self.source, self.shown()))
     }
 
-    /// The error about a value.
+    /// Returns the error about a value.
     pub fn wrong(&self, right: &str) -> Usage {
         Usage(format!("{} is '{}'; it must be {right}", self.source, self.shown()))
     }
 
-    /// The value, for a message of one line.
+    /// Returns the value, for a message of one line.
     fn shown(&self) -> String {
         printable(&self.value.to_string_lossy())
     }
@@ -162,13 +162,13 @@ impl Setting {
         &self.source
     }
 
-    /// The value as it was written.
+    /// Returns the value as it was written.
     pub fn literal(&self) -> Result<&str, Usage> {
         self.value.to_str().ok_or_else(|| self.wrong("UTF-8"))
     }
 
-    /// The value without quotes and white space around it: names and numbers contain neither; paths
-    /// and texts to look for may.
+    /// Returns the value without quotes and white space around it: names and numbers contain
+    /// neither; paths and texts to look for may.
     pub fn text(&self) -> Result<&str, Usage> {
         self.literal().map(|text| unquoted(text.trim()).trim())
     }
@@ -185,12 +185,12 @@ impl Setting {
             .ok_or_else(|| self.wrong(&format!("a number of seconds from 0 to {LONGEST}")))
     }
 
-    /// A host name or an address; an IPv6 address may be in brackets.
+    /// Reads a host name or an address; an IPv6 address may be in brackets.
     pub fn host(&self) -> Result<String, Usage> {
         host(self.text()?).ok_or_else(|| self.wrong("a host name or an address"))
     }
 
-    /// One of some words.
+    /// Reads one of some words.
     pub fn one_of<T: Copy>(&self, words: &[(&str, T)]) -> Result<T, Usage> {
         let text = self.text()?;
         let found = words.iter().find(|(word, _)| *word == text);
@@ -223,7 +223,7 @@ pub fn seconds(text: &str) -> Option<Duration> {
         .map(Duration::from_secs_f64)
 }
 
-/// `host`, `host:number`, `[v6]` or `[v6]:number`.
+/// Reads `host`, `host:number`, `[v6]` or `[v6]:number`.
 pub fn host_and_number<N: FromStr>(text: &str) -> Option<(String, Option<N>)> {
     let end_of_host = text.rfind(']').map_or(0, |end| end + 1);
     let (name, number) = match text[end_of_host..].split_once(':') {

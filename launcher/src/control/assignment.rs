@@ -55,12 +55,12 @@ pub fn assign(nodes: &[&Node], restart_count: u32) -> Vec<RankAssignment> {
     assignments
 }
 
-/// The number of workers of `nodes`.
+/// Returns the number of workers of `nodes`.
 fn count(nodes: &[&Node]) -> u32 {
     nodes.iter().map(|node| node.local_world_size).sum()
 }
 
-/// The number of those that have this role.
+/// Returns the number of those that have this role.
 fn count_of_role(nodes: &[&Node], role: &str) -> u32 {
     let same = nodes.iter().filter(|node| node.role == role);
     same.map(|node| node.local_world_size).sum()

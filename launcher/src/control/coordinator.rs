@@ -125,7 +125,7 @@ impl Coordinator {
         self.members().into_iter().map(|agent| (agent, Command::Print(text.to_string()))).collect()
     }
 
-    /// The workers hang, which counts as a failure.
+    /// Notes that the workers hang, which counts as a failure.
     pub fn hung(&mut self, summary: String, now: Instant) -> Vec<(AgentId, Command)> {
         self.failed(LEADER, Failure { summary, end: ExitStatus::Exit(HUNG) }, now);
         std::mem::take(&mut self.commands)
@@ -149,12 +149,12 @@ impl Coordinator {
         }
     }
 
-    /// The host name of an agent that has joined.
+    /// Returns the host name of an agent that has joined.
     pub fn host(&self, agent: AgentId) -> Option<&str> {
         self.agents.get(&agent).map(|agent| agent.node.host.as_str())
     }
 
-    /// All agents but the leader's have gone.
+    /// Whether all agents but the leader's have gone.
     pub fn is_alone(&self) -> bool {
         self.agents.keys().all(|agent| *agent == LEADER)
     }
@@ -247,7 +247,7 @@ impl Coordinator {
         }
     }
 
-    /// An agent is gone; `how` follows its description in messages.
+    /// Notes that an agent is gone; `how` follows its description in messages.
     fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
@@ -263,7 +263,7 @@ impl Coordinator {
         }
     }
 
-    /// The notice for a failure, if a restart follows.
+    /// Returns the notice for a failure, if a restart follows.
     fn restart(&self, summary: &str) -> Option<String> {
         let next = self.failures + 1;
         let max = self.max_restarts;
@@ -309,7 +309,7 @@ impl Coordinator {
         }
     }
 
-    /// All workers of a round are gone.
+    /// Notes that all workers of a round are gone.
     fn stopped(&mut self, why: StopReason, now: Instant) {
         let (code, cause) = match why {
             StopReason::Change => return self.gather(now),
@@ -399,7 +399,7 @@ impl Coordinator {
         }
     }
 
-    /// The agents that take part in the present round.
+    /// Returns the agents that take part in the present round.
     fn members(&self) -> Vec<AgentId> {
         self.agents
             .iter()
@@ -419,7 +419,7 @@ impl Coordinator {
         }
     }
 
-    /// The notice about nodes that have not joined yet.
+    /// Returns the notice about nodes that have not joined yet.
     fn missing(&self, waited: Duration) -> String {
         let waited = waited.as_secs();
         if self.is_static {

@@ -208,7 +208,7 @@ impl FollowerThread {
         }
     }
 
-    /// This node, with its address.
+    /// Returns this node, with its address.
     fn node(&self) -> Result<Node, String> {
         let mut node = self.node.clone();
         if node.address.is_empty() {
@@ -276,7 +276,7 @@ fn receive_commands(
     Ok(())
 }
 
-/// Why the leader is lost.
+/// Says why the leader is lost.
 fn lost(error: Error) -> String {
     match error {
         Error::Denied { address, reason } => {

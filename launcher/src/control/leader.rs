@@ -102,7 +102,8 @@ impl Leader {
         self.handle(LEADER, event);
     }
 
-    /// The next command for this node's agent. Handles what other agents and workers have sent.
+    /// Takes the next command for this node's agent. Handles what other agents and workers have
+    /// sent.
     pub fn poll(&mut self) -> Option<Command> {
         while let Some(message) = self.agents.inbox().try_next() {
             match serde_json::from_slice(&message) {
@@ -144,7 +145,7 @@ impl Leader {
         self.commands.pop_front()
     }
 
-    /// The events since the last call.
+    /// Takes the events since the last call.
     pub fn events(&mut self) -> Vec<ClusterEvent> {
         std::mem::take(&mut self.cluster_events)
     }
@@ -166,7 +167,7 @@ impl Leader {
         [self.linger_until, self.coordinator.deadline(), stalls].into_iter().flatten().min()
     }
 
-    /// All followers have received the result, or had time to.
+    /// Whether all followers have received the result, or had time to.
     pub fn is_alone(&self) -> bool {
         self.coordinator.is_alone()
             || self.linger_until.is_some_and(|linger_until| linger_until <= Instant::now())

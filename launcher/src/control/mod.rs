@@ -138,7 +138,7 @@ impl ControlPlane {
         }
     }
 
-    /// The next message from the coordinator, if any.
+    /// Takes the next message from the coordinator, if any.
     pub fn poll(&mut self) -> Option<ControlMessage> {
         match self {
             ControlPlane::Leader(leader) => leader.poll().map(ControlMessage::Command),
@@ -154,7 +154,7 @@ impl ControlPlane {
         }
     }
 
-    /// This process was suspended for this long.
+    /// Notes that this process was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         if let ControlPlane::Leader(leader) = self {
             leader.paused(time);
@@ -177,7 +177,7 @@ impl ControlPlane {
         }
     }
 
-    /// The job is over and no other agent needs this one.
+    /// Whether the job is over and no other agent needs this one.
     pub fn is_done(&self) -> bool {
         match self {
             ControlPlane::Leader(leader) => leader.is_alone(),

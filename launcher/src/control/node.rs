@@ -16,7 +16,7 @@ pub struct Node {
     pub nodes: (u32, u32),
 }
 
-/// A number of nodes as `--nnodes` has it.
+/// Returns a number of nodes as `--nnodes` has it.
 pub fn range((min, max): (u32, u32)) -> String {
     if min == max { max.to_string() } else { format!("{min}:{max}") }
 }

@@ -96,7 +96,7 @@ pub enum ClusterEvent {
     Trace(Piece),
 }
 
-/// The key of an agent's command of this number.
+/// Returns the key of an agent's command of this number.
 pub fn command_key(agent: AgentId, number: u64) -> String {
     format!("commands/{agent}/{number}")
 }

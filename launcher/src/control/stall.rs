@@ -98,7 +98,7 @@ impl StallTracker {
         self.report_at.get_or_insert(now + COALESCE_WINDOW);
     }
 
-    /// A worker has ended: it no longer waits.
+    /// Notes that a worker has ended: it no longer waits.
     pub fn rank_exited(&mut self, rank: u32) {
         self.waiting.retain(|(waiting, _), _| *waiting != rank);
     }

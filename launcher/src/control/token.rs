@@ -9,8 +9,8 @@ use crate::job::Job;
 /// The variable with the job's secret.
 pub const TOKEN: &str = "FLOW_TOKEN";
 
-/// The token that admits an agent: FLOW_TOKEN, a secret that is the same on all nodes, or else just
-/// the job's name.
+/// Returns the token that admits an agent: FLOW_TOKEN, a secret that is the same on all nodes, or
+/// else just the job's name.
 pub fn token(job: &Job) -> anyhow::Result<String> {
     match std::env::var_os(TOKEN).map(OsString::into_string) {
         None => Ok(format!("flow-launch job {}", job.nodes.id)),

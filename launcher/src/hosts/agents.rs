@@ -18,7 +18,7 @@ pub struct Place {
 }
 
 impl HostEntry {
-    /// The form that ssh takes.
+    /// Returns the form that ssh takes.
     pub fn destination(&self) -> String {
         self.user.iter().map(|user| format!("{user}@")).collect::<String>() + &self.name
     }
@@ -64,7 +64,7 @@ pub fn start(
     Start { host, starter: starter.join(" "), agent, command }
 }
 
-/// A word of a command for the user, quoted if a shell needs that.
+/// Returns a word of a command for the user, quoted if a shell needs that.
 fn shown(word: &str) -> String {
     if word.contains(|c: char| c.is_whitespace() || "'\"\\".contains(c)) {
         lossy(OsStr::new(word))
@@ -73,7 +73,7 @@ fn shown(word: &str) -> String {
     }
 }
 
-/// The arguments of a node's agent.
+/// Returns the arguments of a node's agent.
 fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     let place = [
         format!("--nnodes={}", hosts.list.len()),
@@ -91,7 +91,7 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     arguments
 }
 
-/// The line that starts an agent on another host, for any login shell.
+/// Returns the line that starts an agent on another host, for any login shell.
 fn script(place: &Place, arguments: &[OsString]) -> OsString {
     let folder = place.folder.display();
     let launcher = place.launcher.display();
@@ -115,7 +115,7 @@ fn script(place: &Place, arguments: &[OsString]) -> OsString {
     OsString::from_vec([b"exec sh -c ".as_slice(), &quote(&script)].concat())
 }
 
-/// A word, quoted for a shell. (No argument of a process contains the byte that cannot be quoted.)
+/// Quotes a word for a shell. (No argument of a process contains the byte that cannot be quoted.)
 fn quote(word: &OsStr) -> Vec<u8> {
     let quoted = shlex::bytes::Quoter::new().allow_nul(true).quote(word.as_bytes());
     quoted.map_or_else(|_| word.as_bytes().to_vec(), |word| word.into_owned())
@@ -141,7 +141,7 @@ const KEPT: [&str; 6] = [
     "TORCHELASTIC_ERROR_FILE",
 ];
 
-/// The variables for the agents, and the names of those that do not exist here.
+/// Returns the variables for the agents, and the names of those that do not exist here.
 pub fn environment(
     own: impl Iterator<Item = (OsString, OsString)>,
     exports: &[(String, Option<String>)],

@@ -43,12 +43,12 @@ const HEARTBEAT_TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 const SIGNAL: &str = "signal ";
 
-/// The line that passes on a signal.
+/// Returns the line that passes on a signal.
 pub fn signal(signal: i32) -> String {
     format!("{SIGNAL}{signal}\n")
 }
 
-/// The line with the variables.
+/// Returns the line with the variables.
 pub fn environment(variables: &BTreeMap<String, String>) -> anyhow::Result<String> {
     Ok(serde_json::to_string(variables)? + "\n")
 }
@@ -137,7 +137,7 @@ impl ControlStream {
         send_to_this_process(Signal::TERM);
     }
 
-    /// The next line, without its end; None when the stream has ended.
+    /// Reads the next line, without its end; None when the stream has ended.
     fn line(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {

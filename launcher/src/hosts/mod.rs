@@ -98,8 +98,8 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     head.run()
 }
 
-/// The current folder, by the name that the user knows: another host may have it under that name
-/// only.
+/// Returns the current folder, by the name that the user knows: another host may have it under that
+/// name only.
 fn folder() -> io::Result<PathBuf> {
     let here = std::fs::metadata(".")?;
     let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());

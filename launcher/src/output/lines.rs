@@ -50,7 +50,7 @@ pub struct Segment<'a> {
 }
 
 impl<'a> Segment<'a> {
-    /// The bytes not passed on yet, and how the bytes before them ended.
+    /// Returns the bytes not passed on yet, and how the bytes before them ended.
     pub fn rest(&self) -> (Ending, &'a [u8]) {
         (if self.passed == 0 { self.previous } else { Ending::Open }, &self.bytes[self.passed..])
     }
@@ -82,14 +82,14 @@ impl Assembler {
         }
     }
 
-    /// The stream has ended: the rest is a segment too.
+    /// Notes that the stream has ended: the rest is a segment too.
     pub fn finish(&mut self, mut put: impl FnMut(Segment)) {
         if !self.partial.is_empty() {
             self.complete(&[], &mut put);
         }
     }
 
-    /// The part of an incomplete segment that was not passed on yet. From now on it counts as
+    /// Takes the part of an incomplete segment that was not passed on yet. From now on it counts as
     /// passed on.
     pub fn pass(&mut self) -> Option<Segment<'_>> {
         let passed = std::mem::replace(&mut self.passed, self.partial.len());
@@ -100,7 +100,7 @@ impl Assembler {
         })
     }
 
-    /// [`Assembler::pass`] would return something.
+    /// Whether [`Assembler::pass`] would return something.
     pub fn holds(&self) -> bool {
         self.passed < self.partial.len()
     }

@@ -29,7 +29,7 @@ impl LogFile {
         Ok(LogFile { start: file.metadata()?.len(), file: Some(file), path })
     }
 
-    /// The open file, for the worker itself to write to.
+    /// Takes the open file, for the worker itself to write to.
     pub fn take(&mut self) -> Option<File> {
         self.file.take()
     }

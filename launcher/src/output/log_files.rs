@@ -105,7 +105,7 @@ impl LogFiles {
         LogFile::open(path, self.oneflow_names && attempt == 0).map(Some)
     }
 
-    /// The file in which a worker records its error, if it has one.
+    /// Returns the file in which a worker records its error, if it has one.
     pub fn error_file(&self, attempt: u32, local_rank: u32) -> Option<PathBuf> {
         Some(worker_folder(self.errors.as_ref()?, attempt, local_rank).join("error.json"))
     }
@@ -163,7 +163,7 @@ fn make_log_folder(
     Ok(own)
 }
 
-/// A run id as part of a file name, which cannot lead out of the folder.
+/// Returns a run id as part of a file name, which cannot lead out of the folder.
 fn file_name(run_id: &str) -> String {
     let name: String = run_id.chars().take(100).collect();
     name.replace(|c: char| !c.is_ascii_alphanumeric() && !"-_.".contains(c), "_")

@@ -33,7 +33,7 @@ pub fn open(size: Winsize) -> io::Result<(OwnedFd, File)> {
     Ok((ours, theirs.into()))
 }
 
-/// The size of a terminal without the columns of a prefix.
+/// Returns the size of a terminal without the columns of a prefix.
 pub fn beside(size: Winsize, prefix: usize) -> Winsize {
     let columns = size.ws_col.saturating_sub(prefix.try_into().unwrap_or(u16::MAX));
     // 0 means unknown.

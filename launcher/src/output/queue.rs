@@ -57,7 +57,7 @@ impl OutputQueue {
         self.unfinished = (ending != Ending::Newline).then_some((source.id, ending));
     }
 
-    /// The stream has ended: other streams need not wait for the rest of its last line.
+    /// Notes that the stream has ended: other streams need not wait for the rest of its last line.
     pub fn end(&mut self, stream: StreamId) {
         match (&mut self.screen, &mut self.unfinished) {
             (Some(screen), _) => screen.end(stream, &mut self.bytes),
@@ -66,7 +66,7 @@ impl OutputQueue {
         }
     }
 
-    /// No other stream is in the middle of a line.
+    /// Whether no other stream is in the middle of a line.
     pub fn is_free(&self, stream: StreamId) -> bool {
         match (&self.screen, self.unfinished) {
             (Some(screen), _) => screen.is_free(stream),
@@ -77,7 +77,8 @@ impl OutputQueue {
         }
     }
 
-    /// The worker has written a line to its other stream: a prompt here has been answered.
+    /// Notes that the worker has written a line to its other stream: a prompt here has been
+    /// answered.
     pub fn leave(&mut self, stream: StreamId) {
         if let Some(screen) = &mut self.screen {
             screen.leave(stream, &mut self.bytes);
@@ -102,7 +103,7 @@ impl OutputQueue {
         }
     }
 
-    /// Another program has written to the terminal: draws the last line again.
+    /// Draws the last line again: another program has written to the terminal.
     pub fn redraw(&mut self) {
         if let Some(screen) = &mut self.screen {
             screen.redraw(&mut self.bytes);
@@ -122,13 +123,13 @@ impl OutputQueue {
         self.bytes.len()
     }
 
-    /// The next bytes to write, at most `limit`.
+    /// Returns the next bytes to write, at most `limit`.
     pub fn front(&self, limit: usize) -> &[u8] {
         let front = self.bytes.as_slices().0;
         &front[..front.len().min(limit)]
     }
 
-    /// The first `count` bytes have been written.
+    /// Notes that the first `count` bytes have been written.
     pub fn written(&mut self, count: usize) {
         self.bytes.drain(..count);
     }

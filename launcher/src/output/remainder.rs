@@ -62,7 +62,7 @@ fn is_over(pipe: &OwnedFd) -> bool {
     poll(&mut polled, Some(&now)).is_ok() && polled[0].revents() == PollFlags::HUP
 }
 
-/// One of our own outputs for another process, or nothing in place of a pipe.
+/// Copies one of our own outputs for another process, or nothing in place of a pipe.
 fn stdio(fd: BorrowedFd<'_>) -> io::Result<Stdio> {
     match FileType::from_raw_mode(fstat(fd)?.st_mode) {
         FileType::Fifo | FileType::Socket => Ok(Stdio::null()),
@@ -70,8 +70,8 @@ fn stdio(fd: BorrowedFd<'_>) -> io::Result<Stdio> {
     }
 }
 
-/// The process that reads on: from standard input, to the console at standard output and the log
-/// file at standard error.
+/// Runs the process that reads on: from standard input, to the console at standard output and the
+/// log file at standard error.
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let prefix = arguments.next().unwrap_or_default().into_vec();
     // It is not in the foreground of the terminal any more, and must not be stopped with who is.

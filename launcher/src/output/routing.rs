@@ -42,8 +42,9 @@ pub struct Route {
 }
 
 impl Route {
-    /// The worker can write to the file or to `/dev/null` itself, and flow-launch does not read the
-    /// stream. It must read a standard error that goes to no file: the failure report quotes it.
+    /// Whether the worker can write to the file or to `/dev/null` itself, and flow-launch does not
+    /// read the stream. It must read a standard error that goes to no file: the failure report
+    /// quotes it.
     pub fn is_direct(&self, which: StreamKind) -> bool {
         self.console.is_none()
             && self.filtered.is_none()
@@ -98,7 +99,7 @@ impl Routes {
         }
     }
 
-    /// The texts that select the lines of this stream to copy.
+    /// Returns the texts that select the lines of this stream to copy.
     pub fn needles(&self, which: StreamKind) -> &[String] {
         needles(&self.output, which)
     }
@@ -149,7 +150,7 @@ fn needles(output: &Output, which: StreamKind) -> &[String] {
     }
 }
 
-/// `--log-dir /dev/null`: no files at all.
+/// Whether `--log-dir /dev/null` asks for no files at all.
 pub fn is_nowhere(output: &Output) -> bool {
     output.log_dir.as_deref() == Some("/dev/null".as_ref())
 }
@@ -164,7 +165,7 @@ pub fn wants_files(output: &Output) -> bool {
         })
 }
 
-/// The map has this stream for some worker.
+/// Whether the map has this stream for some worker.
 fn any(map: &StreamMap, which: StreamKind) -> bool {
     match map {
         StreamMap::All(streams) => which.is_in(*streams),

@@ -25,7 +25,7 @@ struct Row {
 }
 
 impl Row {
-    /// An empty row.
+    /// Returns an empty row.
     fn of(source: &Source) -> Row {
         Row {
             stream: source.id,
@@ -105,7 +105,7 @@ impl Screen {
         }
     }
 
-    /// The stream has ended; its line stays on the screen.
+    /// Notes that the stream has ended; its line stays on the screen.
     pub fn end(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
         let Some(index) = self.rows.iter().position(|row| row.stream == stream) else { return };
         let row = self.rows.remove(index);
@@ -119,7 +119,8 @@ impl Screen {
         }
     }
 
-    /// The worker has gone on: its line stays on the screen, unless it is a progress bar.
+    /// Notes that the worker has gone on: its line stays on the screen, unless it is a progress
+    /// bar.
     pub fn leave(&mut self, stream: StreamId, out: &mut VecDeque<u8>) {
         if self.rows.iter().any(|row| row.stream == stream && !row.is_bar) {
             self.finish(stream, out);
@@ -167,13 +168,13 @@ impl Screen {
         self.shown = Some(self.rows[index].stream);
     }
 
-    /// Another program may have written to the terminal: draws the last line again.
+    /// Draws the last line again: another program may have written to the terminal.
     pub fn redraw(&mut self, out: &mut VecDeque<u8>) {
         self.shown = None;
         self.refresh(out);
     }
 
-    /// No other stream has a line on the screen that must stay, such as a prompt.
+    /// Whether no other stream has a line on the screen that must stay, such as a prompt.
     pub fn is_free(&self, stream: StreamId) -> bool {
         let shown = self.rows.iter().find(|row| Some(row.stream) == self.shown);
         shown.is_none_or(|row| row.stream == stream || row.is_returned && !row.is_live)
@@ -200,7 +201,7 @@ impl Screen {
     }
 }
 
-/// The columns that a text takes, if each character takes one.
+/// Returns the columns that a text takes, if each character takes one.
 fn width(mut text: &[u8]) -> usize {
     let mut columns = 0;
     while let Some((first, rest)) = text.split_first() {

@@ -52,7 +52,7 @@ impl Sinks {
         Ok(Sinks { sinks, quiet })
     }
 
-    /// The sink of stream 0 (standard output) or 1 (standard error).
+    /// Returns the sink of stream 0 (standard output) or 1 (standard error).
     pub fn of(&self, which: usize) -> &Sink {
         &self.sinks[which.min(self.sinks.len() - 1)]
     }
@@ -79,7 +79,7 @@ impl Sinks {
         if index == 0 { &[0] } else { &[1] }
     }
 
-    /// The descriptors to wait for, with their sinks' numbers.
+    /// Returns the descriptors to wait for, with their sinks' numbers.
     pub fn watch(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
         self.sinks
             .iter()
@@ -87,7 +87,7 @@ impl Sinks {
             .filter_map(|(index, sink)| Some((index, sink.wants_to_write()?)))
     }
 
-    /// Another program has written to the terminal.
+    /// Notes that another program has written to the terminal.
     pub fn redraw(&mut self) {
         self.sinks.iter_mut().for_each(|sink| sink.queue.redraw());
     }
@@ -106,7 +106,7 @@ impl Sinks {
 }
 
 impl Sink {
-    /// A pipe or terminal is opened a second time, non-blocking: setting the flag on the given
+    /// Opens a pipe or terminal a second time, non-blocking: setting the flag on the given
     /// descriptor would affect every process that shares it, such as the shell.
     fn new(fd: BorrowedFd<'_>, kind: FileType) -> io::Result<Sink> {
         let own = match kind {
@@ -125,7 +125,7 @@ impl Sink {
         Ok(Sink { queue, is_terminal, fd: Some(fd), write_limit })
     }
 
-    /// The size of the terminal, if the sink is one.
+    /// Returns the size of the terminal, if the sink is one.
     pub fn window(&self) -> Option<Winsize> {
         tcgetwinsize(self.fd.as_ref().filter(|_| self.is_terminal)?).ok()
     }
@@ -140,7 +140,7 @@ impl Sink {
         self.queue.len() >= MAX_QUEUED_BYTES
     }
 
-    /// The descriptor to wait for before calling [`Sink::write`], if anything is queued.
+    /// Returns the descriptor to wait for before calling [`Sink::write`], if anything is queued.
     pub fn wants_to_write(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().filter(|_| self.queue.len() > 0).map(AsFd::as_fd)
     }

@@ -34,7 +34,7 @@ impl StreamTee {
         StreamTee { id, which, partial: Partial::Never, route, file, assembler: Assembler::new() }
     }
 
-    /// The file that the worker writes to itself; None if flow-launch must read the stream.
+    /// Returns the file that the worker writes to itself; None if flow-launch must read the stream.
     pub fn direct(&mut self) -> io::Result<Option<File>> {
         match &mut self.file {
             _ if !self.route.is_direct(self.which) => Ok(None),
@@ -43,7 +43,7 @@ impl StreamTee {
         }
     }
 
-    /// The stream's own file, which the worker may be writing itself.
+    /// Returns the stream's own file, which the worker may be writing itself.
     pub fn file(&self) -> Option<&LogFile> {
         self.file.as_ref()
     }
@@ -59,17 +59,17 @@ impl StreamTee {
         self.route.console.is_some()
     }
 
-    /// Columns of the terminal that the prefix takes.
+    /// Returns the number of columns of the terminal that the prefix takes.
     pub fn prefix_width(&self) -> usize {
         self.route.console.as_ref().map_or(0, |prefix| prefix.chars().count())
     }
 
-    /// An incomplete line is to be shown after a while.
+    /// Whether an incomplete line is to be shown after a while.
     pub fn is_due(&self) -> bool {
         self.partial == Partial::AfterQuiet && self.is_shown() && self.assembler.holds()
     }
 
-    /// No other stream is in the middle of a line.
+    /// Whether no other stream is in the middle of a line.
     pub fn may_show(&self, queue: &OutputQueue) -> bool {
         queue.is_free(self.id)
     }
@@ -86,8 +86,8 @@ impl StreamTee {
         }
     }
 
-    /// The reader of the console has gone. False if the stream was shown there and goes nowhere
-    /// else.
+    /// Notes that the reader of the console has gone. False if the stream was shown there and goes
+    /// nowhere else.
     pub fn leave_console(&mut self) -> bool {
         let was_shown = self.route.console.take().is_some();
         !was_shown || self.route.file || self.route.filtered.is_some()
@@ -109,7 +109,7 @@ impl StreamTee {
         result
     }
 
-    /// The stream has ended: the rest of it is a line too.
+    /// Notes that the stream has ended: the rest of it is a line too.
     pub fn finish(
         &mut self,
         queue: &mut OutputQueue,

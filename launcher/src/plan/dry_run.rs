@@ -12,8 +12,8 @@ use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::plan::numa;
 
-/// The workers of this node, each with its CPUs, its additional environment, and its command as for
-/// a shell. Values that are only known later are in angle brackets.
+/// Describes the workers of this node, each with its CPUs, its additional environment, and its
+/// command as for a shell. Values that are only known later are in angle brackets.
 pub fn describe(
     job: &Job,
     local_world_size: u32,
@@ -60,7 +60,7 @@ pub fn describe(
     text
 }
 
-/// The ranks that this node would get if all nodes had as many workers.
+/// Returns the ranks that this node would get if all nodes had as many workers.
 fn assignment(job: &Job, local_world_size: u32) -> RankAssignment {
     let (group_rank, master_addr, master_port) = match &job.nodes.rendezvous {
         Rendezvous::Alone { master_addr, master_port } => {
@@ -89,7 +89,7 @@ fn assignment(job: &Job, local_world_size: u32) -> RankAssignment {
     }
 }
 
-/// The text in place of a value that is not known yet or secret.
+/// Returns the text in place of a value that is not known yet or secret.
 fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
     let is_alone = matches!(job.nodes.rendezvous, Rendezvous::Alone { .. });
     let is_placed = matches!(
@@ -116,7 +116,7 @@ fn later(name: &str, value: &OsStr, job: &Job) -> Option<&'static str> {
     }
 }
 
-/// A word, quoted for a shell.
+/// Quotes a word for a shell.
 fn quote(word: &OsStr) -> String {
     let quoted = shlex::bytes::Quoter::new().allow_nul(true).quote(word.as_bytes());
     quoted.map_or_else(

@@ -25,7 +25,7 @@ impl LocalHost {
         host
     }
 
-    /// CUDA_VISIBLE_DEVICES.
+    /// Returns CUDA_VISIBLE_DEVICES.
     pub fn visible_devices(&self) -> Option<&str> {
         self.environment.get(OsStr::new(VISIBLE))?.to_str()
     }
@@ -48,8 +48,8 @@ fn nvidia_devices() -> u32 {
     gpus.count() as u32
 }
 
-/// The number of GPUs that a CUDA program would see. CUDA_VISIBLE_DEVICES is a list that ends at
-/// its first empty or negative entry.
+/// Returns the number of GPUs that a CUDA program would see. CUDA_VISIBLE_DEVICES is a list that
+/// ends at its first empty or negative entry.
 fn visible_gpus(devices: u32, visible: Option<&str>) -> u32 {
     let Some(list) = visible else { return devices };
     let ids = list.split(',').map(str::trim);

@@ -86,8 +86,9 @@ pub fn stdin(job: &Job) -> Stdin {
     job.stdin.unwrap_or(default)
 }
 
-/// OMP_NUM_THREADS for each of several workers: its share of the cores, or of those it is bound to.
-/// None if the user has set it. A single worker has all cores, as it would without flow-launch.
+/// Returns OMP_NUM_THREADS for each of several workers: its share of the cores, or of those it is
+/// bound to. None if the user has set it. A single worker has all cores, as it would without
+/// flow-launch.
 pub fn omp_threads(local_world_size: u32, host: &LocalHost) -> Option<u32> {
     let share = host.cores / local_world_size;
     let bound = host.binding.iter().map(|cpus| cpus.len() as u32).min();
@@ -95,7 +96,7 @@ pub fn omp_threads(local_world_size: u32, host: &LocalHost) -> Option<u32> {
     is_chosen.then(|| bound.map_or(share, |bound| share.min(bound)).max(1))
 }
 
-/// The notice about [`omp_threads`].
+/// Returns the notice about [`omp_threads`].
 pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String {
     let cores = host.cores;
     format!(
@@ -104,8 +105,8 @@ pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String
     )
 }
 
-/// The workers of this node, in rank order. `error_file` is the path for each one's error, by local
-/// rank.
+/// Makes the workers of this node, in rank order. `error_file` is the path for each one's error, by
+/// local rank.
 pub fn workers(
     job: &Job,
     assignment: &RankAssignment,
@@ -130,7 +131,7 @@ pub fn workers(
     workers
 }
 
-/// The environment of a worker: torchrun's variables, and those of Flow.
+/// Makes the environment of a worker: torchrun's variables, and those of Flow.
 fn environment(
     job: &Job,
     assignment: &RankAssignment,
@@ -190,7 +191,7 @@ fn environment(
     environment
 }
 
-/// A worker's folder for files, by OneFlow's names.
+/// Returns a worker's folder for files, by OneFlow's names.
 fn oneflow_folder(log_dir: &Path, local_rank: u32) -> PathBuf {
     log_dir.join(format!("local_rank_{local_rank}"))
 }
@@ -228,7 +229,7 @@ mod tests {
         LocalHost { environment: HashMap::from([(name.into(), value.into())]), ..host }
     }
 
-    /// The second of three nodes, whose first has 5 workers.
+    /// Returns the second of three nodes, whose first has 5 workers.
     fn assignment() -> RankAssignment {
         RankAssignment {
             restart_count: 1,

@@ -63,7 +63,7 @@ impl Topology {
         Ok(Topology { cpus, gpu_nodes: gpu_nodes(root, visible) })
     }
 
-    /// NUMA nodes with CPUs; those of a socket are adjacent.
+    /// Returns NUMA nodes with CPUs; those of a socket are adjacent.
     fn nodes(&self) -> Vec<usize> {
         let mut nodes: Vec<_> = self.cpus.iter().map(|cpu| (cpu.socket, cpu.node)).collect();
         nodes.sort_unstable();
@@ -71,7 +71,7 @@ impl Topology {
         nodes.into_iter().map(|(_, node)| node).collect()
     }
 
-    /// The CPUs of a node, grouped by what they share, such as a core.
+    /// Returns the CPUs of a node, grouped by what they share, such as a core.
     fn groups(&self, node: usize, shared: impl Fn(&Cpu) -> usize) -> Vec<Vec<usize>> {
         let mut groups = BTreeMap::<usize, Vec<usize>>::new();
         for cpu in self.cpus.iter().filter(|cpu| cpu.node == node) {
@@ -81,8 +81,8 @@ impl Topology {
     }
 }
 
-/// The CPUs of each worker, by local rank. A worker is bound near its GPU. With fewer GPUs than
-/// workers, the workers are spread over the nodes, adjacent ranks together.
+/// Chooses the CPUs of each worker, by local rank. A worker is bound near its GPU. With fewer GPUs
+/// than workers, the workers are spread over the nodes, adjacent ranks together.
 pub fn bind(
     binding: NumaBinding,
     workers: usize,
@@ -112,7 +112,8 @@ pub fn bind(
 }
 
 impl Topology {
-    /// The CPUs of one of `on_node` workers whose GPU is on a node; `index` is its number there.
+    /// Returns the CPUs of one of `on_node` workers whose GPU is on a node; `index` is its number
+    /// there.
     fn share(
         &self,
         binding: NumaBinding,
@@ -153,7 +154,7 @@ impl Topology {
     }
 }
 
-/// The node of each CPU; empty if the kernel knows of no nodes.
+/// Returns the node of each CPU; empty if the kernel knows of no nodes.
 fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return Ok(nodes) };
@@ -170,7 +171,7 @@ fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
     Ok(nodes)
 }
 
-/// The first CPU that shares the largest cache described in a folder.
+/// Returns the first CPU that shares the largest cache described in a folder.
 fn largest_cache(folder: &Path) -> Option<usize> {
     let caches =
         fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).filter_map(|path| {
@@ -183,8 +184,8 @@ fn largest_cache(folder: &Path) -> Option<usize> {
     first(&fs::read_to_string(path.join("shared_cpu_list")).ok()?)
 }
 
-/// The node of each GPU that CUDA would see. NVIDIA's driver lists GPUs by PCI address, which is
-/// CUDA's order if they are alike.
+/// Returns the node of each GPU that CUDA would see. NVIDIA's driver lists GPUs by PCI address,
+/// which is CUDA's order if they are alike.
 fn gpu_nodes(root: &Path, visible: Option<&str>) -> Vec<usize> {
     let Ok(entries) = fs::read_dir(root.join("proc/driver/nvidia/gpus")) else { return Vec::new() };
     let mut gpus: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
@@ -203,7 +204,7 @@ fn gpu_node(root: &Path, gpu: &Path) -> usize {
     node.trim().parse().unwrap_or(0)
 }
 
-/// A GPU by number, or by the start of its UUID.
+/// Finds a GPU by number, or by the start of its UUID.
 fn find_gpu<'a>(gpus: &'a [PathBuf], id: &str) -> Option<&'a PathBuf> {
     if !id.starts_with("GPU-") {
         return gpus.get(id.parse::<usize>().ok()?);
@@ -230,7 +231,7 @@ pub fn parse(list: &str) -> Option<Vec<usize>> {
     Some(cpus)
 }
 
-/// The list that [`parse`] reads; the CPUs are in order.
+/// Writes the list that [`parse`] reads; the CPUs are in order.
 pub fn list(cpus: &[usize]) -> String {
     let ranges = cpus.chunk_by(|cpu, next| cpu + 1 == *next).map(|range| match range {
         [cpu] => cpu.to_string(),

@@ -9,9 +9,9 @@ use rustix::fs::Access;
 use crate::cli::usage::Usage;
 use crate::job::{Program, ProgramKind};
 
-/// The command for PROGRAM and its arguments. A path is used as it is; a name is searched beside
-/// flow-launch and then on PATH. What only Python can run (which may also be a name in the current
-/// folder) runs with `python3 -u`, or with PYTHON_EXEC.
+/// Makes the command for PROGRAM and its arguments. A path is used as it is; a name is searched
+/// beside flow-launch and then on PATH. What only Python can run (which may also be a name in the
+/// current folder) runs with `python3 -u`, or with PYTHON_EXEC.
 pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -22,7 +22,7 @@ pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
     Ok(command)
 }
 
-/// PROGRAM is Python, or Python runs it.
+/// Whether PROGRAM is Python, or Python runs it.
 pub fn is_python(program: &Program) -> bool {
     let path = Path::new(&program.name);
     let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
@@ -64,7 +64,7 @@ impl Places {
         Ok(vec![self.python(name)?, "-u".into(), script])
     }
 
-    /// The interpreter for a script or a module.
+    /// Finds the interpreter for a script or a module.
     fn python(&self, program: &OsStr) -> Result<OsString, Usage> {
         let program = program.display();
         let Some(python) = &self.python else {
@@ -118,7 +118,7 @@ impl Places {
         Ok(found)
     }
 
-    /// `more` is added to the error about a name that is not found.
+    /// Finds a program; `more` is added to the error about a name that is not found.
     fn find(
         &self,
         program: &OsStr,

@@ -28,7 +28,7 @@ pub struct ErrorFile {
 }
 
 impl ErrorFile {
-    /// None if there is no such file or it is malformed.
+    /// Reads the file; None if there is none or it is malformed.
     pub fn read(path: &Path) -> Option<ErrorFile> {
         // A worker could have made it a pipe, which must not block us.
         let file = OpenOptions::new()

@@ -146,7 +146,7 @@ fn write(mut file: &File, record: &Record) -> io::Result<()> {
     }
 }
 
-/// The time by RFC 3339: 2026-01-31T12:00:00.123Z.
+/// Returns the time by RFC 3339: 2026-01-31T12:00:00.123Z.
 fn now() -> String {
     Timestamp::try_from(SystemTime::now()).map_or_else(|_| String::new(), |now| format!("{now:.3}"))
 }

@@ -46,8 +46,9 @@ impl Tail {
         self.0.extend(kept);
     }
 
-    /// The last lines, as a terminal would show them: a progress bar is its last state only. The
-    /// frames of a Rust backtrace are left out, as they would leave no room for the error above.
+    /// Returns the last lines, as a terminal would show them: a progress bar is its last state
+    /// only. The frames of a Rust backtrace are left out, as they would leave no room for the error
+    /// above.
     fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.0.iter().copied().collect();
         let text = String::from_utf8_lossy(&bytes);
@@ -123,12 +124,12 @@ fn at(time: Option<Timestamp>) -> String {
     time.to_zoned(TimeZone::system()).strftime(" at %Y-%m-%d %H:%M:%S").to_string()
 }
 
-/// The full report on the worker that failed first.
+/// Returns the full report on the worker that failed first.
 pub fn cause(worker: &Outcome, host: &str) -> String {
     format!("{}\n{}", summary(worker, host), last_output(worker))
 }
 
-/// The error that the worker recorded, or else the end of its stderr.
+/// Returns the error that the worker recorded, or else the end of its stderr.
 fn last_output(outcome: &Outcome) -> String {
     let mut recorded = Tail::default();
     if let Some(error) = outcome.error {
@@ -160,8 +161,8 @@ pub fn others(outcomes: &[Outcome], failed: Option<usize>, host: &str) -> Option
     (!others.is_empty()).then(|| format!("{who}: {}", exit_summaries(&others)))
 }
 
-/// The message when the launcher is signalled to end: how long workers may take, and what happens
-/// then.
+/// Returns the message when the launcher is signalled to end: how long workers may take, and what
+/// happens then.
 pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     let name = signal::name(signal);
     let again = if signal == Signal::INT.as_raw() { "; again to kill them" } else { "" };
@@ -178,7 +179,8 @@ pub fn stopping(signal: i32, action: Action, time_left: Duration) -> String {
     }
 }
 
-/// The message about workers that did not stop when the launcher was signalled; None if all did.
+/// Returns the message about workers that did not stop when the launcher was signalled; None if all
+/// did.
 pub fn killed_after_grace(outcomes: &[Outcome], signal: i32) -> Option<String> {
     let killed: Vec<_> = outcomes
         .iter()

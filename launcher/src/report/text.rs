@@ -20,7 +20,7 @@ pub fn ranks(ranks: &[u32]) -> String {
     format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, list.join(", "))
 }
 
-/// The text with control characters escaped, so that a terminal does not interpret them.
+/// Escapes control characters, so that a terminal does not interpret them.
 pub fn printable(text: &str) -> String {
     let mut printable = String::with_capacity(text.len());
     for character in text.chars() {
@@ -33,7 +33,7 @@ pub fn printable(text: &str) -> String {
     printable
 }
 
-/// The start of a message, for an error about it.
+/// Returns the start of a message, for an error about it.
 pub fn excerpt(message: &[u8]) -> String {
     const BYTES: usize = 200;
     printable(&String::from_utf8_lossy(&message[..message.len().min(BYTES)]))

@@ -38,14 +38,14 @@ impl Arrivals {
         }
     }
 
-    /// The last rank to arrive in the collective of this event; None for other events, and where a
-    /// single rank has recorded it.
+    /// Returns the last rank to arrive in the collective of this event; None for other events, and
+    /// where a single rank has recorded it.
     pub fn last(&self, event: &TimelineEvent) -> Option<u32> {
         let last = self.0.get(&operation(event)?).filter(|last| last.has_others)?;
         Some(last.rank)
     }
 
-    /// The last rank of each collective in which several arrived.
+    /// Returns the last rank of each collective in which several arrived.
     pub fn last_of_each(&self) -> impl Iterator<Item = u32> + '_ {
         self.0.values().filter(|last| last.has_others).map(|last| last.rank)
     }

@@ -54,7 +54,7 @@ impl TraceFolder {
         Ok(())
     }
 
-    /// The file of a rank.
+    /// Returns the file of a rank.
     pub fn file(&self, rank: u32) -> PathBuf {
         self.path.join(format!("rank{rank}.json"))
     }
@@ -118,7 +118,7 @@ impl TraceFolder {
     }
 }
 
-/// None if there is no file, or a malformed one.
+/// Reads a file; None if there is none, or a malformed one.
 fn read(path: &Path) -> Option<RawTimeline> {
     let text = fs::read_to_string(path).ok()?;
     serde_json::from_str(&text)
@@ -130,7 +130,7 @@ fn parse(event: &RawValue) -> Option<TimelineEvent> {
     serde_json::from_str(event.get()).ok()
 }
 
-/// An event with the last rank to arrive among its arguments; all else stays as it was.
+/// Returns an event with the last rank to arrive among its arguments; all else stays as it was.
 fn with_last(event: &RawValue, last: u32) -> serde_json::Result<BTreeMap<String, Box<RawValue>>> {
     let mut event: BTreeMap<String, Box<RawValue>> = serde_json::from_str(event.get())?;
     if let Some(arguments) = event.get_mut("args") {

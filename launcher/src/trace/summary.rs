@@ -48,7 +48,7 @@ impl Rank {
         }
     }
 
-    /// The mean time in which it computes, per step.
+    /// Returns the mean time in which it computes, per step.
     fn mean(&self) -> f64 {
         // Not `sum`, which is -0 for no steps.
         self.busy.values().fold(0.0, |total, time| total + time) / self.busy.len().max(1) as f64
@@ -65,7 +65,7 @@ struct Slowest {
 }
 
 impl Slowest {
-    /// None if no rank was in this step.
+    /// Finds the slowest rank of a step; None if no rank was in it.
     fn of(step: u64, ranks: &BTreeMap<u32, Rank>) -> Option<Slowest> {
         let times = ranks.iter().filter_map(|(rank, of)| Some((*of.busy.get(&step)?, *rank)));
         let times: Vec<_> = times.collect();
@@ -80,8 +80,8 @@ impl Slowest {
     }
 }
 
-/// A table with a line for each rank: time in communication, the share of it that is hidden behind
-/// backward, time in waits, mean time to compute a step, in how many steps the rank was the
+/// Makes a table with a line for each rank: time in communication, the share of it that is hidden
+/// behind backward, time in waits, mean time to compute a step, in how many steps the rank was the
 /// slowest, and in how many collectives it was the last to arrive. Then the stragglers, and the
 /// steps in which the slowest rank was furthest behind.
 pub fn describe(timeline: &Timeline) -> String {
@@ -134,7 +134,7 @@ fn table(ranks: &BTreeMap<u32, Rank>, steps: usize, operations: usize) -> String
     text
 }
 
-/// The ranks whose mean time to compute a step is well above that of the median rank.
+/// Returns the ranks whose mean time to compute a step is well above that of the median rank.
 fn stragglers(ranks: &BTreeMap<u32, Rank>) -> String {
     let computing: Vec<_> = ranks.iter().filter(|(_, rank)| !rank.busy.is_empty()).collect();
     let median = median(computing.iter().map(|(_, rank)| rank.mean()).collect());
@@ -146,7 +146,7 @@ fn stragglers(ranks: &BTreeMap<u32, Rank>) -> String {
     format!("\nstragglers: {late}\n")
 }
 
-/// The slowest rank of the steps in which it took most more than the median rank.
+/// Returns the slowest rank of the steps in which it took most more than the median rank.
 fn furthest_behind(mut slowest: Vec<Slowest>) -> String {
     slowest.retain(|step| step.behind() > 0.0);
     slowest.sort_by(|one, other| other.behind().total_cmp(&one.behind()));
@@ -161,7 +161,7 @@ fn furthest_behind(mut slowest: Vec<Slowest>) -> String {
     text
 }
 
-/// The lower one of two in the middle; 0 of nothing.
+/// Returns the lower one of two in the middle; 0 of nothing.
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
@@ -180,7 +180,7 @@ fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
     merged
 }
 
-/// The common parts of two lists of intervals that are in order and do not overlap.
+/// Returns the common parts of two lists of intervals that are in order and do not overlap.
 fn overlap(first: &[Interval], second: &[Interval]) -> Vec<Interval> {
     let mut common = Vec::new();
     let mut index = 0;

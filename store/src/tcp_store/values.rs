@@ -30,7 +30,7 @@ pub struct Values {
 }
 
 impl Values {
-    /// The bytes of memory that all of it takes, about.
+    /// Returns the bytes of memory that all of it takes, about.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -55,7 +55,7 @@ impl Values {
         if self.list.is_some() { 0 } else { 8 + self.list_size }
     }
 
-    /// The keys of all values, with their number in front.
+    /// Returns the keys of all values, with their number in front.
     pub fn list(&mut self) -> Arc<Vec<u8>> {
         if let Some(list) = &self.list {
             return Arc::clone(list);
@@ -137,7 +137,7 @@ impl Values {
         queue.push_back(value);
     }
 
-    /// The oldest entry of a queue.
+    /// Takes the oldest entry of a queue.
     pub fn pop(&mut self, key: &[u8]) -> Option<Value> {
         let queue = self.queues.get_mut(key)?;
         let value = queue.pop_front()?;
@@ -184,7 +184,7 @@ impl Values {
     }
 }
 
-/// A number as C's `strtoll` reads it: after white space, up to what is no digit.
+/// Reads a number as C's `strtoll` does: after white space, up to what is no digit.
 fn number(text: &[u8]) -> Option<i64> {
     let blanks = text.iter().take_while(|byte| b" \t\n\x0b\x0c\r".contains(byte)).count();
     let text = &text[blanks..];

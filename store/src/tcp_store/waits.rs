@@ -25,7 +25,7 @@ struct Wait {
 }
 
 impl PendingWaits {
-    /// The bytes of memory that all of it takes, about.
+    /// Returns the bytes of memory that all of it takes, about.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -62,7 +62,7 @@ impl PendingWaits {
         waiting.into_iter().map(|(_, id)| id).filter(|id| self.arrived(*id, key)).collect()
     }
 
-    /// The first whose wait is over now that there is one entry in the queue `key`.
+    /// Returns the first whose wait is over now that there is one entry in the queue `key`.
     pub fn wake_one(&mut self, key: &[u8]) -> Option<usize> {
         let mut waiting = self.by_key.remove(key)?;
         let mut woken = None;

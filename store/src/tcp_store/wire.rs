@@ -134,7 +134,7 @@ impl Decoder {
         Ok((input.len() - rest.len(), request))
     }
 
-    /// The bytes that it keeps of an incomplete request.
+    /// Returns the bytes that it keeps of an incomplete request.
     pub fn size(&self) -> usize {
         self.partial.as_ref().map_or(0, |partial| partial.size)
     }
@@ -200,7 +200,7 @@ impl Field {
     }
 }
 
-/// The request with these fields, which are those of its layout.
+/// Returns the request with these fields, which are those of its layout.
 fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
     match operation {
         5 => return Some(Request::Check { keys: fields }),
@@ -233,7 +233,7 @@ fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
     })
 }
 
-/// A number, little-endian as PyTorch's clients send it.
+/// Reads a number, little-endian as PyTorch's clients send it.
 fn integer(field: Vec<u8>) -> Option<i64> {
     Some(i64::from_le_bytes(field.try_into().ok()?))
 }

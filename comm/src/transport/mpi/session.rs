@@ -185,7 +185,7 @@ pub fn with_session<T>(
     }
 }
 
-/// The error of an MPI function, from what it returned.
+/// Returns the error of an MPI function, from what it returned.
 fn check(code: c_int) -> Result<(), String> {
     if code == 0 {
         return Ok(());
@@ -267,7 +267,7 @@ impl Session {
         self.universe.take()
     }
 
-    /// A tag that this rank has not used before.
+    /// Returns a tag that this rank has not used before.
     pub fn new_tag(&mut self) -> Result<c_int, String> {
         if self.tag >= self.max_tag {
             return Err(format!(
@@ -401,7 +401,7 @@ impl BackgroundRequest for Message {
     }
 }
 
-/// The thread that moves what nobody waits for, as long as the session is open.
+/// Runs the thread that moves what nobody waits for, as long as the session is open.
 fn progress_until_closed() {
     loop {
         std::thread::sleep(TICK);

@@ -78,7 +78,7 @@ impl Dial {
         Self { rank, address, begin, attempts: 0, phase: Phase::Pause(begin) }
     }
 
-    /// The sockets to wait for.
+    /// Returns the sockets to wait for.
     pub fn sockets(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         match &self.phase {
             Phase::Pause(_) => Vec::new(),

@@ -96,7 +96,7 @@ impl Endpoint {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// This process is a member of the group from here on.
+    /// Makes this process a member of the group from here on.
     pub fn join_group(&self, group: GroupId) {
         self.groups().insert(group);
     }

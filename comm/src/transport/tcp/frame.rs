@@ -35,7 +35,7 @@ impl Header {
         header
     }
 
-    /// The header that `bytes` begin with, if all of it is there.
+    /// Reads the header that `bytes` begin with, if all of it is there.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let (channel, rest) = bytes.split_first_chunk()?;
         let (count, rest) = rest.split_first_chunk()?;

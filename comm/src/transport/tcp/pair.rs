@@ -74,7 +74,7 @@ pub struct Waits {
 }
 
 impl Pair {
-    /// The connection is there.
+    /// Notes that the connection is there.
     pub fn connected(&mut self, sockets: Sockets) {
         self.state = State::Connected(sockets);
         let mut notices = Vec::new();
@@ -87,14 +87,14 @@ impl Pair {
         self.wake_all();
     }
 
-    /// The connection has ended.
+    /// Notes that the connection has ended.
     pub fn down(&mut self, how: DisconnectReason) {
         self.state = State::Down(how);
         self.channels.retain(|_, channel| !channel.is_closed);
         self.wake_all();
     }
 
-    /// The number of channels that are not over.
+    /// Returns the number of channels that are not over.
     #[cfg(test)]
     pub fn channel_count(&self) -> usize {
         self.channels.len()
@@ -104,7 +104,7 @@ impl Pair {
         self.channels.values().for_each(Channel::wake);
     }
 
-    /// The socket that data goes over, if it is connected.
+    /// Returns the socket that data goes over, if it is connected.
     pub fn data(&self) -> Option<Arc<TcpStream>> {
         self.sockets().map(|sockets| sockets.data)
     }
@@ -142,7 +142,7 @@ impl Pair {
         }
     }
 
-    /// The segments that a channel has to send and to receive.
+    /// Returns the segments that a channel has to send and to receive.
     pub fn queues(&mut self, id: ChannelId) -> &mut QueuePair {
         &mut self.channels.entry(id).or_default().queues
     }
@@ -365,7 +365,7 @@ impl Pair {
         }
     }
 
-    /// Why what is due in a channel will not come, or go.
+    /// Returns why what is due in a channel will not come, or go.
     fn reason_of_due(&self, id: ChannelId) -> Option<DisconnectReason> {
         let channel = self.channels.get(&id).filter(|channel| !channel.queues.is_empty())?;
         if let State::Down(how) = &self.state {

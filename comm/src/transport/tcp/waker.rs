@@ -42,7 +42,7 @@ impl Waker {
         fd.as_ref().map(AsFd::as_fd)
     }
 
-    /// The thread is awake again.
+    /// Notes that the thread is awake again.
     pub fn wake_up(&self) {
         // Else somebody has woken it, or is about to: at worst the next sleep ends at once.
         if !self.is_asleep.swap(false, Ordering::SeqCst) {
