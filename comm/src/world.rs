@@ -212,11 +212,11 @@ impl World {
         Some(String::from_utf8_lossy(&report).into_owned())
     }
 
-    /// Whether a rank has dropped all its groups of this join, over several nodes.
-    pub fn has_left(&self, rank: usize) -> bool {
-        self.store
-            .as_ref()
-            .is_some_and(|store| matches!(store.try_get(&self.departure_key(rank)), Ok(Some(_))))
+    /// Whether a rank has dropped all its groups of this join, over several nodes. None where the
+    /// store does not answer.
+    pub fn has_left(&self, rank: usize) -> Option<bool> {
+        let departure = self.store.as_ref()?.try_get(&self.departure_key(rank)).ok()?;
+        Some(departure.is_some())
     }
 
     fn departure_key(&self, rank: usize) -> String {

@@ -265,7 +265,7 @@ impl Failure {
             // It may have gone while, or before, this rank connected.
             DisconnectReason::Ended | DisconnectReason::Refused(_)
                 if !self.core.locals.contains(&peer)
-                    && self.core.world.has_left(self.core.ranks[peer]) =>
+                    && self.core.world.has_left(self.core.ranks[peer]) == Some(true) =>
             {
                 self.control.rank(peer).left.store(1, Ordering::SeqCst);
             }

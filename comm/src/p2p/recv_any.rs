@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::failure::remote::POLL_INTERVAL;
 use crate::memory::BufferView;
 use crate::transport::DisconnectReason;
+use crate::world::EXIT_REPORT_TIMEOUT;
 
 /// The longest sleep of a receive from any rank before it looks at its connections to other nodes.
 const CONNECTION_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -147,6 +148,10 @@ impl AnyReceiver {
                     continue;
                 }
                 let Some(how) = self.matcher.connect_to_silent(rank) else { break };
+                if self.is_lost(rank, &how) {
+                    died.push((rank, how));
+                    break;
+                }
                 gone.push((rank, how));
             }
         }
@@ -188,8 +193,28 @@ impl AnyReceiver {
         match report {
             Some(report) if report == ENDED_WELL => Some(DisconnectReason::Left),
             Some(_) => Some(DisconnectReason::Ended),
-            None => self.matcher.failure.disconnect_reason(rank),
+            None => match self.matcher.failure.disconnect_reason(rank)? {
+                DisconnectReason::Ended | DisconnectReason::Refused(_)
+                    if core.world.has_left(core.ranks[rank]) == Some(true) =>
+                {
+                    Some(DisconnectReason::Left)
+                }
+                how => Some(how),
+            },
         }
+    }
+
+    /// Whether a rank that has never sent is gone without having left, where its connection went
+    /// like this. That of a rank that has left may go the same way: the store and flow-launch know
+    /// which it was.
+    fn is_lost(&self, rank: usize, how: &DisconnectReason) -> bool {
+        if !matches!(how, DisconnectReason::Ended | DisconnectReason::Refused(_)) {
+            return false;
+        }
+        let world = &self.matcher.core.world;
+        let rank = self.matcher.core.ranks[rank];
+        world.has_left(rank) == Some(false)
+            && world.exit_report(rank, EXIT_REPORT_TIMEOUT).as_deref() != Some(ENDED_WELL)
     }
 
     /// Asks, every [`POLL_INTERVAL`], which members on other nodes are gone and have never sent.

@@ -28,6 +28,12 @@ pub const SCENARIOS: &[Scenario] = &[
         .checked_by(kept_outlives),
     scenario("a_message_of_any_rank_comes_though_another_has_died", beside_death, THREE)
         .checked_by(comes_beside_death),
+    process(
+        "a_dead_sender_among_any_is_named_where_another_has_left",
+        left_and_dead,
+        &[by_hand(&[4]), by_hand(&[1, 3])],
+    )
+    .checked_by(names_the_dead),
     process("a_message_comes_though_others_leave", past, &[by_hand(&[1, 2])])
         .checked_by(comes_past),
     process("a_message_of_a_rank_that_has_ended_is_not_waited_for", of_ended, &[machines(&[2, 2])])
@@ -68,16 +74,17 @@ impl From {
 const RECEIVED: &str = "received [7, 7, 7, 7, 7, 7, 7, 7, 7]";
 
 fn wait(group: &ProcessGroup, from: From) -> Result<()> {
+    println!("waiting");
     if group.rank() > 0 {
         sleep_until_killed();
     }
-    println!("waiting");
     report(from.receive(group), group)
 }
 
+/// All have joined before one is killed: else others on its node could not join, and end as well.
 fn names_the_killed(test: &Test, from: From) {
     let mut ranks = test.ranks();
-    ranks[0].wait_for("waiting");
+    ranks.iter_mut().for_each(|rank| rank.wait_for("waiting"));
     signal(&ranks[1], Signal::SIGKILL);
     let said = said(ranks.remove(0));
     let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
@@ -121,6 +128,25 @@ fn then_exit() -> Result<()> {
     let result = group.recv(&mut message, 0);
     println!("received {message:?}");
     report(result.and_then(|()| group.recv(&mut message, 0)), &group)
+}
+
+/// Rank 1 leaves, which is no reason not to wait for the others. Rank 2 dies.
+fn left_and_dead() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    group.barrier()?;
+    match group.rank() {
+        0 => report(From::Any.receive(&group), &group),
+        1 => Ok(()),
+        2 => kill_myself(),
+        _ => sleep_until_killed(),
+    }
+}
+
+fn names_the_dead(test: &Test) {
+    let mut ranks = test.ranks();
+    let victim = format!("failed: rank 2 (pid {} on ", ranks[2].pid());
+    let said = said(ranks.remove(0));
+    assert_contains(&said[0], &["PeerLost: ", From::Any.operation(), &victim]);
 }
 
 fn outlives(test: &Test) {
