@@ -280,3 +280,34 @@ struct Round {
     stores: RendezvousStoreInfo,
     stalls: StallTracker,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::ffi::OsString;
+
+    /// Who is refused ends, and the leader waits for the others as long as it would have.
+    #[test]
+    fn a_node_that_is_refused_does_not_end_the_job() {
+        let flags = "--nnodes 3 --node_rank 0 --master_addr 127.0.0.1 --master_port 7";
+        let line = format!("flow-launch {flags} train");
+        let job = Job::parse(line.split_whitespace().map(OsString::from), &|_| None).unwrap();
+        let node = |number: u32| Node {
+            host: format!("host{number}"),
+            address: "127.0.0.1".into(),
+            node_rank: Some(number),
+            local_world_size: 1,
+            role: "default".into(),
+            nodes: (3, 3),
+        };
+        let mut leader = Leader::serving(&job, node(0), "127.0.0.1", 0).unwrap();
+        let mut commands_for = |agent, number| {
+            leader.handle(agent, AgentEvent::Joined { node: node(number) });
+            assert_eq!(leader.linger_until, None);
+            leader.commands_sent.get(&agent).copied()
+        };
+        assert_eq!(commands_for(1, 1), None);
+        assert_eq!(commands_for(2, 1), Some(1), "it is refused");
+        assert_eq!(commands_for(3, 2), Some(1), "it starts");
+    }
+}

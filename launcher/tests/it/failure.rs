@@ -4,15 +4,27 @@
 use flow_harness::cli::{Running, is_alive, run, script, until, until_gone};
 use flow_store::Store;
 
+use std::process::Command;
 use std::time::Duration;
 
 use jiff::Timestamp;
 use jiff::civil::DateTime;
 use jiff::tz::{TimeZone, offset};
+use tempfile::{TempDir, tempdir};
 
 /// Rank 1 does one thing, all others another.
-fn odd_one(flags: &str, one: &str, others: &str) -> std::process::Command {
+fn odd_one(flags: &str, one: &str, others: &str) -> Command {
     script(flags, &format!("if [ $RANK = 1 ]; then {one}; else {others}; fi"))
+}
+
+/// The same on two ranks or more, but rank 1 waits until all others have called `ready`, which says
+/// so.
+fn late_one(folder: &TempDir, ranks: usize, flags: &str, one: &str, others: &str) -> Command {
+    let folder = folder.path().display();
+    let others = format!("ready() {{ echo ready; : >{folder}/$RANK; }}; {others}");
+    let ready = ranks - 1;
+    let one = format!("until [ $(ls {folder} | wc -l) = {ready} ]; do sleep 0.02; done; {one}");
+    odd_one(&format!("--nproc_per_node {ranks} {flags}"), &one, &others)
 }
 
 #[test]
@@ -55,9 +67,9 @@ fn a_killed_worker_is_named_with_its_signal_and_last_words() {
 
 #[test]
 fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
-    let stubborn = "trap '' TERM; echo ready; while :; do sleep 0.05; done";
-    let one = "sleep 0.5; exit 4";
-    let finished = run(&mut odd_one("--nproc_per_node 3 --grace 0.3", one, stubborn));
+    let stubborn = "trap '' TERM; ready; while :; do sleep 0.05; done";
+    let folder = tempdir().unwrap();
+    let finished = run(&mut late_one(&folder, 3, "--grace 0.3", "exit 4", stubborn));
     assert_eq!(finished.code, Some(4));
     assert_eq!(finished.stdout, "ready\nready\n");
     let last = finished.stderr.lines().last().unwrap();
@@ -69,8 +81,9 @@ fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
 
 #[test]
 fn what_siblings_do_when_stopped_is_not_the_cause() {
-    let others = "trap 'echo dying >&2; exit 99' TERM; echo ready; while :; do sleep 0.05; done";
-    let finished = run(&mut odd_one("--nproc_per_node 3", "sleep 0.5; exit 5", others));
+    let others = "trap 'echo dying >&2; exit 99' TERM; ready; while :; do sleep 0.05; done";
+    let folder = tempdir().unwrap();
+    let finished = run(&mut late_one(&folder, 3, "", "exit 5", others));
     assert_eq!(finished.code, Some(5));
     let report: Vec<_> =
         finished.stderr.lines().filter(|line| line.starts_with("flow-launch: rank ")).collect();
@@ -79,19 +92,12 @@ fn what_siblings_do_when_stopped_is_not_the_cause() {
     assert!(finished.stderr.ends_with("ranks 0, 2 asked to stop, ended with exit code 99\n"));
 }
 
-/// Long enough for a checkpoint.
-#[test]
-fn workers_have_half_a_minute_after_anothers_failure() {
-    let others = "trap 'sleep 6; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; done";
-    let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
-    assert_eq!((finished.code, finished.stdout.as_str()), (Some(6), "ready\nsaved\n"));
-}
-
 #[test]
 fn a_stopped_workers_children_may_use_the_grace_period() {
-    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; echo ready; while :; do sleep 0.05; \
+    let others = "(trap 'sleep 0.3; echo saved; exit' TERM; ready; while :; do sleep 0.05; \
                   done) & wait";
-    let finished = run(&mut odd_one("--nproc_per_node 2", "sleep 0.5; exit 6", others));
+    let folder = tempdir().unwrap();
+    let finished = run(&mut late_one(&folder, 2, "", "exit 6", others));
     assert_eq!(finished.code, Some(6));
     assert_eq!(finished.stdout, "ready\nsaved\n");
 }
@@ -122,7 +128,7 @@ fn a_process_that_escapes_with_the_output_does_not_hold_up_the_end() {
 /// of the job.
 #[test]
 fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempdir().unwrap();
     let file = folder.path().join("pid");
     let hold = format!("env -i setsid sh -c 'echo $$ >{}; exec sleep 1000' & wait", file.display());
     let one = format!("while [ ! -s {} ]; do sleep 0.05; done; exit 3", file.display());
@@ -138,12 +144,10 @@ fn an_output_held_open_beyond_the_grace_period_does_not_hold_up_the_end() {
 
 #[test]
 fn survivors_learn_how_a_worker_ended() {
-    let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; while :; do sleep 0.05; done";
-    let mut running = Running::start(&mut odd_one(
-        "--nproc_per_node 2 --grace 1000",
-        "sleep 0.3; kill -SEGV $$",
-        others,
-    ));
+    let others = "trap '' TERM; echo $FLOW_STORE $FLOW_TOKEN; ready; while :; do sleep 0.05; done";
+    let folder = tempdir().unwrap();
+    let mut command = late_one(&folder, 2, "--grace 1000", "kill -SEGV $$", others);
+    let mut running = Running::start(&mut command);
     let line = running.line();
     let (address, token) = line.split_once(' ').unwrap();
     let timeout = Duration::from_secs(20);

@@ -1,7 +1,7 @@
 //! Jobs on several nodes, whose number stays: they meet, fail and end together.
 
 use flow_harness::Finished;
-use flow_harness::cli::{script, until};
+use flow_harness::cli::{events, named, script, until};
 use flow_harness::net::{Agent, Gate, Net, ipv4, ipv6};
 
 use std::collections::BTreeMap;
@@ -268,9 +268,10 @@ fn a_link_that_comes_back_soon_does_no_harm() {
     let patient = "--rdzv-conf heartbeat_timeout=100";
     let agents = [0, 1].map(|node| net.start(node, &script(&fixed(node, patient), &text)));
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
+    let retransmits = || net.retransmits(0) + net.retransmits(1);
+    let before = retransmits();
     net.cut(1);
-    // Some heartbeats are late.
-    thread::sleep(Duration::from_secs(2));
+    until("a heartbeat is late", || retransmits() > before);
     net.restore(1);
     gate.open();
     for end in agents.map(Agent::finish) {
@@ -283,13 +284,19 @@ fn a_link_that_comes_back_soon_does_no_harm() {
 fn a_failure_while_the_leader_sleeps_is_not_lost() {
     let Some(net) = Net::new(2) else { return };
     let gate = Gate::new();
-    let agents =
-        pair(&net, &format!("echo ready; {}; [ $RANK != 3 ] || exit 7; {IDLE}", gate.wait()));
+    let folder = tempfile::tempdir().unwrap();
+    let path = |node| folder.path().join(format!("events{node}"));
+    let text = format!("echo ready; {}; [ $RANK != 3 ] || exit 7; {IDLE}", gate.wait());
+    let agents = [0, 1].map(|node| {
+        let flags = format!("--rdzv-conf heartbeat_timeout=100 --events {}", path(node).display());
+        net.start(node, &script(&fixed(node, &flags), &text))
+    });
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
-    // Longer than half the heartbeat's time, shorter than all of it.
     agents[0].signal(Signal::STOP);
     gate.open();
-    thread::sleep(Duration::from_millis(4300));
+    until("the other agent has stopped its workers", || {
+        named(&events(&path(1)), "exit").len() == 2
+    });
     agents[0].signal(Signal::CONT);
     for end in agents.map(Agent::finish) {
         assert_eq!(end.code, Some(7), "{end:?}");
@@ -407,17 +414,22 @@ fn a_lost_node_may_be_started_again_where_restarts_are_left() {
 fn a_node_rank_that_is_taken_is_refused() {
     let Some(net) = Net::new(3) else { return };
     let gate = Gate::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("events");
     let text = format!("echo ready; {}", gate.wait());
-    let start = |node, rank| net.start(node, &script(&fixed(rank, "--nnodes 3"), &text));
-    let (agent_0, agent_1) = (start(0, 0), start(1, 1));
-    thread::sleep(Duration::from_secs(1));
-    let refused = start(2, 1).finish();
+    let start = |node, rank, more: &str| {
+        net.start(node, &script(&fixed(rank, &format!("--nnodes 3 {more}")), &text))
+    };
+    let agent_0 = start(0, 0, &format!("--events {}", path.display()));
+    let agent_1 = start(1, 1, "");
+    until("node 1 has joined", || {
+        path.exists() && !named(&events(&path), "node_joined").is_empty()
+    });
+    let refused = start(2, 1, "").finish();
     assert_eq!((refused.code, refused.stdout.as_str()), (Some(1), ""), "{refused:?}");
     assert!(only_line(&refused).contains("node1"), "{refused:?}");
-    // Longer than an agent that has ended a job stays for others to hear of it.
-    thread::sleep(Duration::from_secs(11));
     until("agent 0 waits without work", || state(agent_0.pid) == "S");
-    let agents = [agent_0, agent_1, start(2, 2)];
+    let agents = [agent_0, agent_1, start(2, 2, "")];
     agents.iter().for_each(|agent| agent.until_says(&["ready"]));
     gate.open();
     for end in agents.map(Agent::finish) {

@@ -148,15 +148,18 @@ fn a_stream_that_is_no_terminal_stays_none() {
 #[test]
 fn a_progress_bar_is_drawn_anew_below_the_lines_of_others() {
     let folder = tempfile::tempdir().unwrap();
-    let (drawn, said) = (folder.path().join("drawn"), folder.path().join("said"));
+    let drawn = folder.path().join("drawn");
+    let gate = Gate::new();
     let text = format!(
-        "if [ $RANK = 1 ]; then until [ -e {0} ]; do sleep 0.02; done; echo hello; echo >{1}; exit; fi
+        "if [ $RANK = 1 ]; then until [ -e {0} ]; do sleep 0.02; done; echo hello; exit; fi
          printf '\\r10%%' >&2; printf '\\r20%%' >&2; echo >{0}
-         until [ -e {1} ]; do sleep 0.02; done; sleep 0.5; printf '\\r30%%\\n' >&2",
+         {1}; printf '\\r30%%\\n' >&2",
         drawn.display(),
-        said.display()
+        gate.wait()
     );
     let Some(terminal) = Terminal::start(&script("--nproc_per_node 2", &text)) else { return };
+    terminal.until_it_shows("hello");
+    gate.open();
     let (code, shown) = terminal.end();
     let shown = shown.replace("\x1b[m", "").replace("\r\x1b[K", "\r<erase>");
     assert_eq!(code, Some(0), "{shown:?}");

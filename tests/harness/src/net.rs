@@ -146,6 +146,16 @@ impl Net {
         self.switch.configure(&format!("ip link set port{node} up")).unwrap();
     }
 
+    /// How many segments TCP has sent once more on a node, as nobody acknowledged them.
+    pub fn retransmits(&self, node: usize) -> u64 {
+        let path = format!("/proc/{}/net/snmp", self.nodes[node].init);
+        let text = fs::read_to_string(path).unwrap();
+        let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+        let (names, values) = (lines.next().unwrap(), lines.next().unwrap());
+        let position = names.split(' ').position(|name| name == "RetransSegs").unwrap();
+        values.split(' ').nth(position).unwrap().parse().unwrap()
+    }
+
     /// Makes the link of a node slow, both ways: its bits per second, as tc writes them. False, and
     /// a line that says why, where this machine does not allow it.
     pub fn slow(&self, node: usize, rate: &str) -> bool {
