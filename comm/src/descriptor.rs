@@ -47,17 +47,19 @@ const STAGED: u64 = u64::MAX;
 /// The error of a peer's descriptor.
 const UNREADABLE: &str = "an operation this version does not know";
 
-/// Words of a descriptor.
-const WORDS: usize = 8;
+/// Words that every descriptor has.
+const WORDS: usize = 6;
+/// Words of a label, which follow where there is one.
+const LABEL_WORDS: usize = 2;
 
 /// A descriptor in shared memory.
 #[repr(C, align(64))]
 #[derive(Default)]
-pub struct DescriptorWords(pub [AtomicU64; WORDS]);
+pub struct DescriptorWords(pub [AtomicU64; WORDS + LABEL_WORDS]);
 
 impl DescriptorWords {
     /// Size in bytes of a descriptor in shared memory.
-    pub const BYTES: usize = WORDS * std::mem::size_of::<AtomicU64>();
+    pub const BYTES: usize = std::mem::size_of::<Self>();
 }
 
 impl OpDescriptor {
@@ -131,25 +133,36 @@ impl OpDescriptor {
         for (word, value) in words.0.iter().zip(self.words(location)) {
             word.store(value, Ordering::Relaxed);
         }
+        if let Some(label) = self.label {
+            for (word, value) in words.0[WORDS..].iter().zip(label.words()) {
+                word.store(value, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Whether the words are those of an operation that [agrees](OpDescriptor::agrees), wherever
     /// its data lies.
     #[inline]
     pub fn is_in(&self, words: &DescriptorWords) -> bool {
-        let [_, packed, count, _, bucket, layout, start, end] = self.words(Location::Staged);
-        let published = [1, 2, 4, 5, 6, 7].map(|index| words.0[index].load(Ordering::Relaxed));
-        published == [packed, count, bucket, layout, start, end]
+        let [_, packed, count, _, bucket, layout] = self.words(Location::Staged);
+        let published = [1, 2, 4, 5].map(|index| words.0[index].load(Ordering::Relaxed));
+        if published != [packed, count, bucket, layout] {
+            return false;
+        }
+        match self.label {
+            Some(label) => label.words() == label_words(words),
+            None => true,
+        }
     }
 
-    /// Returns the words of a descriptor. A message has its peer and its tag where a collective has
-    /// its root and its layout.
+    /// Returns the words of a descriptor before its label. A message has its peer and its tag where
+    /// a collective has its root and its layout.
     #[inline]
     fn words(&self, location: Location) -> [u64; WORDS] {
         let is_message = self.kind.is_message();
         let rank = if is_message { self.peer } else { self.root };
         let layout = if is_message { u64::from(self.tag) } else { self.layout };
-        let labelled = self.label.map_or(0, |label| label.kind as u8);
+        let labelled = self.label.map_or(0, |label| label.kind() as u8);
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
             | u64::from(self.reduce as u8) << 16
@@ -160,20 +173,19 @@ impl OpDescriptor {
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
-        let [start, end] = self.label.map_or([0; 2], |label| label.words());
-        [self.sequence, packed, self.count, offset, bucket, layout, start, end]
+        [self.sequence, packed, self.count, offset, bucket, layout]
     }
 
     /// Reads what a rank has published.
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
-        let [sequence, packed, count, offset, bucket, layout, start, end] =
+        let [sequence, packed, count, offset, bucket, layout]: [u64; WORDS] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
         let kind = Kind::from_code(packed as u8).ok_or(UNREADABLE)?;
         let label = match (packed >> 24) as u8 {
             0 => None,
             labelled => {
                 let labelled = Kind::from_code(labelled).ok_or(UNREADABLE)?;
-                Some(Label::from_words(labelled, [start, end]))
+                Some(Label::from_words(labelled, label_words(words)))
             }
         };
         let mut operation = Self {
@@ -204,9 +216,14 @@ impl OpDescriptor {
     }
 }
 
+/// Returns the words of the label that a rank has published.
+fn label_words(words: &DescriptorWords) -> [u64; LABEL_WORDS] {
+    std::array::from_fn(|i| words.0[WORDS + i].load(Ordering::Relaxed))
+}
+
 impl fmt::Display for OpDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = self.label.map_or(self.kind, |label| label.kind);
+        let kind = self.label.map_or(self.kind, Label::kind);
         write!(f, "{} #{}", kind.name(), self.sequence)?;
         if matches!(kind, Kind::Barrier | Kind::NewGroup) {
             return Ok(());

@@ -1,17 +1,33 @@
-//! The program's name for an operation that is done by another one.
+//! What a program calls an operation that is done by another one.
 
 use std::fmt;
+
+use flow_store::fork::Once;
 
 use crate::kind::Kind;
 
 /// Names an operation on elements of a type that is none of [`DType`](crate::DType), or a reduction
 /// that is none of [`ReduceOp`](crate::ReduceOp): bytes are moved for it, perhaps by another
 /// operation. All ranks must give the same label, and errors show it.
+///
+/// A label is a pointer: every operation carries one. Its text lasts as long as the process, once
+/// for all labels that are equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Label {
-    pub(crate) kind: Kind,
+pub struct Label(&'static Text);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Text {
+    kind: Kind,
     /// The type and the reduction, with zeros behind.
     elements: [u8; Label::LENGTH],
+}
+
+/// The texts of all labels of this process: a list.
+static TEXTS: Once<Entry> = Once::empty();
+
+struct Entry {
+    text: Text,
+    next: Once<Entry>,
 }
 
 impl Label {
@@ -27,12 +43,29 @@ impl Label {
         }
         let mut text = [0; Self::LENGTH];
         text[..elements.len()].copy_from_slice(elements.as_bytes());
-        Some(Self { kind: Kind::from_name(operation)?, elements: text })
+        Some(Self::of(Text { kind: Kind::from_name(operation)?, elements: text }))
+    }
+
+    /// Returns the label with this text.
+    fn of(text: Text) -> Self {
+        let mut place = &TEXTS;
+        loop {
+            let entry = place.get_or_make(|| Entry { text, next: Once::empty() });
+            if entry.text == text {
+                return Self(&entry.text);
+            }
+            place = &entry.next;
+        }
+    }
+
+    /// Returns the operation that the program calls.
+    pub(crate) fn kind(self) -> Kind {
+        self.0.kind
     }
 
     /// Whether both are for elements of the same type, with the same reduction.
     pub(crate) fn has_same_elements(a: Option<Self>, b: Option<Self>) -> bool {
-        a.map(|label| label.elements) == b.map(|label| label.elements)
+        a.map(|label| label.0.elements) == b.map(|label| label.0.elements)
     }
 
     /// Reads a label from the words of a descriptor.
@@ -40,13 +73,12 @@ impl Label {
         let mut elements = [0; Self::LENGTH];
         elements[..8].copy_from_slice(&words[0].to_le_bytes());
         elements[8..].copy_from_slice(&words[1].to_le_bytes());
-        Self { kind, elements }
+        Self::of(Text { kind, elements })
     }
 
     /// Returns the label's words for a descriptor.
-    #[inline]
-    pub(crate) fn words(&self) -> [u64; 2] {
-        let value = u128::from_le_bytes(self.elements);
+    pub(crate) fn words(self) -> [u64; 2] {
+        let value = u128::from_le_bytes(self.0.elements);
         [value as u64, (value >> 64) as u64]
     }
 }
@@ -54,6 +86,6 @@ impl Label {
 /// The text of the elements.
 impl fmt::Display for Label {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(String::from_utf8_lossy(&self.elements).trim_end_matches('\0'))
+        f.write_str(String::from_utf8_lossy(&self.0.elements).trim_end_matches('\0'))
     }
 }

@@ -6,6 +6,7 @@
 //! the copies of one chunk overlapping with the reduction of another.
 
 use std::ops::Range;
+use std::ptr;
 
 use smallvec::SmallVec;
 
@@ -22,6 +23,10 @@ use crate::shm::rounds::RoundState;
 
 /// The addresses of this many ranks are kept without an allocation.
 const FEW: usize = 8;
+
+/// Addresses of ranks' memory. They begin as nulls and are filled in one by one: `collect` takes as
+/// long as the rest of a small reduction.
+type Addresses<T> = SmallVec<[T; FEW]>;
 
 /// Reduces `data` over all ranks into the memory of `to`.
 pub fn reduce_in_place(
@@ -66,14 +71,13 @@ pub fn reduce_in_place(
         }
         let in_place = locations.iter().all(|l| matches!(l, Location::Shared(_)));
         let range = if in_place { 0..data.bytes } else { range };
-        let memory: SmallVec<[*mut u8; FEW]> = locations
-            .iter()
-            .enumerate()
-            .map(|(rank, location)| match location {
+        let mut memory = Addresses::from_elem(ptr::null_mut(), core.size());
+        for (rank, memory) in memory.iter_mut().enumerate() {
+            *memory = match locations[rank] {
                 Location::Shared(offset) => core.world.arena.at(offset + start),
                 Location::Staged => control.staging(rank, (round % 2) as usize),
-            })
-            .collect();
+            };
+        }
         if let Some(inter_node) = inter_node {
             inter_node.wait_transferred(round, operation, || {
                 let contribution = Contribution {
@@ -115,11 +119,14 @@ unsafe fn reduce_slice(
     let element = operation.dtype.size();
     let slice = slice(bytes / element, core.locals.len(), core.local, element);
     let offset = slice.start * element;
-    let sources: SmallVec<[*const u8; FEW]> =
-        memory.iter().map(|memory| memory.wrapping_add(offset).cast_const()).collect();
-    let receivers = core.locals.iter().filter(|&&rank| to.includes(rank));
-    let destinations: SmallVec<[*mut u8; FEW]> =
-        receivers.map(|&rank| memory[rank].wrapping_add(offset)).collect();
+    let mut sources = Addresses::from_elem(ptr::null(), memory.len());
+    for (source, memory) in sources.iter_mut().zip(memory) {
+        *source = memory.wrapping_add(offset).cast_const();
+    }
+    let mut destinations = Addresses::new();
+    for &rank in core.locals.iter().filter(|&&rank| to.includes(rank)) {
+        destinations.push(memory[rank].wrapping_add(offset));
+    }
     // SAFETY: the caller's promise; slices do not overlap, so no other rank touches these elements.
     unsafe { reduce_all(operation, &sources, &destinations, slice.len()) };
 }
@@ -141,9 +148,10 @@ fn reduce_payload(
     host.wait_arrived(round, operation, data.bytes)?;
     rounds.check_agreement(round, operation)?;
     if to.includes(core.rank) {
-        // An allocation takes as long as the rest of this.
-        let sources: SmallVec<[*const u8; FEW]> =
-            (0..core.size()).map(|rank| control.payload(round, rank).cast_const()).collect();
+        let mut sources = Addresses::from_elem(ptr::null(), core.size());
+        for (rank, source) in sources.iter_mut().enumerate() {
+            *source = control.payload(round, rank).cast_const();
+        }
         let count = data.bytes / operation.dtype.size();
         // SAFETY: all ranks have arrived and leave their payloads alone until the round is over;
         // the destination is the caller's memory.
