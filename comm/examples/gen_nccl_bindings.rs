@@ -1,6 +1,8 @@
 //! Makes `comm/src/nccl/sys.rs` from nccl.h; `scripts/gen-nccl-bindings` calls it.
 //!
-//! usage: gen_nccl_bindings FOLDER    nccl.h and libclang.so lie in FOLDER; prints the bindings
+//! usage: gen_nccl_bindings FOLDER    nccl.h lies in FOLDER; prints the bindings
+//!
+//! LIBCLANG_PATH names the folder of libclang.so.
 
 use std::path::Path;
 
@@ -27,10 +29,9 @@ const STAND_INS: [(&str, &str); 3] = [
     ("limits.h", "#define INT_MIN (-2147483647 - 1)"),
 ];
 
-/// The text of `sys.rs`, from the nccl.h and with the libclang.so that lie in folder `tools`.
+/// Makes the text of `sys.rs` from the nccl.h in folder `tools`.
 pub fn bindings(tools: &Path) -> Result<String, String> {
     let tools = tools.canonicalize().map_err(|error| format!("{}: {error}", tools.display()))?;
-    std::env::set_var("LIBCLANG_PATH", &tools);
     let functions = |names: &str, library: &str| {
         let mut builder = bindgen::builder();
         for (name, text) in STAND_INS {

@@ -14,6 +14,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "TORC
 LIMIT_S = 300  # for one program
 # Ranks that share a GPU look like hosts of their own; whatever network there is, both sides take the same.
 SHARED = {"NCCL_NET": "Socket"}
+AS_HOST = ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"']
 
 PROBE = """
 import glob, json, os, platform, torch
@@ -94,10 +95,11 @@ class Programs:
     def flow(self, ranks, program, *arguments, limit=LIMIT_S, **variables):
         """What a program of the bundle prints, as that many ranks; 0: without flow-launch."""
         command = [BUNDLE / "bin" / program, *arguments]
+        if isinstance(ranks, int) and ranks > self.gpus:
+            command = [*AS_HOST, *command]
+            variables = {"FLOW_TEST_SHARE_GPUS": "1", **SHARED, **variables}
         if ranks:
             command = [BUNDLE / "bin" / "flow-launch", "--nproc_per_node", ranks, *command]
-        if isinstance(ranks, int) and ranks > self.gpus:
-            variables = {"FLOW_TEST_SHARE_GPUS": "1", **SHARED, **variables}
         if self.rehearsal and program not in ("cuda_check", "worker"):
             variables["FLOW_TEST_HOST_AS_GPU"] = "1"  # tensors stay on the CPU
         return self.run(command, {**self.environment, **variables}, limit)
@@ -107,6 +109,7 @@ class Programs:
         command = [BUNDLE / "bin" / program, *arguments]
         variables = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": job}
         if self.gpus < 2:
+            command = [*AS_HOST, *command]
             variables |= {"FLOW_TEST_SHARE_GPUS": "1", **SHARED}
         environments = [{**self.environment, **variables, "RANK": str(rank)} for rank in range(2)]
         quiet = {name: subprocess.DEVNULL for name in ("stdin", "stdout", "stderr")}

@@ -247,7 +247,7 @@ impl BucketQueue {
         }
         let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
         let pieces = segments.lengths.iter().zip(pieces).zip(segments.pieces());
-        for ((length, places), own) in pieces.filter(|((&length, _), _)| length > 0) {
+        for ((length, places), own) in pieces.filter(|((length, _), _)| **length > 0) {
             // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
             // the leader's is final, and this rank's own is its alone now.
             unsafe { bytes::copy(places[0], own, length * segments.dtype.size()) };

@@ -73,7 +73,7 @@ impl Span {
     fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
         let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
         let pieces = self.starts.iter().zip(&self.pieces).skip(first);
-        pieces.take_while(move |(&start, _)| start < range.end).filter_map(
+        pieces.take_while(move |(start, _)| **start < range.end).filter_map(
             move |(&start, &(data, count))| {
                 let low = range.start.max(start);
                 let high = range.end.min(start + count);

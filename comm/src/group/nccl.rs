@@ -8,8 +8,8 @@ use super::ProcessGroup;
 use crate::error::Result;
 use crate::nccl::{unique_tag, CudaGroup};
 
-/// Feature `test-fakes` only: the ranks of a machine share its GPUs. To NCCL each then looks like a
-/// host of its own, as it refuses two ranks on one GPU of a host.
+/// Whether the ranks of a machine share its GPUs (feature `test-fakes` only). NCCL refuses two ranks
+/// on one GPU of a host, so each rank is then started with a NCCL_HOSTID of its own.
 fn shares_gpus() -> bool {
     cfg!(feature = "test-fakes")
         && std::env::var_os("FLOW_TEST_SHARE_GPUS").is_some_and(|value| value == "1")
@@ -30,15 +30,11 @@ impl ProcessGroup {
     pub fn use_cuda(&self) -> Result<Arc<Device>> {
         self.parts(&"use_cuda")?;
         let share = shares_gpus();
-        let rank = self.core().world.rank;
         let local_rank = self.local_rank();
         let counted = Device::count();
         let found = counted.as_ref().map_or(NO_CUDA, |&count| count as i64);
         let ordinal =
             if share && found > 0 { local_rank as i64 % found } else { local_rank as i64 };
-        if share {
-            std::env::set_var("NCCL_HOSTID", format!("flow-test-{rank}"));
-        }
         // If one rank cannot, none goes on, and all give the same reason.
         let mut all = vec![0; 2 * self.world_size()];
         self.all_gather(&[ordinal, found], &mut all)?;

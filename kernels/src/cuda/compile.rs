@@ -67,10 +67,10 @@ fn compile_with(
         return Ok(image);
     }
     let image = compiler.run(&options, form)?;
-    if let Some(file) = file {
-        if let Err(error) = cache::write(&file, &image) {
-            log::debug!("{} cannot be kept: {error}", file.display());
-        }
+    if let Some(file) = file
+        && let Err(error) = cache::write(&file, &image)
+    {
+        log::debug!("{} cannot be kept: {error}", file.display());
     }
     Ok(image)
 }

@@ -214,10 +214,8 @@ impl Pair {
         if let State::Connected(sockets) = &self.state {
             let (sent, is_full) = self.outgoing.flush(&mut self.channels, id, &sockets.data);
             let (filled, is_empty) = self.incoming.fill(&mut self.channels, id, &sockets.data);
-            if filled {
-                if let Some((_, last_receive)) = &mut self.control_end {
-                    *last_receive = Instant::now();
-                }
+            if filled && let Some((_, last_receive)) = &mut self.control_end {
+                *last_receive = Instant::now();
             }
             for id in std::mem::take(&mut self.incoming.discarded) {
                 self.remove_if_over(id);
@@ -373,10 +371,10 @@ impl Pair {
         }
         let only_sends = channel.queues.receiving.parts.is_empty();
         let over = self.incoming.end.or(self.outgoing.end.filter(|_| only_sends));
-        if let Some((how, sent)) = &channel.end {
-            if only_sends || over.is_some() || channel.arrived >= *sent {
-                return Some(how.clone());
-            }
+        if let Some((how, sent)) = &channel.end
+            && (only_sends || over.is_some() || channel.arrived >= *sent)
+        {
+            return Some(how.clone());
         }
         match (&self.control_end, over) {
             (Some((how @ DisconnectReason::OutOfReach(_), _)), _) => Some(how.clone()),

@@ -25,11 +25,11 @@ impl Waker {
     /// Something has happened: the thread that waits, or is about to, looks.
     pub fn wake(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
-        if self.is_asleep.swap(false, Ordering::SeqCst) {
-            if let Some(Some(fd)) = self.fd.get() {
-                // It fails only where the fd is readable for long.
-                let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
-            }
+        if self.is_asleep.swap(false, Ordering::SeqCst)
+            && let Some(Some(fd)) = self.fd.get()
+        {
+            // It fails only where the fd is readable for long.
+            let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
         }
     }
 
@@ -45,10 +45,10 @@ impl Waker {
     /// Notes that the thread is awake again.
     pub fn wake_up(&self) {
         // Else somebody has woken it, or is about to: at worst the next sleep ends at once.
-        if !self.is_asleep.swap(false, Ordering::SeqCst) {
-            if let Some(Some(fd)) = self.fd.get() {
-                let _ = rustix::io::read(fd, &mut [0_u8; 8]);
-            }
+        if !self.is_asleep.swap(false, Ordering::SeqCst)
+            && let Some(Some(fd)) = self.fd.get()
+        {
+            let _ = rustix::io::read(fd, &mut [0_u8; 8]);
         }
     }
 }
