@@ -5,8 +5,8 @@
 
 use std::time::{Duration, Instant};
 
-use flow_comm::trace::record_cost;
 use flow_comm::ProcessGroup;
+use flow_comm::trace::record_cost;
 
 /// The fastest batch counts: the others were interrupted.
 const BATCHES: u32 = 500;

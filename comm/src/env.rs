@@ -179,10 +179,10 @@ impl Family {
         let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),
             (None, Some(size)) if self.is_complete => {
-                return Err(half(self.world_size, size, self.rank))
+                return Err(half(self.world_size, size, self.rank));
             }
             (Some(rank), None) if self.is_complete => {
-                return Err(half(self.rank, rank, self.world_size))
+                return Err(half(self.rank, rank, self.world_size));
             }
             _ => return Ok(None),
         };
@@ -413,9 +413,11 @@ mod tests {
         }
         assert_eq!(uses(&[], true), Ok(false));
         assert_eq!(uses(&[("FLOW_TRANSPORT", "mpi"), ("RANK", "0")], true), Ok(true));
-        assert!(uses(&[("FLOW_TRANSPORT", "mpi")], false)
-            .unwrap_err()
-            .to_string()
-            .contains("--features mpi"));
+        assert!(
+            uses(&[("FLOW_TRANSPORT", "mpi")], false)
+                .unwrap_err()
+                .to_string()
+                .contains("--features mpi")
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Small texts that ranks leave for each other in the store.
 
-use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// Encodes a value for `from_json`.
 pub fn to_json(value: &impl Serialize) -> Vec<u8> {

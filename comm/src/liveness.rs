@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{pidfd_open, Pid, PidfdFlags};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Returns which of `pidfds` belong to processes that have ended, or end within `time`, by index.
 pub fn ended(pidfds: &[&OwnedFd], time: Duration) -> Vec<usize> {

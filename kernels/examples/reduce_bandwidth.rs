@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use flow_kernels::{bf16, f16, reduce, Element, ReduceOp};
+use flow_kernels::{Element, ReduceOp, bf16, f16, reduce};
 
 fn main() {
     println!("GB/s counts every byte that is read or written.\n");

@@ -1,7 +1,7 @@
 //! What must hold without a GPU; `examples/cuda_check` checks the rest on one.
 
-use flow_kernels::cuda::{compile, Device, Error};
 use flow_kernels::DType;
+use flow_kernels::cuda::{Device, Error, compile};
 
 #[test]
 fn without_a_driver_the_error_names_what_is_missing() {

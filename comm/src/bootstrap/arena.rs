@@ -2,8 +2,8 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use flow_store::Error as StoreError;
 use serde::{Deserialize, Serialize};
@@ -13,7 +13,7 @@ use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::shm::arena::Arena;
 use crate::shm::arena_header::ArenaHeader;
-use crate::shm::control::{sleep_on, Control};
+use crate::shm::control::{Control, sleep_on};
 use crate::world::LIVENESS_INTERVAL;
 
 /// The place of the arena's memory on this node.

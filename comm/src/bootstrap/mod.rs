@@ -31,7 +31,7 @@ use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
 use crate::stall::StallReporter;
 use crate::transport;
-use crate::world::{Origin, Peer, World, FIRST_WARNING};
+use crate::world::{FIRST_WARNING, Origin, Peer, World};
 use arena::attach_arena;
 use monitor::{BootstrapMonitor, POLL_INTERVAL};
 use store::connect_store;

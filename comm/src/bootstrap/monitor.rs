@@ -6,7 +6,7 @@ use flow_store::{Error as StoreError, Store};
 
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
-use crate::peer_info::{host_id, PeerInfo};
+use crate::peer_info::{PeerInfo, host_id};
 use crate::stall::Stall;
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 

@@ -9,7 +9,7 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
 use crate::shm::contribution::{
-    equal_extents, extents_of, longest, Contribution, Contributors, Readers,
+    Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
 use flow_kernels::digest;
 

@@ -9,10 +9,10 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
 use crate::shm::contribution::{
-    equal_extents, extents_of, longest, Contribution, Contributors, Readers,
+    Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
 use crate::shm::rounds::RoundState;
-use flow_kernels::{digest, DType};
+use flow_kernels::{DType, digest};
 
 impl ProcessGroup {
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal

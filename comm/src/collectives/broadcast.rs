@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
-use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
+use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
 
 impl ProcessGroup {
     /// Copies rank `root`'s `buffer` to all ranks'.

@@ -176,11 +176,7 @@ impl BucketQueue {
         self.failure.check_failure(&first.bucket.operation, true).or_else(|error| {
             // The others may have come to the end of these, and failed in what follows.
             let is_over = launched.iter().all(|queued| self.rounds.all_done(queued.round));
-            if is_over {
-                Ok(())
-            } else {
-                Err(error)
-            }
+            if is_over { Ok(()) } else { Err(error) }
         })
     }
 

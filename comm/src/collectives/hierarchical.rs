@@ -22,7 +22,7 @@ use crate::group::core::GroupCore;
 use crate::internode::{ConnectionsGuard, InterNode};
 use crate::memory::BufferView;
 use crate::shm::bytes;
-use crate::shm::control::{Control, CHUNK};
+use crate::shm::control::{CHUNK, Control};
 use crate::shm::io_segment::IoSegment;
 use crate::shm::rounds::{RoundState, Rounds};
 use crate::shm::segments::Segments;

@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::group::core::GroupCore;
 use crate::memory::BufferView;
 use crate::shm::bytes;
-use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
+use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
 use crate::shm::control::{CHUNK, PAYLOAD};
 use crate::shm::rounds::RoundState;
 

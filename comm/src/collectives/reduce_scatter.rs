@@ -13,9 +13,9 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
 use crate::shm::contribution::{
-    equal_extents, extents_of, longest, Contribution, Contributors, Readers,
+    Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
-use flow_kernels::{digest, ReduceOp};
+use flow_kernels::{ReduceOp, digest};
 
 impl ProcessGroup {
     /// Reduces `input` (world size blocks, each as long as `output`) over all ranks; rank r gets

@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
-use crate::shm::contribution::{equal_extents, Contribution, Contributors, Readers};
+use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
 
 impl ProcessGroup {
     /// Gives block r of rank `root`'s `input` (world size blocks, each as long as `output`) to rank

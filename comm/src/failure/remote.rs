@@ -122,11 +122,7 @@ impl RemoteFailures {
         let own = self.core.sequence.load(Ordering::Relaxed);
         let late: Vec<usize> =
             missing.iter().copied().filter(|&rank| !self.is_remote_at(rank, own)).collect();
-        if late.is_empty() {
-            missing
-        } else {
-            late
-        }
+        if late.is_empty() { missing } else { late }
     }
 
     /// Whether a rank on another node has published that it has come to this collective.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Failure;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupted;
-use crate::shm::control::{sleep_on, Counter};
+use crate::shm::control::{Counter, sleep_on};
 use crate::stall::Stall;
 use crate::transport::{DisconnectReason, PeerDown};
 use crate::world::{FIRST_WARNING, LIVENESS_INTERVAL};

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use super::ProcessGroup;
 use super::member::Member;
 use super::split::{exchange_words, new_group_in};
-use super::ProcessGroup;
 use crate::error::Result;
 use crate::shm::arena::Arena;
 use crate::world::World;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use flow_kernels::{DType, ReduceOp};
 
+use super::ProcessGroup;
 use super::lane::Lane;
 use super::member::Member;
-use super::ProcessGroup;
 use crate::collectives::launch::BucketLaunch;
 use crate::error::{Error, Result};
 use crate::operation_context::OperationContext;

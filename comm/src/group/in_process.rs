@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::cuda::Cuda;
 use super::parts::{NewGroup, Parts};
-use super::{group_of, timeout_from_env, ProcessGroup};
+use super::{ProcessGroup, group_of, timeout_from_env};
 use crate::error::Result;
 use crate::world::World;
 

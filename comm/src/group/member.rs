@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use flow_kernels::cuda::Device;
 use flow_kernels::Element;
+use flow_kernels::cuda::Device;
 use flow_store::fork::ForkSafe;
 
 use super::core::GroupCore;

@@ -6,7 +6,7 @@ use super::agreement::{Agreement, Call};
 use super::cuda::Cuda;
 use super::member::Member;
 use super::parts::{NewGroup, Parts};
-use super::{group_of, ProcessGroup};
+use super::{ProcessGroup, group_of};
 use crate::error::Result;
 use crate::internode::presence::Presence;
 use crate::operation_context::OperationContext;

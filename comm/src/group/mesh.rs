@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::fmt;
 
-use super::split::{check_members, make_group};
 use super::ProcessGroup;
+use super::split::{check_members, make_group};
 use crate::error::Result;
 
 /// An axis of a mesh, by its number or its name.

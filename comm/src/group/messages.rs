@@ -1,7 +1,7 @@
 //! Messages between two ranks.
 
-use super::lane::Lane;
 use super::ProcessGroup;
+use super::lane::Lane;
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::kind::Kind;

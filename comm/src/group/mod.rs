@@ -33,8 +33,8 @@ use crate::world::World;
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
 pub use lane::Lane;
-pub use member::Member;
 use member::MAX_TIMEOUT;
+pub use member::Member;
 pub use mesh::{Axis, Mesh};
 use parts::{NewGroup, Parts};
 

@@ -6,7 +6,7 @@ use flow_kernels::cuda::Device;
 
 use super::ProcessGroup;
 use crate::error::Result;
-use crate::nccl::{unique_tag, CudaGroup};
+use crate::nccl::{CudaGroup, unique_tag};
 
 /// Whether the ranks of a machine share its GPUs (feature `test-fakes` only). NCCL refuses two ranks
 /// on one GPU of a host, so each rank is then started with a NCCL_HOSTID of its own.

@@ -4,9 +4,9 @@
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
+use super::ProcessGroup;
 use super::lane::Lane;
 use super::parts::Parts;
-use super::ProcessGroup;
 use crate::collectives::host::Collective;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;

@@ -8,7 +8,7 @@ use super::host::HostOperations;
 use crate::descriptor::{MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;
-use crate::internode::presence::{Presence, ALL_RANKS};
+use crate::internode::presence::{ALL_RANKS, Presence};
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
 use crate::world::World;

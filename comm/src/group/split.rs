@@ -2,15 +2,15 @@
 
 use std::fmt::Debug;
 use std::hash::Hash;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use flow_kernels::{digest, DType};
+use flow_kernels::{DType, digest};
 
 use super::cuda::Cuda;
 use super::member::Member;
 use super::parts::{NewGroup, Parts};
-use super::{group_of, ProcessGroup};
+use super::{ProcessGroup, group_of};
 use crate::collectives::all_gather;
 use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};

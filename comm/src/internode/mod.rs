@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
-use connect::{progress, Connector};
+use connect::{Connector, progress};
 use leaders::{LeaderConnections, LeaderState};
 
 use crate::descriptor::{DescriptorWords, Location, OpDescriptor};

@@ -1,14 +1,14 @@
 //! The ranks of a group make their communicator.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Device;
 use flow_store::{Error as StoreError, Store};
 
 use super::communicator::{Communicator, CommunicatorError};
-use super::error::{system_error, EnqueueError};
+use super::error::{EnqueueError, system_error};
 use super::library::Library;
 use super::result::UniqueId;
 use crate::error::{Error, Result};

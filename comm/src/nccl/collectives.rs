@@ -5,7 +5,7 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::group::CudaGroup;
-use super::operations::{operator, parts, Block};
+use super::operations::{Block, operator, parts};
 use crate::arguments::Caller;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;

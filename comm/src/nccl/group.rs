@@ -8,9 +8,9 @@ use std::time::Duration;
 use flow_kernels::cuda::{Device, Event, Stream};
 use flow_store::fork::ForkSafe;
 
-use super::bootstrap::{init_communicator, join_check, not_joined, JOINING};
+use super::bootstrap::{JOINING, init_communicator, join_check, not_joined};
 use super::communicator::{Communicator, CommunicatorError};
-use super::error::{system_error, EnqueueError};
+use super::error::{EnqueueError, system_error};
 use super::memory::FlatMemory;
 use super::progress::{CudaOp, EnqueuedOp};
 use super::watchdog::Watchdog;

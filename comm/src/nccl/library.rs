@@ -1,7 +1,7 @@
 //! Finds NCCL and opens it, at run time and once per process.
 
 use std::error::Error as _;
-use std::ffi::{c_int, OsStr, OsString};
+use std::ffi::{OsStr, OsString, c_int};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};

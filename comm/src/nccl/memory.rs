@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory};
 
-use super::communicator::{bind, Communicator, CommunicatorError};
+use super::communicator::{Communicator, CommunicatorError, bind};
 use super::library::Library;
 use super::result::NcclError;
 

@@ -8,7 +8,7 @@ use flow_kernels::{DType, ReduceOp};
 use super::communicator::{Communicator, CommunicatorError};
 use super::library::Library;
 use super::result::NcclError;
-use super::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, Nccl};
+use super::sys::{Nccl, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclResult_t};
 
 impl Communicator {
     /// Calls the function `name` of NCCL, which enqueues one operation.

@@ -1,7 +1,7 @@
 //! Messages between the GPUs of a group.
 
-use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::DType;
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 use super::collectives::count;
 use super::group::CudaGroup;

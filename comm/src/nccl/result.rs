@@ -1,6 +1,6 @@
 //! NCCL's functions as they are, with Rust's `Result`.
 
-use std::ffi::{c_char, c_int, c_void, CStr};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 
 use super::library::Library;

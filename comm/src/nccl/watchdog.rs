@@ -307,7 +307,9 @@ impl Shared {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             match (left, &state.failure) {
                 (Some(Duration::ZERO), Some((failure, _))) => {
-                    eprintln!("{failure}; the program has not noticed for {ABORT_GRACE:?}, so its process ends here");
+                    eprintln!(
+                        "{failure}; the program has not noticed for {ABORT_GRACE:?}, so its process ends here"
+                    );
                     std::process::abort();
                 }
                 (Some(Duration::ZERO), None) => {

@@ -6,17 +6,17 @@
 //! open, and those that wait for any sender, sleep on the rank's doorbell. It is rung by senders,
 //! by whoever closes a queue that another thread wants, and by whoever keeps a message.
 
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::message::{pieces, transfer, Endpoints, PIECE};
+use super::message::{Endpoints, PIECE, pieces, transfer};
 use super::queue::{Incoming, Message, MessageQueue, Open};
 use crate::descriptor::{DescriptorWords, Elements, Location, MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
-use crate::internode::connect::{progress, Connector};
+use crate::internode::connect::{Connector, progress};
 use crate::label::Label;
 use crate::memory::BufferView;
 use crate::shm::bytes;

@@ -3,7 +3,7 @@
 use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
 use crate::failure::Failure;
-use crate::internode::connect::{progress, Connector};
+use crate::internode::connect::{Connector, progress};
 use crate::memory::BufferView;
 use crate::shm::io_segment::IoSegment;
 use crate::transport::Connections;

@@ -8,7 +8,7 @@ use super::matching::{Found, Matcher, Probe, ProbeWait};
 use crate::descriptor::MessageDescriptor;
 use crate::error::Result;
 use crate::memory::BufferView;
-use crate::shm::control::{sleep_on, Counter};
+use crate::shm::control::{Counter, sleep_on};
 use crate::transport::DisconnectReason;
 
 /// Receives messages from a rank.
@@ -52,7 +52,7 @@ impl Receiver {
             &mut |time| {
                 match (&probe, sent) {
                     (Probe::Nothing(next), Some(sent)) if !comes(sent, *next, time) => {
-                        return Ok(false)
+                        return Ok(false);
                     }
                     (Probe::Busy, _) if time.is_zero() => std::thread::yield_now(),
                     (Probe::Busy, _) => self.matcher.doorbell().sleep_unless(time, || {

@@ -1,8 +1,8 @@
 //! Receiving from whichever rank sends first.
 
 use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::matching::{Found, Matcher, Probe, ProbeWait};

@@ -9,7 +9,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::message::{pieces, transfer, Endpoints, PeerConnection};
+use super::message::{Endpoints, PeerConnection, pieces, transfer};
 use crate::descriptor::{DescriptorWords, Location, MessageDescriptor, OpDescriptor};
 use crate::error::Result;
 use crate::failure::Failure;

@@ -348,11 +348,7 @@ fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(CACHE_LINE);
     let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
     let size = bytes.next_multiple_of(step);
-    if size >= PAGE {
-        size.next_multiple_of(PAGE)
-    } else {
-        size
-    }
+    if size >= PAGE { size.next_multiple_of(PAGE) } else { size }
 }
 
 /// A block of the arena, freed when dropped.

@@ -54,10 +54,6 @@ impl ArenaHeader {
         let all: u32 = self.processors.iter().map(|p| p.load(Ordering::Relaxed).count_ones()).sum();
         let bound = rustix::thread::sched_getaffinity(None).map_or(0, |own| own.count() as usize);
         let usable = std::thread::available_parallelism().map_or(1, |n| n.get());
-        if usable < bound {
-            usable
-        } else {
-            all as usize
-        }
+        if usable < bound { usable } else { all as usize }
     }
 }

@@ -13,8 +13,8 @@
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
 //! never broken locks.
 
-use std::sync::atomic::{fence, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use super::arena::Arena;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use flow_kernels::{digest, DType, ReduceOp};
+use flow_kernels::{DType, ReduceOp, digest};
 
 use super::arena::{Arena, Block};
 use crate::descriptor::{Location, OpDescriptor};

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use flow_store::fork::Once;
-use rustix::time::{clock_gettime, ClockId};
+use rustix::time::{ClockId, clock_gettime};
 
 /// The file in which Linux names its clock source.
 const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -65,11 +65,7 @@ pub fn start() {
 #[inline]
 pub fn now() -> u64 {
     let origin = origin();
-    if origin.has_counter {
-        counter()
-    } else {
-        origin.instant.elapsed().as_nanos() as u64
-    }
+    if origin.has_counter { counter() } else { origin.instant.elapsed().as_nanos() as u64 }
 }
 
 /// Returns the time of `instant` on the machine's monotonic clock.

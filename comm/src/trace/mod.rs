@@ -17,11 +17,11 @@ mod ring;
 mod timeline;
 
 pub(crate) use align::clock_offset;
-pub(crate) use clock::{now as ticks, Scale};
+pub(crate) use clock::{Scale, now as ticks};
 pub use record::Record;
 pub use recorder::record_cost;
 pub(crate) use recorder::{Recorder, Start};
 pub(crate) use registry::activity;
 pub(crate) use ring::RecordId;
-pub(crate) use timeline::{folder, join, Job};
-pub use timeline::{is_on, phase, wait, Phase, Span};
+pub(crate) use timeline::{Job, folder, join};
+pub use timeline::{Phase, Span, is_on, phase, wait};

@@ -7,13 +7,13 @@
 //! An operation keeps its slot until it is over. One that begins while as many as there are slots are
 //! under way is not recorded, and counts as lost in the timeline.
 
-use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
-use super::ring::{name, RecordId, Ring, Slot, FAILED, WRITING};
+use super::ring::{FAILED, RecordId, Ring, Slot, WRITING, name};
 use super::{registry, timeline};
 use crate::error::Result;
 use crate::kind::Kind;

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use flow_store::fork::{Once, Process};
 
-use super::ring::{name, Ring};
+use super::ring::{Ring, name};
 
 /// The number of operations under way that [`activity`] names.
 const SHOWN: usize = 4;

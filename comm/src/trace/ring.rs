@@ -1,6 +1,6 @@
 //! The ring in which a group's last operations are kept.
 
-use std::sync::atomic::{fence, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::clock::Scale;
 use super::record::Record;

@@ -14,7 +14,7 @@ use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use flow_store::proof;
-use nix::sys::socket::{listen, Backlog};
+use nix::sys::socket::{Backlog, listen};
 
 /// The size in bytes of the longest handshake.
 const MAX_HANDSHAKE: usize = 2048;

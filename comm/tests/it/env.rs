@@ -51,7 +51,10 @@ fn places() {
         ("RANK=1 WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", [1, 2, 1, 2]),
         ("RANK=1 WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1", [1, 2, 1, 2]),
         // mpirun in a Slurm job.
-        ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", [1, 2, 1, 2]),
+        (
+            "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
+            [1, 2, 1, 2],
+        ),
     ];
     for (environment, [rank, world_size, local_rank, local_world_size]) in cases {
         let rendezvous =
@@ -179,8 +182,7 @@ fn several_nodes_need_a_place_to_meet() {
     );
     assert_eq!(with_store.node, Some(1));
 
-    let slurm =
-        "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=0 SLURM_JOB_ID=12345";
+    let slurm = "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_NODEID=0 SLURM_JOB_ID=12345";
     for (environment, served) in [
         (format!("{place} MASTER_ADDR=h MASTER_PORT=7"), "tcp://h:7"),
         (format!("{place} MASTER_ADDR=fd00::1 MASTER_PORT=7"), "tcp://[fd00::1]:7"),

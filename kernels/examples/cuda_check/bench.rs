@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flow_kernels::cuda::{self, Device, DeviceMemory, Event, Layout, Packer, Stream};
 use flow_kernels::DType;
+use flow_kernels::cuda::{self, Device, DeviceMemory, Event, Layout, Packer, Stream};
 
 use crate::{Outcome, View};
 

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use flow_kernels::cuda::{Device, DeviceMemory, Layout, Packer, Stream};
 use flow_kernels::DType;
+use flow_kernels::cuda::{Device, DeviceMemory, Layout, Packer, Stream};
 
-use crate::{reference, upload, Outcome, View};
+use crate::{Outcome, View, reference, upload};
 
 const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
 

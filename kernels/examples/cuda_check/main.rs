@@ -10,8 +10,8 @@ use std::env;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Error, Layout};
 use flow_kernels::DType;
+use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Error, Layout};
 
 fn main() -> ExitCode {
     match run(&env::args().skip(1).collect::<Vec<_>>()) {

@@ -1,6 +1,6 @@
 //! What packing and unpacking must give, element by element.
 
-use flow_kernels::{bf16, f16, DType};
+use flow_kernels::{DType, bf16, f16};
 
 /// An element in the type that it is multiplied in.
 #[derive(Clone, Copy)]

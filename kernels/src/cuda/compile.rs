@@ -1,12 +1,12 @@
 //! Compiles `pack.cu` at run time, and keeps the results in the user's cache folder.
 
-use std::ffi::{c_char, c_int, CStr};
+use std::ffi::{CStr, c_char, c_int};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use super::cache;
 use super::error::{Error, Result};
-use super::library::{load_compiler, Nvrtc, Program};
+use super::library::{Nvrtc, Program, load_compiler};
 use crate::digest;
 use crate::types::DType;
 

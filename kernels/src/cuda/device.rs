@@ -1,13 +1,13 @@
 //! Devices.
 
-use std::ffi::{c_char, c_int, CStr};
+use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUresult};
 
-use super::error::{check, check_release, Error, Result};
+use super::error::{Error, Result, check, check_release};
 use super::kernel_cache::KernelCache;
 use super::library::load_driver;
 

@@ -1,6 +1,6 @@
 //! Errors of CUDA.
 
-use std::ffi::{c_char, CStr};
+use std::ffi::{CStr, c_char};
 use std::ptr::null;
 
 use cudarc::driver::sys::{self, CUresult};

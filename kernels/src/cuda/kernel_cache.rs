@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
 
 use super::compile::kernel_name;
-use super::error::{check, check_release, Result};
+use super::error::{Result, check, check_release};
 use crate::types::DType;
 
 /// Loaded kernels, by the types of the tensors and of the flat buffer.

@@ -177,10 +177,12 @@ mod tests {
     #[test]
     fn what_cannot_be_addressed_is_an_error() {
         for lengths in [&[usize::MAX][..], &[usize::MAX / 4], &[1 << 60, 1 << 60]] {
-            assert!(Layout::new(lengths, DType::F64)
-                .unwrap_err()
-                .to_string()
-                .contains("longer together"));
+            assert!(
+                Layout::new(lengths, DType::F64)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("longer together")
+            );
         }
     }
 

@@ -86,8 +86,8 @@ fn find_driver() -> Result<()> {
 /// # Errors
 ///
 /// [`Error::NoDriver`].
-pub(super) fn elapsed_time(
-) -> Result<unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult> {
+pub(super) fn elapsed_time()
+-> Result<unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult> {
     load_driver()?;
     // SAFETY: the library is there, and this is the function's signature.
     let function = unsafe { sys::culib().get(b"cuEventElapsedTime") };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::device::Device;
-use super::error::{check, check_release, Error, Result};
+use super::error::{Error, Result, check, check_release};
 use super::stream::Stream;
 use crate::types::DType;
 

@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUfunction};
 
 use super::compile::compile;
 use super::device::Device;
-use super::error::{check, Error, Result};
+use super::error::{Error, Result, check};
 use super::kernel_cache::Kernels;
 use super::layout::{Chunk, Layout, TENSORS_PER_LAUNCH};
 use super::memory::{DeviceBuffer, DeviceMemory};

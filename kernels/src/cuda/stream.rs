@@ -8,7 +8,7 @@ use std::time::Duration;
 use cudarc::driver::sys::{self, CUevent, CUresult, CUstream};
 
 use super::device::Device;
-use super::error::{check, check_release, Result};
+use super::error::{Result, check, check_release};
 use super::library::elapsed_time;
 
 /// A queue of work on a GPU. Work of one stream is done in order; streams are equal if they are the

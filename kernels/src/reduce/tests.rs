@@ -40,12 +40,8 @@ macro_rules! float_reference {
                     }
                     ReduceOp::Product => rest.fold(lifted[0], |total, value| total * value),
                     ReduceOp::Min | ReduceOp::Max if nan => <$wide>::NAN,
-                    ReduceOp::Min => {
-                        rest.fold(
-                            lifted[0],
-                            |least, value| if value < least { value } else { least },
-                        )
-                    }
+                    ReduceOp::Min => rest
+                        .fold(lifted[0], |least, value| if value < least { value } else { least }),
                     ReduceOp::Max => {
                         rest.fold(lifted[0], |most, value| if value > most { value } else { most })
                     }
@@ -53,11 +49,7 @@ macro_rules! float_reference {
             }
 
             fn bits(self) -> u64 {
-                if self.is_nan() {
-                    u64::MAX
-                } else {
-                    self.to_bits().into()
-                }
+                if self.is_nan() { u64::MAX } else { self.to_bits().into() }
             }
 
             /// Mostly numbers of like size, now and then anything at all.
@@ -98,11 +90,7 @@ macro_rules! integer_reference {
             }
 
             fn from_seed(seed: u64) -> Self {
-                if seed % 4 == 0 {
-                    seed as $integer
-                } else {
-                    (seed % 100) as $integer
-                }
+                if seed % 4 == 0 { seed as $integer } else { (seed % 100) as $integer }
             }
         }
     };

@@ -7,11 +7,11 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::{kill_process, Pid, Signal};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::process::Collected;
-use crate::{program, Finished, TEST_TIMEOUT};
+use crate::{Finished, TEST_TIMEOUT, program};
 
 /// flow-launch with these arguments, without the note on OMP_NUM_THREADS, and with no signal
 /// ignored (as SIGINT is where tests run in the background of a script).

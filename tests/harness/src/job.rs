@@ -3,11 +3,11 @@
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::once::once_in_a_run;
-use crate::{root, Process, TEST_TIMEOUT};
+use crate::{Process, TEST_TIMEOUT, root};
 
 /// The program or C library `name` of this workspace, of the running test's profile, and as new as its sources.
 pub fn program(name: &str) -> PathBuf {

@@ -27,7 +27,7 @@ pub use executable::executable;
 pub use job::{
     build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,
 };
-pub use process::{assert_contains, Finished, Process};
+pub use process::{Finished, Process, assert_contains};
 
 /// The longest that a job of a test may take before it counts as stuck.
 pub const TEST_TIMEOUT: Duration = Duration::from_secs(300);
@@ -44,7 +44,7 @@ pub fn root() -> &'static Path {
 /// Raises this process's limit on open files as far as it may, for what makes many connections.
 /// Returns the limit.
 pub fn raise_file_limit() -> u64 {
-    use rustix::process::{getrlimit, setrlimit, Resource};
+    use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit).expect("a process may raise its limit to the maximum");

@@ -6,19 +6,19 @@
 //! or be in another test's way.
 
 use std::fs::{self, File};
-use std::io::{pipe, BufRead, BufReader};
+use std::io::{BufRead, BufReader, pipe};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
-use rustix::process::{kill_process, Pid, Signal};
-use rustix::thread::{move_into_link_name_space, LinkNameSpaceType};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use tempfile::TempDir;
 
 use crate::cli::{children, is_alive, until, wait_for_status};
-use crate::{executable, Finished};
+use crate::{Finished, executable};
 
 /// Nodes `node0`, `node1`, ... at one switch.
 pub struct Net {

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, Write};
 use std::path::Path;
 
-use rustix::fs::{flock, FlockOperation};
+use rustix::fs::{FlockOperation, flock};
 
 /// Does `work`, which `name` names in `folder`, unless another process of this run of tests has done
 /// it; waits while one does it. Returns what came of it. `cargo test` runs all tests of a program in

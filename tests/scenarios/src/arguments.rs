@@ -1,11 +1,11 @@
 //! Arguments that collectives refuse; the group stays usable.
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 
 use crate::beside;
 use crate::groups::sum_of_ranks;
-use crate::registry::{by_hand, launched, scenario, Scenario};
+use crate::registry::{Scenario, by_hand, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[scenario(
     "refused_arguments_leave_the_group_usable",

@@ -1,14 +1,14 @@
 //! Buckets as a group reduces them; each rank checks its own part.
 
-use std::sync::mpsc::{channel, Receiver, Sender};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
 
 use crate::beside;
-use crate::registry::{by_hand, in_process, launched, scenario, Job, Scenario};
+use crate::registry::{Job, Scenario, by_hand, in_process, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("buckets_are_launched_once", pieces, &[launched(2), in_process(2), by_hand(&[1, 1])]),

@@ -5,8 +5,8 @@ use std::thread;
 use std::time::Duration;
 
 use crate::beside;
-use crate::registry::{by_hand, scenario, Scenario};
-use anyhow::{bail, ensure, Result};
+use crate::registry::{Scenario, by_hand, scenario};
+use anyhow::{Result, bail, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 
 use crate::groups::{sum_of_ranks, use_all};

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
-use flow_harness::{program, Process, TEST_TIMEOUT};
+use flow_harness::{Process, TEST_TIMEOUT, program};
 
 /// The folder of the fake CUDA driver, its fake compiler and the fake NCCL; see `fake-cuda`.
 pub const FAKE_CUDA: &str = env!("FLOW_FAKE");

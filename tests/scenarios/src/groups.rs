@@ -4,13 +4,13 @@ use std::fmt::Debug;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::env::{Membership, Rendezvous};
-use flow_comm::{f16, Error, ProcessGroup, ReduceOp};
+use flow_comm::{Error, ProcessGroup, ReduceOp, f16};
 use flow_harness::net::{Agent, Net};
 
 use crate::beside;
-use crate::registry::{by_hand, launched, machines, scenario, Scenario, Test};
+use crate::registry::{Scenario, Test, by_hand, launched, machines, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario(

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::{ProcessGroup, ReduceOp};
-use flow_harness::{assert_contains, program, Finished, Process, TEST_TIMEOUT};
+use flow_harness::{Finished, Process, TEST_TIMEOUT, assert_contains, program};
 
 use crate::nccl::failures;
-use crate::registry::{launched, process, scenario, Scenario, Test};
+use crate::registry::{Scenario, Test, launched, process, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario(

@@ -3,11 +3,11 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 
 use crate::groups::use_all;
-use crate::registry::{by_hand, launched, scenario, Scenario};
+use crate::registry::{Scenario, by_hand, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("a_thousand_groups", groups_come_and_go, &[launched(2), by_hand(&[1, 1])]),

@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::store::Store;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
-use flow_harness::{assert_contains, TEST_TIMEOUT};
+use flow_harness::{TEST_TIMEOUT, assert_contains};
 
 use crate::beside;
 use crate::groups::sum_of_ranks;
-use crate::registry::{by_hand, launched, scenario, Scenario, Test};
+use crate::registry::{Scenario, Test, by_hand, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("members_make_a_group", members, &[launched(5), by_hand(&[5]), by_hand(&[2, 3])]),

@@ -1,11 +1,11 @@
 //! Groups that keep an order, splits and meshes; each rank checks its own part.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
 
 use crate::beside;
 use crate::groups::sum_of_ranks;
-use crate::registry::{by_hand, in_process, launched, scenario, Scenario};
+use crate::registry::{Scenario, by_hand, in_process, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario(

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{Error, Lane, ProcessGroup, Work};
 
 use crate::beside;
-use crate::registry::{by_hand, in_process, launched, mpirun, scenario, Scenario};
+use crate::registry::{Scenario, by_hand, in_process, launched, mpirun, scenario};
 
 /// Elements of messages that go in one part, in several, and in many.
 const LENGTHS: [usize; 4] = [0, 9, 100_000, 700_000];

@@ -6,17 +6,17 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use ::mpi::Threading;
 use ::mpi::collective::SystemOperation;
 use ::mpi::traits::CommunicatorCollectives;
-use ::mpi::Threading;
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_harness::cli::until;
-use flow_harness::{assert_contains, Finished, Process, DETECTION_LIMIT};
-use nix::sys::signal::{kill, Signal};
+use flow_harness::{DETECTION_LIMIT, Finished, Process, assert_contains};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::registry::{mpirun, process, scenario, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, mpirun, process, scenario};
 
 const NODES: &[Job] = &[mpirun(&[2, 2])];
 const SHORT: &[Job] = &[mpirun(&[2, 2]).env(&[("FLOW_TIMEOUT", "3")])];

@@ -4,17 +4,17 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{DType, Lane, ProcessGroup, ReduceOp};
-use flow_harness::{Process, DETECTION_LIMIT};
-use nix::sys::signal::{kill, Signal};
-use nix::sys::wait::{wait, WaitStatus};
-use nix::unistd::{fork, ForkResult, Pid};
+use flow_harness::{DETECTION_LIMIT, Process};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitStatus, wait};
+use nix::unistd::{ForkResult, Pid, fork};
 use serde_json::Value;
 
 use crate::beside;
 use crate::nccl::memory::Gpu;
-use crate::registry::{by_hand, launched, process, scenario, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, by_hand, launched, process, scenario};
 
 const TWO: &[Job] = &[by_hand(&[2]), by_hand(&[1, 1])];
 const ROUNDS: u64 = 50;

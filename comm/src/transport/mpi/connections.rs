@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::session::{
-    with_session, BackgroundRequest, Message, Session, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE,
+    BackgroundRequest, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE, Message, Session, with_session,
 };
 use crate::env::Membership;
 use crate::peer_info::PeerInfo;

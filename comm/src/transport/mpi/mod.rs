@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 pub use connections::open;
 use flow_store::net::{host_name, secret};
 use flow_store::{Address, Server};
-use session::{with_session, MAX_BACKOFF};
+use session::{MAX_BACKOFF, with_session};
 
 use crate::env::Membership;
 use crate::settings;

@@ -23,12 +23,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use flow_store::fork::Process;
+use mpi::Threading;
 use mpi::attribute::{AttributeKey, CommAttribute};
 use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{AnyCommunicator, AsRaw, Communicator};
-use mpi::Threading;
 
 /// The tag of handshakes, which no link has, and the longest handshake.
 pub const HANDSHAKE_TAG: c_int = 0;

@@ -7,8 +7,8 @@ use fnv::FnvHashMap;
 
 use super::control::{ChannelId, GroupId};
 use super::waker::Waker;
-use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
+use crate::transport::queue::QueuePair;
 
 /// Bytes that a channel takes from its sender before its receiver expects any.
 pub const WINDOW: u64 = 32 << 20;

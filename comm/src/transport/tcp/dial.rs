@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
 
-use super::control::{reason, watch, Sockets};
-use crate::transport::acceptor::introduce;
+use super::control::{Sockets, reason, watch};
 use crate::transport::DisconnectReason;
+use crate::transport::acceptor::introduce;
 
 /// The time of one attempt, and of attempts without an answer before the other is out of reach.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -155,7 +155,7 @@ impl Dial {
                     let mut answer = [0];
                     match control.read(&mut answer) {
                         Ok(1..) if answer[0] == ACCEPTED => {
-                            return Sockets::new(data, control).map(Some)
+                            return Sockets::new(data, control).map(Some);
                         }
                         Ok(1..) => Phase::Pause(now + RETRY_INTERVAL),
                         Ok(0) => return Err(io::ErrorKind::ConnectionReset.into()),

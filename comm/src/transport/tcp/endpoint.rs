@@ -15,13 +15,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::event::{eventfd, EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
-use super::control::{reason, GroupId, Sockets};
-use super::dial::{Dial, ACCEPTED, CONNECT_TIMEOUT, OTHER};
+use super::control::{GroupId, Sockets, reason};
+use super::dial::{ACCEPTED, CONNECT_TIMEOUT, Dial, OTHER};
 use super::pair::{Pair, State};
-use crate::transport::acceptor::Acceptor;
 use crate::transport::DisconnectReason;
+use crate::transport::acceptor::Acceptor;
 
 /// The interval between looks whether there are file descriptors again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);

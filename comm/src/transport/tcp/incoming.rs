@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SLICES};
+use super::frame::{HEADER, Header, MAX_FRAMES, MAX_SLICES, cut};
 
 /// Bytes that are read at once where nothing is expected.
 pub const READ_AHEAD: usize = 4096;

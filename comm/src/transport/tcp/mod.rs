@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use flow_store::net::local_address_for;
 use flow_store::Address;
+use flow_store::net::local_address_for;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::queue::QueuePair;

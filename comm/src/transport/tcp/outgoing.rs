@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{cut, Header, HEADER, MAX_FRAMES, MAX_SLICES};
+use super::frame::{HEADER, Header, MAX_FRAMES, MAX_SLICES, cut};
 
 /// The frame that is under way.
 pub struct Outgoing {

@@ -26,8 +26,8 @@ use super::control::{self, ChannelId, GroupId, Notice, Sockets};
 use super::incoming::{Incoming, READ_AHEAD};
 use super::outgoing::Outgoing;
 use super::waker::Waker;
-use crate::transport::queue::QueuePair;
 use crate::transport::DisconnectReason;
+use crate::transport::queue::QueuePair;
 
 /// The time that the notice of a channel's end may be behind the end of the data.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);

@@ -1,10 +1,10 @@
 //! Wakes a thread that waits for its channel, when another thread has something for it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rustix::event::{eventfd, EventfdFlags};
+use rustix::event::{EventfdFlags, eventfd};
 
 /// Wakes the thread that waits for a channel.
 #[derive(Default)]

@@ -11,7 +11,7 @@ mod nonblocking;
 mod reference;
 mod table;
 
-use crate::registry::{by_hand, in_process, launched, machines, mpirun, scenario, Scenario};
+use crate::registry::{Scenario, by_hand, in_process, launched, machines, mpirun, scenario};
 pub use nccl::OnGpu;
 pub use table::check_type;
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use flow_comm::nccl::{CudaGroup, Device};
 use flow_comm::{DType, P2pOp, ProcessGroup, ReduceOp};
 

@@ -1,7 +1,7 @@
 //! What only process groups on the host have: nonblocking collectives, parts of shared buffers, and
 //! uneven arguments that are refused.
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use flow_comm::{Lane, ProcessGroup, ReduceOp, SharedBuffer, Work};
 
 use super::backend::Backend;

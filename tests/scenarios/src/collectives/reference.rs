@@ -1,6 +1,6 @@
 //! What collectives must give, computed plainly from what all ranks give.
 
-use flow_comm::{bf16, f16, DType, Element, ReduceOp};
+use flow_comm::{DType, Element, ReduceOp, bf16, f16};
 
 /// Data up to this many bytes is reduced in rank order over all nodes; more of it by node.
 const SMALL: usize = 4096;

@@ -1,10 +1,10 @@
 //! The table: every collective, in all types and reductions, against plain references.
 
-use anyhow::{ensure, Result};
-use flow_comm::{bf16, f16, DType, ReduceOp};
+use anyhow::{Result, ensure};
+use flow_comm::{DType, ReduceOp, bf16, f16};
 
 use super::backend::Backend;
-use super::reference::{Number, MAX_RANKS};
+use super::reference::{MAX_RANKS, Number};
 
 type Check<'a, B, T> = fn(&Case<'a, B, T>) -> Result<()>;
 

@@ -9,7 +9,7 @@ use flow_comm::{Error, ProcessGroup};
 use flow_harness::assert_contains;
 
 use super::report::{kill_myself, report, said, sleep_until_killed};
-use crate::registry::{by_hand, process, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, by_hand, process};
 
 const JOBS: &[Job] = &[by_hand(&[1, 2]), by_hand(&[2, 2])];
 

@@ -5,9 +5,9 @@ use anyhow::Result;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::assert_contains;
 
-use super::report::{report, said, sum, LARGE, THREE};
+use super::report::{LARGE, THREE, report, said, sum};
 use crate::beside;
-use crate::registry::{by_hand, scenario, Scenario, Test};
+use crate::registry::{Scenario, Test, by_hand, scenario};
 
 const SUM: &str = "all_reduce #1 (4 x f32, sum)";
 

@@ -4,7 +4,7 @@ use anyhow::Result;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::Process;
 
-use super::report::{kill_myself, report, LARGE};
+use super::report::{LARGE, kill_myself, report};
 use crate::beside;
 use crate::registry::Test;
 

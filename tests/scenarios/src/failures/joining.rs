@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use flow_comm::ProcessGroup;
-use flow_harness::{assert_contains, program, Process, DETECTION_LIMIT};
+use flow_harness::{DETECTION_LIMIT, Process, assert_contains, program};
 use nix::sys::signal::Signal;
 
 use super::lost::shared_memory_of;
 use super::report::{describe, said};
-use crate::registry::{by_hand, launched, process, signal, Scenario, Test};
+use crate::registry::{Scenario, Test, by_hand, launched, process, signal};
 
 pub const SCENARIOS: &[Scenario] = &[
     process("contradictions_in_the_environment_are_explained", join, &[by_hand(&[1])])
@@ -59,10 +59,22 @@ fn explains_contradictions(test: &Test) {
             "Environment: the job has 4 ranks, 2 of them on this node: set MASTER_ADDR to the host of rank 0, and \
              MASTER_PORT to a free port there",
         ),
-        (&[("RANK", "2"), ("WORLD_SIZE", "2")], "Environment: RANK=2 but WORLD_SIZE=2: RANK must be 0 to 1"),
-        (&[("RANK", "0")], "Environment: RANK=0 but WORLD_SIZE is not set: set both, or neither to run alone"),
-        (&[("WORLD_SIZE", "2")], "Environment: WORLD_SIZE=2 but RANK is not set: set both, or neither to run alone"),
-        (&[("RANK", "one"), ("WORLD_SIZE", "2")], "Environment: RANK=\"one\": must be a whole number, 0 or more"),
+        (
+            &[("RANK", "2"), ("WORLD_SIZE", "2")],
+            "Environment: RANK=2 but WORLD_SIZE=2: RANK must be 0 to 1",
+        ),
+        (
+            &[("RANK", "0")],
+            "Environment: RANK=0 but WORLD_SIZE is not set: set both, or neither to run alone",
+        ),
+        (
+            &[("WORLD_SIZE", "2")],
+            "Environment: WORLD_SIZE=2 but RANK is not set: set both, or neither to run alone",
+        ),
+        (
+            &[("RANK", "one"), ("WORLD_SIZE", "2")],
+            "Environment: RANK=\"one\": must be a whole number, 0 or more",
+        ),
         (
             &[("FLOW_TIMEOUT", "abc")],
             "Argument: rank 0: from_env: FLOW_TIMEOUT=abc must be a positive number of seconds",

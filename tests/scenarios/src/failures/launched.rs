@@ -7,12 +7,12 @@ use anyhow::Result;
 use flow_comm::ProcessGroup;
 use flow_harness::cli::until;
 use flow_harness::net::Agent;
-use flow_harness::{assert_contains, DETECTION_LIMIT, TEST_TIMEOUT};
+use flow_harness::{DETECTION_LIMIT, TEST_TIMEOUT, assert_contains};
 use nix::sys::signal::{SigSet, Signal};
 
-use super::endless::{endless, Loop};
+use super::endless::{Loop, endless};
 use super::lost::{is_mapped, shared_memory_of};
-use crate::registry::{launched, machines, process, scenario, signal, Scenario, Test};
+use crate::registry::{Scenario, Test, launched, machines, process, scenario, signal};
 
 pub const SCENARIOS: &[Scenario] = &[
     process(

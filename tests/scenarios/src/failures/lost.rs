@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::ProcessGroup;
-use flow_harness::{assert_contains, DETECTION_LIMIT};
+use flow_harness::{DETECTION_LIMIT, assert_contains};
 use nix::sys::signal::Signal;
 
-use super::endless::{endless, looping, Loop};
-use super::report::{report, said, sleep_until_killed, sum, THREE};
-use crate::registry::{by_hand, process, scenario, signal, Scenario, Test};
+use super::endless::{Loop, endless, looping};
+use super::report::{THREE, report, said, sleep_until_killed, sum};
+use crate::registry::{Scenario, Test, by_hand, process, scenario, signal};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("killed_in_small_all_reduces", |group| endless(group, Loop::Small, None), THREE)

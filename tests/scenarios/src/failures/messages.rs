@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::{Error, ProcessGroup};
-use flow_harness::{assert_contains, DETECTION_LIMIT};
+use flow_harness::{DETECTION_LIMIT, assert_contains};
 use nix::sys::signal::Signal;
 
 use super::report::{kill_myself, report, said, sleep_until_killed};
-use crate::registry::{by_hand, machines, process, scenario, signal, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, by_hand, machines, process, scenario, signal};
 
 /// On one node, and on several.
 const TWO: &[Job] = &[by_hand(&[2]), by_hand(&[1, 1])];

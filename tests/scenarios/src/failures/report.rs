@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
-use flow_harness::{Process, DETECTION_LIMIT};
-use nix::sys::signal::{kill, Signal};
+use flow_harness::{DETECTION_LIMIT, Process};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::registry::{by_hand, lines, Job};
+use crate::registry::{Job, by_hand, lines};
 
 /// Three ranks, of which rank 1 fails: on one node, as a leader or not, and on nodes of their own.
 pub const THREE: &[Job] = &[by_hand(&[3]), by_hand(&[2, 1]), by_hand(&[1, 2]), by_hand(&[1, 1, 1])];

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use anyhow::Result;
 use flow_comm::ProcessGroup;
-use flow_harness::{assert_contains, Process};
+use flow_harness::{Process, assert_contains};
 use nix::sys::signal::Signal;
 
-use super::endless::{endless, looping, Loop};
-use super::report::{report, said, sleep_until_killed, sum, THREE};
-use crate::registry::{by_hand, scenario, signal, Scenario, Test};
+use super::endless::{Loop, endless, looping};
+use super::report::{THREE, report, said, sleep_until_killed, sum};
+use crate::registry::{Scenario, Test, by_hand, scenario, signal};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("a_rank_that_never_comes_is_named", absent, THREE).checked_by(names_the_absent),

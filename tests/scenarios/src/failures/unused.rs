@@ -8,7 +8,7 @@ use flow_comm::ProcessGroup;
 use flow_harness::assert_contains;
 
 use super::report::{kill_myself, report, said, sleep_until_killed, sum};
-use crate::registry::{by_hand, scenario, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, by_hand, scenario};
 
 const NODES: &[Job] = &[by_hand(&[2, 1]), by_hand(&[1, 1, 1])];
 

@@ -1,8 +1,8 @@
 //! Buckets of gradients: packed, reduced and spread, beside the stream that computes.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{DType, ProcessGroup};
-use flow_harness::{assert_contains, Process, TEST_TIMEOUT};
+use flow_harness::{Process, TEST_TIMEOUT, assert_contains};
 
 use super::memory::{Array, Gpu};
 use crate::registry::Test;

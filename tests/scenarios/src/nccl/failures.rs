@@ -6,10 +6,10 @@ use std::time::Duration;
 use anyhow::Result;
 use flow_comm::nccl::CudaGroup;
 use flow_comm::{DType, P2pOp, ProcessGroup, ReduceOp};
-use flow_harness::{assert_contains, Finished, Process, TEST_TIMEOUT};
+use flow_harness::{Finished, Process, TEST_TIMEOUT, assert_contains};
 
 use super::memory::{Array, Gpu};
-use crate::registry::{by_hand, launched, scenario, Job, Scenario, Test};
+use crate::registry::{Job, Scenario, Test, by_hand, launched, scenario};
 
 /// Where time-outs are what is checked.
 const TIMEOUT: Duration = Duration::from_secs(4);

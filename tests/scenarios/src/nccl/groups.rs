@@ -1,9 +1,9 @@
 //! Sub-groups over NCCL.
 
-use anyhow::{ensure, Context, Result};
-use flow_comm::{f16, Mesh, ProcessGroup};
+use anyhow::{Context, Result, ensure};
+use flow_comm::{Mesh, ProcessGroup, f16};
 
-use crate::collectives::{check_type, OnGpu};
+use crate::collectives::{OnGpu, check_type};
 
 /// Sub-groups: of a group that is used on GPUs already, and of one that is not.
 pub fn run(group: &ProcessGroup) -> Result<()> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use flow_comm::nccl::{Device, DeviceBuffer, DeviceMemory, Stream};
-use flow_comm::{bf16, f16, Buffer, DType, Element};
+use flow_comm::{Buffer, DType, Element, bf16, f16};
 
 /// A rank's GPU and the stream that it computes on.
 pub struct Gpu {

@@ -8,7 +8,7 @@ pub mod memory;
 
 use flow_comm::nccl::Library;
 
-use crate::registry::{launched, scenario, Scenario};
+use crate::registry::{Scenario, launched, scenario};
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("groups", groups::run, &[launched(2).on_fake_cuda(), launched(5).on_fake_cuda()]),

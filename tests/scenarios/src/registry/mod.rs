@@ -20,7 +20,7 @@ mod test;
 mod trials;
 mod worker;
 
-pub use job::{by_hand, in_process, launched, machines, mpirun, Job};
-pub use scenario::{process, scenario, File, RankFn, Scenario};
-pub use test::{lines, signal, Test};
+pub use job::{Job, by_hand, in_process, launched, machines, mpirun};
+pub use scenario::{File, RankFn, Scenario, process, scenario};
+pub use test::{Test, lines, signal};
 pub use worker::main;

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-use super::job::{run_script, Job, Start};
+use super::job::{Job, Start, run_script};
 
 /// One test: a scenario in one of its jobs.
 pub struct Test {

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::{bail, Context, Result};
+use anyhow::{Context, Result, bail};
 use flow_comm::ProcessGroup;
 
 use super::job::IN_PROCESS;
