@@ -40,7 +40,7 @@
 extern "C" {
 #endif
 
-/* What functions return. */
+/* Results of functions. */
 enum {
     FLOW_OK = 0,
     FLOW_ERROR_ENVIRONMENT = 1, /* the environment does not describe a rank */
@@ -67,7 +67,7 @@ typedef enum {
     FLOW_U8 = 6
 } flow_dtype;
 
-/* How the ranks' elements become one. Operands are taken in rank order: results are the same bits on all ranks. */
+/* The way in which the ranks' elements become one. Operands are taken in rank order: results are the same bits on all ranks. */
 typedef enum {
     FLOW_SUM = 0,
     FLOW_AVG = 1, /* the sum divided by the number of ranks */
@@ -89,25 +89,25 @@ typedef struct {
     flow_dtype dtype;
 } flow_buffer;
 
-/* Which rank of a job this process is, and how the ranks find each other. */
+/* This process's rank in a job, and the way in which the ranks find each other. */
 typedef struct {
     size_t rank, world_size;
     size_t local_rank, local_world_size; /* the same among the ranks of this machine */
     int64_t node;                        /* the number of the machine; -1 to tell machines apart by their names */
-    /* Where rank 0 is to serve the store by which the ranks find each other, the same on all ranks: unix://NAME for a job on
+    /* The address at which rank 0 serves the store by which the ranks find each other, the same on all ranks: unix://NAME for a job on
      * one machine, of a name that no other job uses; tcp://HOST:PORT with a free port of rank 0's machine. Null for a job of
      * one rank. */
     const char *address;
-    /* What admits to that store, the same on all ranks, and to be known to nobody else. */
+    /* The secret that admits to that store: the same on all ranks, and known to nobody else. */
     const char *token;
 } flow_membership;
 
-/* The text of the last error of this thread; "" if there was none. It stays until the thread's next error. */
+/* Returns the text of the last error of this thread; "" if there was none. It stays until the thread's next error. */
 const char *flow_error_message(void);
 
-/* Each thread that waits in an operation calls this some times a second: an interpreter's look at signals, say. If it returns true
- * the operation fails with FLOW_ERROR_INTERRUPTED, and its group on all ranks. The first call in a process counts. Waits of
- * flow_join are not interrupted. */
+/* Sets a function that each thread calls some times a second while it waits: an interpreter's look at signals, say. If it
+ * returns true the operation fails with FLOW_ERROR_INTERRUPTED, and its group on all ranks. The first call in a process
+ * counts. Waits of flow_join are not interrupted. */
 void flow_set_interrupt_check(bool (*is_interrupted)(void));
 
 /* ---- groups ---- */
@@ -142,8 +142,8 @@ int flow_with_timeout(const flow_group *group, double seconds, flow_group **made
  * bytes of text, such as "int16, max". It is freed by flow_leave, too. */
 int flow_with_label(const flow_group *group, const char *operation, const char *elements, flow_group **made);
 
-/* How long this rank waits for others from now on. Handles of flow_with_timeout keep their own timeout: given one of them, this
- * changes the group's, and not the handle's. */
+/* Sets how long this rank waits for others from now on. Handles of flow_with_timeout keep their own timeout: given one of
+ * them, this changes the group's, and not the handle's. */
 int flow_set_timeout(const flow_group *group, double seconds);
 
 /* Makes the group unusable on all ranks, whose waits end with this cause. */
@@ -167,7 +167,7 @@ int flow_broadcast(const flow_group *group, flow_buffer data, size_t root);
  * output. */
 int flow_all_gather(const flow_group *group, flow_buffer input, flow_buffer output);
 
-/* As flow_all_gather, to rank `root` only; the others' output is not looked at. */
+/* Gathers as flow_all_gather does, to rank `root` only; the others' output is not looked at. */
 int flow_gather(const flow_group *group, flow_buffer input, flow_buffer output, size_t root);
 
 /* Rank r gets block r of rank `root`'s input, which is world size times as long; the others' input is not looked at. */
@@ -188,7 +188,7 @@ int flow_all_to_all_v(const flow_group *group, flow_buffer input, const size_t *
 
 /* ---- messages ---- */
 
-/* To rank `to`, which receives as many elements of the same type with the same tag. May return before it does. */
+/* Sends to rank `to`, which receives as many elements of the same type with the same tag. May return before it does. */
 int flow_send(const flow_group *group, flow_buffer data, size_t to, uint32_t tag);
 
 /* The next message of rank `from` with this tag. Messages with other tags that come before are kept. */

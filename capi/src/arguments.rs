@@ -56,7 +56,9 @@ pub unsafe fn list<'a, T>(list: *const T, count: usize, what: &str) -> Result<&'
         return Ok(&[]);
     }
     if list.is_null() || !list.is_aligned() || count > isize::MAX as usize / size_of::<T>() {
-        return Err(Failure::argument(format!("{what}: that is no list of {count}")));
+        return Err(Failure::argument(format!(
+            "{what}: not a list of {count}: it must be aligned memory of so many, and not null"
+        )));
     }
     // SAFETY: the caller's promise.
     Ok(unsafe { std::slice::from_raw_parts(list, count) })

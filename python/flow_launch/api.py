@@ -12,7 +12,7 @@ from . import call, job
 
 @dataclass
 class DefaultLogsSpecs:
-    """What goes to files: see `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` of flow-launch.
+    """The choice of what goes to files: see `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter` of flow-launch.
 
     `redirects` and `tee` are 0 (none), 1 (stdout), 2 (stderr), 3 (both), or a dict of these by local rank.
     """
@@ -95,7 +95,7 @@ def launch_agent(config, entrypoint: Callable | str | list[str], args: list[Any]
 
 
 def _name(command: list[str]) -> str:
-    """What a report calls a command: for Python, the script."""
+    """Returns a command's name in reports: for Python, the script."""
     if os.path.basename(command[0]).startswith("python"):
         return next((word for word in command[1:] if not word.startswith("-")), command[0])
     return command[0]
@@ -128,7 +128,7 @@ def flags(config) -> list[str]:
 
 
 def _meeting(config) -> dict[str, Any]:
-    """How nodes meet. One node meets nobody, so that what is said of it does not count, but for a fixed address."""
+    """Returns the flags by which nodes meet. One node meets nobody: there only a fixed address counts."""
     conf = dict(config.rdzv_configs)
     node_rank = conf.pop("rank", None)
     if config.rdzv_backend == "static":

@@ -54,7 +54,7 @@ def command(called: str, returned: str) -> list[str]:
 
 
 def results(file) -> dict[int, Any]:
-    """What workers have returned, by rank; of a rank that was started again, the last."""
+    """Reads the workers' results, by rank; of a rank that was started again, the last."""
     file.seek(0)
     found = {}
     while True:

@@ -1,4 +1,4 @@
-"""What is raised when workers fail: PyTorch's own classes where there is PyTorch, else these, which are like them."""
+"""Exceptions for workers that fail: PyTorch's own classes where there is PyTorch, else these, which are like them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import datetime
 
 @dataclass
 class ProcessFailure:
-    """How a worker failed. The exit code is minus the signal's number where one ended it."""
+    """The failure of a worker. The exit code is minus the signal's number where one ended it."""
 
     local_rank: int
     pid: int

@@ -1,4 +1,4 @@
-"""Has programs that start their jobs by PyTorch's launcher start them by flow-launch, without a change to them.
+"""Makes programs that start their jobs by PyTorch's launcher start them by flow-launch, without a change to them.
 
     python -m flow_launch.patch accelerate launch train.py
     python -m flow_launch.patch -m package.module arguments
@@ -18,7 +18,7 @@ from .api import launch_agent
 
 
 def patch():
-    """From now on, `torch.distributed.run` and `elastic_launch` start jobs by flow-launch in this process."""
+    """Makes `torch.distributed.run` and `elastic_launch` start jobs by flow-launch, from now on, in this process."""
     import torch.distributed.launcher as launcher
     import torch.distributed.launcher.api as api
 

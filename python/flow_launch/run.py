@@ -1,4 +1,4 @@
-"""What `torch.distributed.run` is for torchrun: `python -m flow_launch.run` takes the same command line.
+"""`python -m flow_launch.run` takes the command line of `python -m torch.distributed.run`.
 
 Workers run in this Python, where the command flow-launch takes `python3` from PATH. Also for programs that call
 `torch.distributed.run.main(arguments)`, or `run` with what torch's parser has made of them.

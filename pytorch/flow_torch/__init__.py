@@ -8,7 +8,7 @@ import warnings
 
 
 def _autoload():
-    """What the entry point calls, at the end of `import torch`; also of the next line's, so that this must be there already."""
+    """Runs at the end of `import torch`, by the entry point. The next line may be that import, so this must exist already."""
 
 
 import torch
@@ -34,7 +34,7 @@ def _backend(group=None):
 
 
 def _create(options, _):
-    """What init_process_group and new_group call, on the ranks of the group."""
+    """Makes a group, on its ranks: init_process_group and new_group call this."""
     from . import rendezvous
 
     if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14

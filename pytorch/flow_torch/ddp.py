@@ -68,7 +68,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return self.device_type == "cpu" and "flow" in str(dist.get_backend(self.process_group))
 
     def _leave_to_torch(self):
-        """Has torch's Reducer do everything from here on."""
+        """Leaves everything to torch's Reducer from here on."""
         if self._in_place is None:
             return
         self._in_place = None

@@ -68,12 +68,12 @@ def module(file):
 
 
 def tag():
-    """For which PyTorch and Python it is."""
+    """Names the PyTorch and the Python that it is for."""
     return f"torch-{VERSION}-{sysconfig.get_config_var('SOABI')}"
 
 
 def key():
-    """What else the result depends on."""
+    """Returns a key of all else that the result depends on."""
     hashed = hashlib.sha256()
     for source in [*sorted((HERE / "csrc").iterdir()), library.files()[1], Path(__file__)]:
         hashed.update(source.read_bytes())

@@ -400,7 +400,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._lanes[key]
 
     def _close_idle_lanes(self):
-        """Of messages with tags: programs may use any number of these, each for a short time."""
+        """Closes idle lanes of messages with tags: programs may use any number of these, each for a short time."""
         for key, lane in list(self._lanes.items()):
             if len(key) > 1 and key[0] != "to" and key[-1] > 0 and lane.is_idle():
                 self._lanes.pop(key).close()
@@ -446,7 +446,7 @@ class ProcessGroup(dist.ProcessGroup):
         return tensors
 
     def _parts(self, tensor, splits):
-        """How many elements go to each rank, or come from there."""
+        """Returns how many elements go to each rank, or come from there."""
         if not tensor.dim():
             raise RuntimeError("flow: tensors of all_to_all_single need rows to divide")
         rows = tensor.shape[0]

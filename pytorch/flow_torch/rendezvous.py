@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other, by the store that PyTorch has for it."""
+"""The ranks of a group find each other, by the store that PyTorch has for it."""
 
 import contextlib
 import datetime
@@ -153,7 +153,7 @@ def machine():
 
 
 def address(machines, token):
-    """Where rank 0 serves Flow's own store."""
+    """Returns where rank 0 serves Flow's own store."""
     if len(set(machines)) == 1:
         return f"unix://flow-torch-{token}"
     host = os.environ.get("FLOW_LOCAL_ADDR") or own_host(os.environ.get("MASTER_ADDR"))

@@ -103,7 +103,7 @@ def _maybe_attach_flight_recorder(original):
 
 
 def wait_in_backward(complete_deferred):
-    """Has a hook in backward that waits for a future first complete those that are left to the end of backward."""
+    """Makes a hook in backward that waits for a future first complete those that are left to the end of backward."""
     original = torch._C.Future.wait
 
     @functools.wraps(original)

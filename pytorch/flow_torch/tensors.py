@@ -55,7 +55,7 @@ def filled(tensor):
 
 
 def elements(tensor, code=None):
-    """Those of a contiguous tensor. What flow-comm has no type for moves as bytes."""
+    """Returns the elements of a contiguous tensor. Those that flow-comm has no type for move as bytes."""
     code = DTYPES.get(tensor.dtype) if code is None else code
     if code is None:
         return Buffer(tensor.data_ptr(), tensor.numel() * tensor.element_size(), UINT8)
@@ -96,8 +96,8 @@ def reducible(tensor, op):
 
 
 def label(tensor, op=None):
-    """What ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
-    flow-comm knows both."""
+    """Returns the label that ranks must agree on, and that errors name, where elements move as bytes: their type, and the reduction
+    if there is one. Empty if flow-comm knows both."""
     code = DTYPES.get(tensor.dtype) if op is None else reducible(tensor, op)
     if code is not None and code == DTYPES.get(tensor.dtype):
         return ""

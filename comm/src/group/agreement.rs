@@ -20,6 +20,7 @@ use super::parts::Parts;
 use crate::error::{Error, Result};
 use crate::internode::presence::Presence;
 use crate::json::{from_json, to_json};
+use crate::shm::arena::no_room;
 use crate::stall::Stall;
 use crate::world::FIRST_WARNING;
 
@@ -370,7 +371,7 @@ impl<'a> Agreement<'a> {
         }
         let outcome = match full {
             Some(rank) => Outcome::Failed(Cause::Other {
-                reason: format!("the shared memory region of rank {rank} is full"),
+                reason: no_room("a group", rank),
             }),
             None => Outcome::Made { offsets },
         };

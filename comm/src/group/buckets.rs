@@ -11,6 +11,7 @@ use super::member::Member;
 use crate::collectives::launch::BucketLaunch;
 use crate::error::{Error, Result};
 use crate::operation_context::OperationContext;
+use crate::shm::arena::no_room;
 use crate::shm::segments::Segments;
 
 impl Member {
@@ -19,7 +20,7 @@ impl Member {
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
         self.parts(&"segments")?;
         Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(|| {
-            self.system("segments", "the shared memory region of this rank is full".into())
+            self.system("segments", no_room("a bucket", self.core().world.rank))
         })
     }
 

@@ -17,7 +17,7 @@ use crate::arguments::Caller;
 use crate::buffer::SharedBuffer;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::shm::arena::Arena;
+use crate::shm::arena::{no_room, Arena};
 use crate::trace::Record;
 use crate::work::Worker;
 
@@ -117,7 +117,8 @@ impl Member {
     pub fn alloc_shared<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>> {
         let group = self.parts(&"alloc_shared")?;
         SharedBuffer::new(&group.core.world.arena, len).ok_or_else(|| {
-            let reason = format!("no room for {len} x {} in this rank's region", T::DTYPE);
+            let what = format!("{len} x {}", T::DTYPE);
+            let reason = no_room(&what, group.core.world.rank);
             self.system("alloc_shared", reason)
         })
     }

@@ -10,7 +10,7 @@ use super::{ProcessGroup, group_of};
 use crate::error::Result;
 use crate::internode::presence::Presence;
 use crate::operation_context::OperationContext;
-use crate::shm::arena::Block;
+use crate::shm::arena::{no_room, Block};
 use crate::shm::control::Control;
 
 impl ProcessGroup {
@@ -64,7 +64,7 @@ impl ProcessGroup {
         let bytes = Control::bytes(ranks.len(), locals.len());
         let offset = offset
             .filter(|&offset| core.is_reachable(first, offset, bytes))
-            .ok_or_else(|| call.failed("the shared memory region is full".into()))?;
+            .ok_or_else(|| call.failed(no_room("a group", core.ranks[first])))?;
         let arena = Arc::clone(&core.world.arena);
         let new_group = NewGroup {
             world: Arc::clone(&core.world),

@@ -17,6 +17,7 @@ use crate::error::{Error, Result};
 use crate::internode::presence::Presence;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
+use crate::shm::arena::no_room;
 use crate::shm::control::Control;
 use crate::world::World;
 
@@ -154,7 +155,7 @@ fn check_words(
         return Err(group.failure.fail(Error::Mismatch { rank, detail }));
     }
     if let Some(full) = words.iter().position(|words| words[1] == FULL) {
-        let reason = format!("the shared memory region of rank {} is full", core.ranks[full]);
+        let reason = no_room("a group", core.ranks[full]);
         return Err(Error::System { rank, operation: operation.into(), reason });
     }
     Ok(())

@@ -332,6 +332,14 @@ impl Arena {
     }
 }
 
+/// Says that a rank's region is full, for the error of an operation that needs memory for `what`.
+pub fn no_room(what: &str, rank: usize) -> String {
+    format!(
+        "no room for {what} in the shared memory of rank {rank}: drop shared buffers and groups \
+         that are no longer used"
+    )
+}
+
 impl Drop for Arena {
     fn drop(&mut self) {
         if self.blocks.is_ours() {

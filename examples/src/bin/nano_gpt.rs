@@ -191,7 +191,8 @@ fn pieces(text: &Tensor, places: &Tensor, context: i64, device: Device) -> (Tens
     (pieces.narrow(1, 0, context), pieces.narrow(1, 1, context))
 }
 
-/// The mean loss in nats a byte. As `cross_entropy_for_logits`, which is in single precision always.
+/// Returns the mean loss in nats a byte, in the precision of the logits. (tch's
+/// `cross_entropy_for_logits` always takes single precision.)
 fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Tensor {
     let likely = logits.log_softmax(-1, logits.kind());
     likely.view([-1, VOCABULARY]).nll_loss(&targets.reshape([-1]))

@@ -22,7 +22,7 @@ using namespace flow;
 using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// How long a helper leaves a collective, and a message, to whoever waits for it. Two ranks that send to each other first both need
+// The time that a helper leaves a collective, and a message, to whoever waits for it. Two ranks that send to each other first both need
 // their helpers.
 constexpr std::chrono::milliseconds kPatience(20);
 constexpr std::chrono::microseconds kPatienceForMessages(50);
@@ -42,7 +42,7 @@ public:
     }
 
     ~FlowBackend() override {
-        // What is under way may have to call Python.
+        // Operations under way may have to call Python.
         std::optional<py::gil_scoped_release> released;
         if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
         shutdown();
@@ -481,7 +481,7 @@ private:
         return operation;
     }
 
-    // Of messages with tags: programs may use any number of these, each for a short time.
+    // Closes idle lanes of messages with tags: programs may use any number of these, each for a short time.
     void close_idle_lanes() {
         for (auto lane = messages_.begin(); lane != messages_.end();) {
             const bool is_over = lane->first.second > 0 && lane->second->is_idle();
@@ -494,7 +494,7 @@ private:
     // rank has no room, or the first of its length.
     WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
         const auto tensor = tensors[0];
-        // What is reduced elsewhere need not be used again.
+        // A tensor that is reduced elsewhere need not be used again.
         if (torch::autograd::get_current_graph_task_id() != -1) share_bucket(get(), tensor);
         const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
         const auto number = static_cast<uint32_t>(sequence_++);
@@ -560,7 +560,7 @@ private:
     std::map<std::vector<size_t>, size_t> groups_;  // how many of these ranks were made
 };
 
-// Which rank this is, and how the ranks meet.
+// This rank, and the place where the ranks meet.
 struct Place {
     size_t rank, world_size, local_rank, local_world_size;
     int64_t node;

@@ -25,7 +25,7 @@ public:
         return installed;
     }
 
-    // From now on backward gets blocks of this length from the group.
+    // Gives backward blocks of this length from the group, from now on.
     void add(size_t bytes, const Group& group) {
         std::lock_guard<std::mutex> lock(mutex_);
         groups_.emplace(bytes, group);

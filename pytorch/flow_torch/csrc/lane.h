@@ -24,10 +24,10 @@ namespace flow {
 
 class Lane;
 
-// What an operation does, once.
+// The work of an operation, done once.
 struct Job {
     std::function<void(const flow_group*)> run;
-    // Of its own; see `within`.
+    // The operation's own; see `within`.
     Milliseconds timeout = c10d::kUnsetTimeout;
     // See `label`.
     std::string elements;
@@ -91,7 +91,7 @@ public:
     static void end_all() {
         all().close();
         PythonStay::wait_for_all(/*is_last=*/false);
-        // What the callbacks have begun.
+        // Operations that the callbacks have begun.
         all().close();
         PythonStay::wait_for_all(/*is_last=*/true);
     }
@@ -160,7 +160,7 @@ public:
         for (const auto& each : ended) each->announce();
     }
 
-    // Has the operation run when somebody waits for it.
+    // Runs the operation when somebody waits for it.
     void submit(const OperationPtr& operation, Job job) {
         operation->job_ = std::move(job);
         if (is_forked()) {
@@ -238,7 +238,7 @@ public:
         }
     }
 
-    // With the operation's mutex held: its future is to be completed at the end of backward.
+    // Leaves the operation's future to the end of backward. Its mutex is held.
     void defer(const OperationPtr& operation) {
         std::lock_guard<std::mutex> lock(queue_mutex_);
         deferred_.push_back(operation);
@@ -417,9 +417,9 @@ private:
     size_t not_launched_ = 0;
     int task_ = -1;
     bool is_running_ = false;
-    // Of this thread, in whatever lane.
+    // Whether this thread completes a future, in whatever lane.
     static inline thread_local bool is_completing_ = false;
-    // Those with futures that are left to the end of this thread's backward.
+    // The lanes with futures that are left to the end of this thread's backward.
     static inline thread_local std::vector<std::weak_ptr<Lane>> in_backward_;
     bool asleep_ = false;
     bool hurry_ = false;

@@ -43,12 +43,12 @@ inline const char* full_name(c10d::OpType type) {
     }
 }
 
-// What the profiler shows.
+// The name that the profiler shows.
 inline const char* title(c10d::OpType type) {
     return is_recorded() ? full_name(type) : nullptr;
 }
 
-// What flow-comm's errors show.
+// The name that flow-comm's errors show.
 inline const char* operation_name(c10d::OpType type) {
     using c10d::OpType;
     switch (type) {

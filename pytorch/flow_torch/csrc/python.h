@@ -1,4 +1,4 @@
-// What Python's interpreter asks of C++ code that waits, and of threads that are not its own.
+// The rules of Python's interpreter for C++ code that waits, and for threads that are not its own.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace flow {
 
-// How often a thread that waits looks at signals.
+// The interval at which a thread that waits looks at signals.
 constexpr std::chrono::milliseconds kSignalInterval(100);
 
 // Runs the handlers of signals that have come, if this is the thread that Python runs them on. Whether one of them has raised an

@@ -17,7 +17,7 @@
 
 namespace flow {
 
-// What c10d::Reducer keeps for classes derived from it. There are no objects of this one.
+// The members that c10d::Reducer keeps for classes derived from it. There are no objects of this one.
 struct TorchReducer final : c10d::Reducer {
     static auto& mutex(Reducer& own) { return own.*&TorchReducer::mutex_; }
     static const auto& params(Reducer& own) { return own.*&TorchReducer::params_; }
@@ -140,14 +140,14 @@ public:
         release();
     }
 
-    // How many bytes of the last backward's gradients were reduced where they were.
+    // Returns how many bytes of the last backward's gradients were reduced where they were.
     size_t in_place_bytes() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         return in_place_;
     }
 
 private:
-    // Of another type in each version of PyTorch.
+    // A pointer to a node, of another type in each version of PyTorch.
     using NodePtr = std::decay_t<decltype(TorchReducer::grad_accumulators(std::declval<c10d::Reducer&>())[0])>;
 
     struct Gradient {
@@ -160,9 +160,9 @@ private:
         size_t piece = 0;
         // Shared memory for it; of large ones only where it was needed.
         at::Tensor place;
-        // What is reduced in this backward: the gradient itself, or its place.
+        // The tensor that is reduced in this backward: the gradient itself, or its place.
         at::Tensor reduced;
-        // How many hooks are still to come before it is ready.
+        // The number of hooks that are still to come before it is ready.
         int hooks = 1;
         bool is_ready = false;
     };
@@ -177,7 +177,7 @@ private:
         // The places of small gradients, the first of the pieces; undefined if there are none.
         at::Tensor small;
         std::vector<flow_buffer> pieces;
-        // How many gradients are not ready.
+        // The number of gradients that are not ready.
         size_t missing = 0;
     };
 
@@ -212,7 +212,7 @@ private:
 
     bool is_dynamic() const { return TorchReducer::finds_unused(*torch_) && !TorchReducer::is_static(*torch_); }
 
-    // What may help where parameters got no gradient.
+    // Advice for parameters that got no gradient.
     const char* advice_for_missing() const {
         if (TorchReducer::is_static(*torch_)) {
             return "With static_graph=True each backward brings gradients to the parameters that the first one brought some to: where others "
@@ -292,7 +292,7 @@ private:
         }
     }
 
-    // In backward, after a gradient has been accumulated: whether nothing else uses its memory. `incoming` is what came.
+    // Whether nothing else uses the memory of a gradient that has just been accumulated. `incoming` is what came.
     static bool is_exclusive(const at::Tensor& gradient, const at::Tensor& incoming) {
         const auto& storage = gradient.storage();
         const bool was_taken = incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(storage);
@@ -351,7 +351,7 @@ private:
         }
     }
 
-    // Has a gradient lie in shared memory: where it is, or in its place. One of a parameter that is not used stays as it is if no rank
+    // Puts a gradient into shared memory: where it is, or in its place. One of a parameter that is not used stays as it is if no rank
     // uses that.
     void place(Gradient& gradient, const at::Tensor* incoming) {
         at::NoGradGuard no_grad;
@@ -423,7 +423,7 @@ private:
         is_under_way_ = false;
     }
 
-    // Which parameters some rank has used; empty if all have been.
+    // Returns which parameters some rank has used; empty if all have been.
     std::vector<int32_t> used_anywhere() {
         const bool is_static = TorchReducer::is_static(*torch_);
         if (!is_static && !is_dynamic()) return {};
@@ -500,7 +500,7 @@ private:
     std::vector<Gradient> gradients_;  // as torch's Reducer numbers parameters
     std::vector<Bucket> buckets_;
     bool has_rebuilt_bucket_ = false;
-    // Of the backward that is expected, or under way: gradients that are ready, and the next bucket to launch.
+    // The backward that is expected, or under way: gradients that are ready, and the next bucket to launch.
     bool expects_ = false;
     bool is_under_way_ = false;
     bool marked_unused_ = false;

@@ -58,7 +58,7 @@ inline std::optional<flow_dtype> reducible(at::ScalarType type, RedOp op) {
     return code_of(type);
 }
 
-// What ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
+// The label that ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
 // flow-comm knows both.
 inline std::string label(at::ScalarType type, std::optional<RedOp> op) {
     const auto code = op ? reducible(type, *op) : code_of(type);
@@ -108,7 +108,7 @@ inline const Tensors& of_ranks(const Tensors& tensors, int size) {
     return tensors;
 }
 
-// That blocks have the type and the number of elements of this rank's.
+// Checks that blocks have the type and the number of elements of this rank's.
 inline void alike(const Tensors& blocks, const Tensor& own) {
     for (const auto& block : blocks) {
         TORCH_CHECK_TYPE(block.scalar_type() == own.scalar_type(), "flow: inputs and outputs must have one type, not ",
@@ -118,7 +118,7 @@ inline void alike(const Tensors& blocks, const Tensor& own) {
     }
 }
 
-// Has `write` fill a tensor: where it is, or by way of a contiguous copy.
+// Lets `write` fill a tensor: where it is, or by way of a contiguous copy.
 template <typename Write>
 void fill(const Tensor& tensor, const Write& write) {
     const auto own = tensor.contiguous();
@@ -154,7 +154,7 @@ inline void divide(const Tensor& joined, const Tensors& tensors) {
     }
 }
 
-// How many elements each rank has, as flow-comm counts them.
+// Returns how many elements each rank has, as flow-comm counts them.
 inline std::vector<size_t> counts(const Tensors& tensors) {
     std::vector<size_t> counts;
     for (const auto& tensor : tensors) counts.push_back(code_of(tensor.scalar_type()) ? tensor.numel() : tensor.nbytes());

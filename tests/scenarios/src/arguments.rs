@@ -77,7 +77,8 @@ fn arguments(group: &ProcessGroup) -> Result<()> {
     let error =
         group.alloc_shared::<f64>(1 << 50).err().context("8 PiB were allocated")?.to_string();
     let expected = format!(
-        "rank {rank}: alloc_shared failed: no room for {} x f64 in this rank's region",
+        "rank {rank}: alloc_shared failed: no room for {} x f64 in the shared memory of rank {rank}: \
+         drop shared buffers and groups that are no longer used",
         1_u64 << 50
     );
     ensure!(error == expected, "{error}");
