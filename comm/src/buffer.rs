@@ -58,10 +58,9 @@ buffer_by_slice!([] Vec<T>, [const N: usize] [T; N], [] SharedBuffer<T>);
 
 /// Elements in memory that all ranks of the machine can reach: collectives on it copy nothing.
 ///
-/// Made by [`Member::alloc_shared`](crate::Member::alloc_shared), zero at first; use it
-/// as a slice. Other ranks write to it during collectives that its owner takes part in, and at no
-/// other time; after one that failed, a slow rank may yet write, so that the contents are of no
-/// use.
+/// Made by [`Member::alloc_shared`](crate::Member::alloc_shared), zero at first; use it as a slice.
+/// Other ranks write to it during collectives that its owner takes part in, and at no other time.
+/// After a failed collective a slow rank may yet write, so the contents are of no use.
 pub struct SharedBuffer<T> {
     block: Block,
     len: usize,

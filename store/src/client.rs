@@ -25,7 +25,7 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 
 /// A connection to a store.
 ///
-/// It may be shared between threads, but serves one call after the other: a thread that waits long
+/// It may be shared between threads, but serves one call after the other. A thread that waits long
 /// for a key keeps the others from theirs, and should have a `Store` of its own. When a call has
 /// failed with [`Error::Lost`], all later ones fail at once.
 pub struct Store {

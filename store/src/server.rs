@@ -139,7 +139,7 @@ impl Drop for Server {
 /// its values forgotten.
 ///
 /// It behaves as PyTorch's own server. At most half of the file descriptors that the process may
-/// have are theirs, and all values together may take 1 GiB: a client beyond that is closed, with a
+/// have are theirs, and all values together may take 1 GiB. A client beyond that is closed, with a
 /// line in the log.
 #[derive(Debug)]
 pub struct TcpStoreServer {

@@ -154,8 +154,8 @@ fn watch_peer(
 }
 
 /// Names a join: the name that it was given, how often this process has joined under that before,
-/// and how many forks lie behind it, so that forked processes do not meet those that they are
-/// forked from.
+/// and how many forks lie behind it. So forked processes do not meet those that they are forked
+/// from.
 fn join_name(name: &str) -> String {
     static JOINS: Mutex<BTreeMap<(u32, String), usize>> = Mutex::new(BTreeMap::new());
     let mut joins = JOINS.lock().unwrap_or_else(PoisonError::into_inner);

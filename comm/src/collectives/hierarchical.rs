@@ -4,7 +4,7 @@
 //! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader
 //! sends each other leader that one's slice of its node's sum, adds up its own in the order of
 //! nodes, and sends the result to all. Each node sends and receives 2N bytes whatever their number,
-//! as in a ring, but in two steps; it always has the slices of the next block and the results of
+//! as in a ring, but in two steps. It always has the slices of the next block and the results of
 //! the last under way. All nodes hold the same bits.
 //!
 //! In a node: while the leader transfers one block, the other members reduce the next.

@@ -62,8 +62,8 @@ impl Failure {
         error
     }
 
-    /// Fails the group for a reason to which other ranks may have details: every rank calls this,
-    /// with an empty text if it has nothing to add, and gets all ranks' details, with their ranks.
+    /// Fails the group for a reason to which other ranks may have details. Every rank calls this,
+    /// with an empty text if it has nothing to add. It gets all ranks' details, with their ranks.
     pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
         self.publish_error_detail(own);
         self.poison(

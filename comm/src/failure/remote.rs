@@ -1,9 +1,9 @@
 //! Failures that ranks on different nodes publish.
 //!
-//! Everything here is rare and goes through the store, where each rank has a connection of its own:
-//! the group's first failure, what ranks have to say about it, and how far those are that have
-//! waited long. A leader that fails also aborts its connections, so that the other leaders learn of
-//! it at once.
+//! Everything here is rare and goes through the store, where each rank has a connection of its own.
+//! It is the group's first failure, what ranks have to say about it, and how far those are that
+//! have waited long. A leader that fails also aborts its connections, so that the other leaders
+//! learn of it at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};

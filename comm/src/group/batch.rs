@@ -6,10 +6,9 @@ use crate::error::{Error, Result};
 use crate::p2p::P2pOp;
 
 impl ProcessGroup {
-    /// Sends and receives all messages of `ops`, and returns when all have been: none waits for
-    /// another, so that two ranks that both send and receive do not wait for each other, in
-    /// whatever order they list it. Messages from one rank to another keep the order of the list.
-    /// They have tag 0.
+    /// Sends and receives all messages of `ops`, and returns when all have been. None waits for
+    /// another: two ranks that both send and receive may list that in any order. Messages from one
+    /// rank to another keep the order of the list. They have tag 0.
     ///
     /// Messages to different ranks, and from different ranks, move on threads of their own.
     ///

@@ -31,10 +31,10 @@ impl ProcessGroup {
         })
     }
 
-    /// Receives the next message of rank `from` with this tag, as MPI matches them: messages with
-    /// the same tag keep their order, and those with other tags that come before are kept, in
-    /// ordinary memory, until they are asked for. There is no limit to how much is kept but the
-    /// memory of the machine.
+    /// Receives the next message of rank `from` with this tag, as MPI matches them. Messages with
+    /// the same tag keep their order. Those with other tags that come before are kept, in ordinary
+    /// memory, until they are asked for. There is no limit to how much is kept but the memory of
+    /// the machine.
     ///
     /// Several threads may receive from the same rank at once, with different tags.
     pub fn recv_with_tag<B: Buffer + ?Sized>(
@@ -62,8 +62,8 @@ impl ProcessGroup {
     ///
     /// Beside those of every receive: a rank has died, or all others have left the group, and none
     /// has left such a message behind. Over several nodes without flow-launch, only the first ranks
-    /// of nodes see each other die; else a rank on another node that has died, or left, and has
-    /// never sent this one anything, is missed when the time is over.
+    /// of nodes see each other die. Otherwise a rank on another node may have died, or left, and
+    /// have never sent this one anything. It is then missed when the time is over.
     pub fn recv_any<B: Buffer + ?Sized>(&self, buffer: &mut B, tag: u32) -> Result<usize> {
         if self.world_size() == 1 {
             return Err(self

@@ -54,7 +54,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 /// still under way.
 ///
 /// A process that is forked from a rank (and is not replaced by another program) is not a member of
-/// the rank's groups: all operations on them fail there at once, and dropping them does nothing. It
+/// the rank's groups. All operations on them fail there at once, and dropping them does nothing. It
 /// may join as a rank of its own.
 #[derive(Clone)]
 pub struct ProcessGroup {

@@ -22,7 +22,7 @@ use crate::trace::{self, Start};
 /// A process group's part on one GPU, over NCCL.
 ///
 /// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on
-/// the group's own stream and returns at once: it begins when the work that was enqueued on
+/// the group's own stream and returns at once. It begins when the work that was enqueued on
 /// `stream` before is over, and later work on `stream` begins when it is over. The host never
 /// waits, except in [`CudaGroup::barrier`] and for NCCL to connect the ranks when they first need
 /// it.

@@ -39,9 +39,9 @@ pub struct Version {
 }
 
 impl Library {
-    /// Finds the NCCL of this process, once: the one that libtorch has loaded, or the system's, or
-    /// what PyTorch's wheels have beside the loaded libtorch, or the file that `FLOW_NCCL_PATH`
-    /// names; the first that is new enough. One that is loaded is the only one.
+    /// Finds the NCCL of this process, once. It is the first of these that is new enough: the one
+    /// that libtorch has loaded, the system's, the one of PyTorch's wheels beside the loaded
+    /// libtorch, the file that `FLOW_NCCL_PATH` names. One that is loaded is the only one.
     ///
     /// # Errors
     /// No usable NCCL: what was found where, and why it was refused.

@@ -33,8 +33,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PUBLISH_INTERVAL: Duration = Duration::from_secs(1);
 /// Grace for an operation to complete here after a peer that took part in it has exited cleanly.
 const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
-/// The time after a failure in which the program may observe it, and the abort free the device,
-/// before the process is terminated: it may hang in a driver call that not even an abort ends.
+/// The time after a failure in which the program may observe it, and the abort free the device.
+/// Then the process is terminated: it may hang in a driver call that not even an abort ends.
 const ABORT_GRACE: Duration = Duration::from_secs(30);
 /// The time that the watchdog itself may be blocked in a driver call.
 const DRIVER_STALL_LIMIT: Duration = Duration::from_secs(60);

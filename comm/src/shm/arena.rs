@@ -1,10 +1,10 @@
 //! Memory that every local rank maps: one sparse memfd, a region of it for each rank to allocate
 //! from.
 //!
-//! The file is far larger than the machine's memory: pages come into being when they are touched,
-//! so growing needs no protocol between ranks, and an offset means the same bytes in every process.
-//! A memfd has no name and is not bound by the size of `/dev/shm`: when the last process that maps
-//! it ends, however it ends, it is gone.
+//! The file is far larger than the machine's memory. Pages come into being when they are touched,
+//! so growing needs no protocol between ranks. An offset means the same bytes in every process. A
+//! memfd has no name and is not bound by the size of `/dev/shm`: when the last process that maps it
+//! ends, however it ends, it is gone.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;

@@ -52,7 +52,7 @@ impl BufferView {
 }
 
 /// Copies as `copy_nonoverlapping` does, in pieces small enough for the C library to move them by
-/// vector registers: its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
+/// vector registers. Its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
 /// addresses that lie badly to each other.
 ///
 /// # Safety

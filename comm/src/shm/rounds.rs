@@ -4,7 +4,7 @@
 //! arrived, compare the descriptors, move data, raise `done`. Whoever waits watches the peers'
 //! lives and the clock. The first failure poisons the group.
 //!
-//! Members on other nodes take part through the leader, this node's first member: when all members
+//! Members on other nodes take part through the leader, this node's first member. When all members
 //! here have arrived, the leader fetches the descriptors of the others (see `internode`), and
 //! arrives for them; when it is done, so are they.
 

@@ -9,9 +9,9 @@ use crate::types::DType;
 /// may rely on it.
 const ALIGNMENT: usize = 512;
 
-/// The part that one block of a kernel moves, in bytes of the flat buffer: with 25 MiB there are 12
-/// blocks for each of an H100's processors, so that all stay busy to the end, and each thread has
-/// 64 bytes on their way at once.
+/// The part that one block of a kernel moves, in bytes of the flat buffer. With 25 MiB there are 12
+/// blocks for each of an H100's processors, so that all stay busy to the end. Each thread has 64
+/// bytes on their way at once.
 const CHUNK_BYTES: usize = 16 << 10;
 
 /// The most tensors of one launch: their addresses are passed by value, in at most 4 KB of

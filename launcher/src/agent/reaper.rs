@@ -56,7 +56,7 @@ const REAPER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most passes over all processes: new ones may start meanwhile, and some cannot be killed.
 const KILL_PASSES: usize = 100;
 
-/// The most attempts to remove the temporary folder and the pipe: a worker that is being killed may
+/// The most attempts to remove the temporary folder and the pipe. A worker that is being killed may
 /// still write to the folder, and a launcher that is being killed may still read the pipe.
 const REMOVALS: usize = 100;
 const BETWEEN_REMOVALS: Duration = Duration::from_millis(10);

@@ -191,9 +191,9 @@ impl StopPolicy {
     }
 }
 
-/// Returns the root cause among failures seen together: a crash goes before an exit code, as a
-/// worker that misses its peer ends with an exit code; then the error recorded first; then the
-/// lowest rank.
+/// Returns the root cause among failures seen together: a crash, or else the error recorded first,
+/// or else the lowest rank. A crash goes before an exit code, as a worker that misses its peer ends
+/// with an exit code.
 fn root_cause(failures: &[Ended]) -> Option<usize> {
     let first = failures.iter().min_by_key(|(worker, end, time)| {
         // In this order, false comes before true.

@@ -42,8 +42,8 @@ pub struct Modes {
 
 impl Modes {
     /// Reads the modes of the terminal that is our standard input. None if we are in the
-    /// background, where the shell decides about the modes, and None if an output is not the
-    /// terminal: a pager there sets modes of its own, which we cannot tell from our workers'.
+    /// background, where the shell decides about the modes. None if an output is not the terminal:
+    /// a pager there sets modes of its own, which we cannot tell from our workers'.
     pub fn of_input() -> Option<Modes> {
         let group = getpgrp();
         if tcgetpgrp(io::stdin()).ok()? != group || !isatty(io::stdout()) || !isatty(io::stderr()) {

@@ -30,8 +30,8 @@
 //! Keys and values are preceded by their length (u64), lists by theirs. A client need not wait for
 //! a reply before it sends the next request.
 //!
-//! It differs from PyTorch's server where that one wakes clients by mistake: a compare set that
-//! sets nothing wakes nobody, nor does a queue wake those that it has woken before and that wait
+//! It differs from PyTorch's server where that one wakes clients by mistake. A compare set that
+//! sets nothing wakes nobody. A queue does not wake those that it has woken before and that wait
 //! for another key now. And its memory is bounded: a client that would have it take more, or that
 //! does not read, is closed.
 

@@ -1,8 +1,8 @@
 //! Frames that come in over the data socket, one after another.
 //!
-//! Headers are read together with what follows them, so that a message takes one call: as the next
-//! segments that the reading channel expects are nearly always the next frames, these are read to
-//! where the segments go. What turns out to be something else is moved from there.
+//! Headers are read together with what follows them, so that a message takes one call. The next
+//! segments that the reading channel expects are nearly always the next frames, so these are read
+//! to where the segments go. What turns out to be something else is moved from there.
 
 use std::io::{self, IoSliceMut, Read as _};
 use std::net::TcpStream;

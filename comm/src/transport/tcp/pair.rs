@@ -3,14 +3,14 @@
 //! It consists of two sockets. Over the *data* socket go frames, each the next bytes of a channel.
 //! The thread that waits for a channel moves its bytes. It reads whatever comes before them: bytes
 //! of another channel go where that expects them, or are kept until it does. A channel keeps at
-//! most [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects:
-//! the receiver tells it the limit, in the frames that it sends itself. Where there are none, the
+//! most [`WINDOW`] bytes, because its sender may only send so many more than the receiver expects.
+//! The receiver tells it the limit, in the frames that it sends itself. Where there are none, the
 //! limit goes over the *control* socket, as the end of a channel does. The endpoint's thread reads
 //! that socket, so these notices arrive whatever the program does, and however full the data socket
 //! is.
 //!
-//! The control socket is nearly always idle, so the kernel's keep-alive reports within ten seconds
-//! that the other machine, or the network, is gone; a process that is merely slow, or stopped, is
+//! The control socket is nearly always idle. So the kernel's keep-alive reports within ten seconds
+//! that the other machine, or the network, is gone. A process that is merely slow, or stopped, is
 //! alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of
 //! buffers are left to the kernel, which adapts them up to a larger bound than it grants to those
 //! who ask.
