@@ -370,9 +370,7 @@ impl<'a> Agreement<'a> {
             }
         }
         let outcome = match full {
-            Some(rank) => Outcome::Failed(Cause::Other {
-                reason: no_room("a group", rank),
-            }),
+            Some(rank) => Outcome::Failed(Cause::Other { reason: no_room("a group", rank) }),
             None => Outcome::Made { offsets },
         };
         self.decide(keys, outcome)?;

@@ -19,9 +19,8 @@ impl Member {
     /// elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
         self.parts(&"segments")?;
-        Segments::new(self.arena(), bucket, dtype, lengths).ok_or_else(|| {
-            self.system("segments", no_room("a bucket", self.core().world.rank))
-        })
+        Segments::new(self.arena(), bucket, dtype, lengths)
+            .ok_or_else(|| self.system("segments", no_room("a bucket", self.core().world.rank)))
     }
 
     /// Launches the reduction of a bucket whose pieces are all in place, after the asynchronous

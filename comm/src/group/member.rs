@@ -17,7 +17,7 @@ use crate::arguments::Caller;
 use crate::buffer::SharedBuffer;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::shm::arena::{no_room, Arena};
+use crate::shm::arena::{Arena, no_room};
 use crate::trace::Record;
 use crate::work::Worker;
 

@@ -10,7 +10,7 @@ use super::{ProcessGroup, group_of};
 use crate::error::Result;
 use crate::internode::presence::Presence;
 use crate::operation_context::OperationContext;
-use crate::shm::arena::{no_room, Block};
+use crate::shm::arena::{Block, no_room};
 use crate::shm::control::Control;
 
 impl ProcessGroup {
