@@ -1,4 +1,4 @@
-//! What a program calls an operation that is done by another one.
+//! The program's name for an operation that is done by another one.
 
 use std::fmt;
 

@@ -193,7 +193,7 @@ fn runs_on_two_cores_are_predicted_better_than_by_the_cores_alone() {
             right += usize::from(is_right);
         }
     }
-    let sentence = format!("of {pairs} such pairs it has {right} in the right order");
+    let sentence = format!("Of {pairs} such pairs it has {right} in the right order");
     assert!(PAGE.contains(&sentence), "docs/planner.md differs from: {sentence}");
 }
 
