@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use flow_harness::python::unoptimized;
 use flow_tests::Process;
 
 /// The first block of code in this language after `text`, and what follows it.
@@ -17,8 +18,34 @@ fn block<'a>(page: &'a str, text: &str, language: &str) -> (&'a str, &'a str) {
         .unwrap_or_else(|| panic!("the page has no {language} after {text:?}"))
 }
 
+/// What cargo compiles anew for a crate that is no member of the workspace, though the folder has it:
+/// Flow's crates, and `tch`, of whose dependencies the crate turns on other features.
+const ANEW: &[&str] = &[
+    "flow-autograd",
+    "flow-comm",
+    "flow-ddp",
+    "flow-global",
+    "flow-kernels",
+    "flow-pipeline",
+    "flow-plan",
+    "flow-store",
+    "flow-tensor",
+    "flow-train",
+    "tch",
+];
+
+/// The page's `cargo`: it installs flow-launch as other tests do, unoptimized, and builds the crate in
+/// the folder that it shares with the checkout.
+const CARGO: &str = "cargo() {
+    case $1 in
+        install) command cargo \"$@\" --debug ;;
+        *) CARGO_TARGET_DIR=$SHARED_TARGET command cargo \"$@\" ;;
+    esac
+}
+";
+
 /// The crate lies in the checkout's target folder and shares it, so that what both depend on is
-/// compiled once.
+/// compiled once. What is compiled anew is not optimized: that takes less time.
 #[test]
 fn a_crate_of_ones_own() {
     let checkout = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -38,8 +65,11 @@ fn a_crate_of_ones_own() {
     fs::create_dir_all(folder.join("src")).unwrap();
     fs::create_dir_all(folder.join(".cargo")).unwrap();
     // It is no member of the workspace around it, and compiles dependencies as that does.
-    let own = "\n[workspace]\n\n[profile.release.package.\"*\"]\ndebug = false\n";
-    fs::write(folder.join("Cargo.toml"), flow(manifest) + own).unwrap();
+    let mut own = "\n[workspace]\n\n[profile.release.package.\"*\"]\ndebug = false\n".to_owned();
+    for name in ANEW {
+        own += &format!("\n[profile.release.package.{name}]\nopt-level = 0\n");
+    }
+    fs::write(folder.join("Cargo.toml"), flow(manifest) + &own).unwrap();
     fs::write(folder.join(".cargo/config.toml"), flow(config)).unwrap();
     fs::write(folder.join("build.rs"), build).unwrap();
     fs::write(folder.join("src/main.rs"), program).unwrap();
@@ -47,12 +77,12 @@ fn a_crate_of_ones_own() {
     symlink(target, folder.join("target")).unwrap();
 
     let mut shell = Command::new("bash");
-    shell.args(["-euxc", &flow(commands)]).current_dir(&folder);
+    shell.args(["-euxc", &(CARGO.to_owned() + &flow(commands))]).current_dir(&folder);
     let path = std::env::var("PATH").unwrap();
     shell
         .env("PATH", format!("{}:{path}", installed.join("bin").display()))
         .env("CARGO_INSTALL_ROOT", &installed);
-    shell.env("CARGO_NET_OFFLINE", "true").env("CARGO_TARGET_DIR", target);
+    unoptimized(&mut shell).env("SHARED_TARGET", target).env("CARGO_NET_OFFLINE", "true");
     shell.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only"); // as the checkout's own
     shell.env_remove("LD_LIBRARY_PATH");
     if std::env::var_os("LIBTORCH").is_some_and(|folder| folder == *checkout.join(".libtorch")) {
