@@ -118,7 +118,7 @@ fn an_operation_may_have_a_timeout_of_its_own() {
     for (name, wait) in waits {
         let outcomes = ranks(2, |group| {
             let impatient = group.with_timeout(OWN);
-            impatient.barrier().unwrap();
+            group.barrier().unwrap();
             let error = (group.rank() == 0).then(|| wait(&impatient).unwrap_err());
             (group, error)
         });
