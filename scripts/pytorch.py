@@ -17,14 +17,17 @@ import libtorch
 
 FREE_GB = 2.5
 NOT_NEEDED = re.compile(r"nvidia/cu13/(include|share)/|torch/share/|torch/bin/(?!torch_shm_manager)")
-# libtorch_python.so itself is linked with these.
-OTHER_LIBRARIES = ["libcudnn.so.9", "libcufile.so.0"]
-OTHER_FUNCTIONS = re.compile("cudnn|cuFile")
+# libtorch_python.so itself is linked with these, of NCCL since PyTorch 2.14.
+OTHER_LIBRARIES = ["libcudnn.so.9", "libcufile.so.0", "libnccl.so.2"]
+OTHER_FUNCTIONS = re.compile("cudnn|cuFile|nccl")
 
-# The names are those of C++, mangled. The reference is one that torch assigns to as it is imported.
+# The names are those of C++, mangled. Two are called as torch is imported: the reference is one that it assigns to; the object, one that
+# it makes for a function's default and keeps, is of zeros, which its destructor takes for empty members.
 STAND_IN = r"""
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 struct type_info { void **vtable; const char *name; };
 extern void *_ZTVN10__cxxabiv117__class_type_infoE[];
 static void *called(const char *name) {
@@ -33,14 +36,24 @@ static void *called(const char *name) {
 }
 #define FUNCTION(name) void *name(void) { return called(#name); }
 #define REFERENCE(name) void *name(void) { static void *value; return &value; }
+#define OBJECT(name) \
+    extern void *_ZTVN4c10d16ProcessGroupNCCL7OptionsE[]; \
+    void name(void **object) { \
+        memset(object, 0, malloc_usable_size(object)); \
+        *object = _ZTVN4c10d16ProcessGroupNCCL7OptionsE + 2; \
+    }
 #define TYPE(name) struct type_info name = {_ZTVN10__cxxabiv117__class_type_infoE + 2, #name + 4};
 #define VTABLE(name) void *name[64];
 """
-REFERENCE = "_ZN4c10d15get_gil_checkerEv"
+KINDS = {
+    "_ZN4c10d15get_gil_checkerEv": "REFERENCE",
+    "_ZN4c10d16ProcessGroupNCCL7OptionsC1Eb": "OBJECT",  # since PyTorch 2.15
+}
+KINDS_BY_PREFIX = {"_ZTI": "TYPE", "_ZTV": "VTABLE"}
 
 
 def definition(name):
-    kind = {"_ZTI": "TYPE", "_ZTV": "VTABLE"}.get(name[:4], "REFERENCE" if name == REFERENCE else "FUNCTION")
+    kind = KINDS.get(name) or KINDS_BY_PREFIX.get(name[:4], "FUNCTION")
     return f"{kind}({name})\n"
 
 
@@ -69,6 +82,17 @@ def replace_cuda(folder):
         os.symlink("libtorch_cuda.so", os.path.join(folder, name))
 
 
+def deny_cuda(torch):
+    """Has torch say that it is without CUDA: since PyTorch 2.15 it asks that, as it is imported, before it looks for kernels."""
+    path = os.path.join(torch, "backends", "cuda", "__init__.py")
+    with open(path, encoding="utf-8") as file:
+        before, answer, after = file.read().partition("return torch._C._has_cuda\n")
+    if not answer:
+        libtorch.fail(f"{path} does not say any more whether this torch has CUDA: see {__file__}")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"{before}return False\n{after}")
+
+
 def main(version, folder):
     python = "{}.{}".format(*sys.version_info)
 
@@ -78,8 +102,10 @@ def main(version, folder):
         packages = os.path.join(partial, "lib", f"python{python}", "site-packages")
         for wheel in libtorch.wheels(partial, lock, f"torch=={version}", *libtorch.NVIDIA_FOR_CPU, python=python):
             wheel.extractall(packages, [name for name in wheel.namelist() if not NOT_NEEDED.match(name)])
-        os.chmod(os.path.join(packages, "torch", "bin", "torch_shm_manager"), 0o755)
-        replace_cuda(os.path.join(packages, "torch", "lib"))
+        torch = os.path.join(packages, "torch")
+        os.chmod(os.path.join(torch, "bin", "torch_shm_manager"), 0o755)
+        replace_cuda(os.path.join(torch, "lib"))
+        deny_cuda(torch)
 
         # What it needs on every system, so nothing of NVIDIA's, and NumPy, without which it warns.
         with open(os.path.join(packages, f"torch-{version}.dist-info", "METADATA"), encoding="utf-8") as lines:
