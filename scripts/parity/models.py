@@ -1,6 +1,6 @@
 """Writes tests/data/parity/models.json: what PyTorch's DistributedDataParallel computes on two ranks, bit for bit.
 
-Run with any Python that has torch 2.11.0 (numpy is needed too): python scripts/parity/models.py
+Run as python3 scripts/parity/models.py: it finds a Python with torch as scripts/torch_python.py says, 2.11.0 if the data are to stay.
 It starts itself under torchrun (gloo) twice, and writes only what both runs agree on.
 
 Whoever compares must do the same arithmetic:
@@ -55,6 +55,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch_python
 
 FILE = Path(__file__).resolve().parent.parent.parent / "tests" / "data" / "parity" / "models.json"
 ENVIRONMENT = {
@@ -221,6 +224,7 @@ def run():
 
 
 def main():
+    torch_python.restart()
     models = run()
     if run() != models:
         sys.exit("two runs differ: nothing written")

@@ -1,6 +1,6 @@
 """Writes tests/data/sampler.json: what PyTorch's DistributedSampler gives, for ddp/tests/it/sampler.rs to compare with.
 
-Run with any Python that has torch: python scripts/parity/sampler.py
+Run as python3 scripts/parity/sampler.py: it finds a Python with torch as scripts/torch_python.py says.
 One case a line. A rank's indices are stored in full up to FULL of them; beyond, as their number, the first and last
 three, and a checksum (FNV-1a over 64-bit words).
 """
@@ -8,6 +8,12 @@ three, and a checksum (FNV-1a over 64-bit words).
 import itertools
 import json
 import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import torch_python
+
+torch_python.restart()
 
 import torch
 from torch.utils.data import DistributedSampler
