@@ -75,6 +75,27 @@ fn master() -> String {
     format!("--master-addr 127.0.0.1 --master-port {}", free_port())
 }
 
+/// Of the PyTorch that is installed: with hyphens and with underscores.
+#[test]
+fn torchruns_flags_are_known() {
+    if !have("torch") {
+        return;
+    }
+    let program = "from torch.distributed.run import get_args_parser
+for action in get_args_parser()._actions:
+    value = '' if action.nargs == 0 else (action.choices or [action.default or 1])[0]
+    for flag in action.option_strings:
+        print(flag, value)";
+    let flags = run(Command::new(python()).args(["-c", program])).success();
+    assert!(flags.contains("--nproc-per-node 1\n--nproc_per_node 1\n"), "{flags}");
+    for line in flags.lines() {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let finished = run(launcher(&words).args(["--dry-run", "true"]));
+        let is_known = !finished.stderr.contains("unexpected argument");
+        assert!(is_known, "{line}: {finished:?}");
+    }
+}
+
 #[test]
 fn a_store_at_the_masters_address() {
     if !have("torch") {
