@@ -1,11 +1,11 @@
-//! The collectives of a back-end, as the table calls them.
+//! What the table needs of a back-end besides the collectives that it lists itself.
 
 use anyhow::Result;
 use flow_comm::{DType, ReduceOp};
 
 use super::reference::{Number, Values};
 
-/// Collectives of one group, on memory of one kind.
+/// One group, and memory of one kind.
 pub trait Backend {
     type Memory<T: Number>;
 
@@ -28,72 +28,7 @@ pub trait Backend {
 
     fn read<T: Number>(&self, memory: &Self::Memory<T>) -> Result<Vec<T>>;
 
-    fn all_reduce<T: Number>(&self, data: &mut Self::Memory<T>, op: ReduceOp) -> Result<()>;
-
-    fn reduce<T: Number>(
-        &self,
-        data: &mut Self::Memory<T>,
-        op: ReduceOp,
-        root: usize,
-    ) -> Result<()>;
-
     fn broadcast<T: Number>(&self, data: &mut Self::Memory<T>, root: usize) -> Result<()>;
-
-    fn all_gather<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-    ) -> Result<()>;
-
-    fn all_gather_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        counts: &[usize],
-    ) -> Result<()>;
-
-    fn reduce_scatter<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        op: ReduceOp,
-    ) -> Result<()>;
-
-    fn reduce_scatter_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<()>;
-
-    fn gather<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: Option<&mut Self::Memory<T>>,
-        root: usize,
-    ) -> Result<()>;
-
-    fn scatter<T: Number>(
-        &self,
-        input: Option<&Self::Memory<T>>,
-        output: &mut Self::Memory<T>,
-        root: usize,
-    ) -> Result<()>;
-
-    fn all_to_all<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        output: &mut Self::Memory<T>,
-    ) -> Result<()>;
-
-    fn all_to_all_v<T: Number>(
-        &self,
-        input: &Self::Memory<T>,
-        input_counts: &[usize],
-        output: &mut Self::Memory<T>,
-        output_counts: &[usize],
-    ) -> Result<()>;
 
     fn send<T: Number>(&self, data: &Self::Memory<T>, to: usize) -> Result<()>;
 

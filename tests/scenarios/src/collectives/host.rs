@@ -58,7 +58,7 @@ pub enum Place {
 }
 
 pub struct Host<'a> {
-    group: &'a ProcessGroup,
+    pub group: &'a ProcessGroup,
     place: Place,
     nodes: Vec<u32>,
 }
@@ -159,80 +159,8 @@ impl Backend for Host<'_> {
         Ok(memory.to_vec())
     }
 
-    fn all_reduce<T: Number>(&self, data: &mut Memory<T>, op: ReduceOp) -> Result<()> {
-        Ok(self.group.all_reduce(data, op)?)
-    }
-
-    fn reduce<T: Number>(&self, data: &mut Memory<T>, op: ReduceOp, root: usize) -> Result<()> {
-        Ok(self.group.reduce(data, op, root)?)
-    }
-
     fn broadcast<T: Number>(&self, data: &mut Memory<T>, root: usize) -> Result<()> {
         Ok(self.group.broadcast(data, root)?)
-    }
-
-    fn all_gather<T: Number>(&self, input: &Memory<T>, output: &mut Memory<T>) -> Result<()> {
-        Ok(self.group.all_gather(input, output)?)
-    }
-
-    fn all_gather_v<T: Number>(
-        &self,
-        input: &Memory<T>,
-        output: &mut Memory<T>,
-        counts: &[usize],
-    ) -> Result<()> {
-        Ok(self.group.all_gather_v(input, output, counts)?)
-    }
-
-    fn reduce_scatter<T: Number>(
-        &self,
-        input: &Memory<T>,
-        output: &mut Memory<T>,
-        op: ReduceOp,
-    ) -> Result<()> {
-        Ok(self.group.reduce_scatter(input, output, op)?)
-    }
-
-    fn reduce_scatter_v<T: Number>(
-        &self,
-        input: &Memory<T>,
-        output: &mut Memory<T>,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<()> {
-        Ok(self.group.reduce_scatter_v(input, output, counts, op)?)
-    }
-
-    fn gather<T: Number>(
-        &self,
-        input: &Memory<T>,
-        output: Option<&mut Memory<T>>,
-        root: usize,
-    ) -> Result<()> {
-        Ok(self.group.gather(input, output, root)?)
-    }
-
-    fn scatter<T: Number>(
-        &self,
-        input: Option<&Memory<T>>,
-        output: &mut Memory<T>,
-        root: usize,
-    ) -> Result<()> {
-        Ok(self.group.scatter(input, output, root)?)
-    }
-
-    fn all_to_all<T: Number>(&self, input: &Memory<T>, output: &mut Memory<T>) -> Result<()> {
-        Ok(self.group.all_to_all(input, output)?)
-    }
-
-    fn all_to_all_v<T: Number>(
-        &self,
-        input: &Memory<T>,
-        input_counts: &[usize],
-        output: &mut Memory<T>,
-        output_counts: &[usize],
-    ) -> Result<()> {
-        Ok(self.group.all_to_all_v(input, input_counts, output, output_counts)?)
     }
 
     fn send<T: Number>(&self, data: &Memory<T>, to: usize) -> Result<()> {

@@ -2,7 +2,7 @@
 //! types and reductions, several sizes and roots. `host` runs it on process groups (one node,
 //! several, MPI), `nccl` on GPUs.
 //!
-//! A new collective is a method of [`backend::Backend`], and in `table` a function and a line.
+//! A new collective is a line and a function in `table`.
 
 mod backend;
 mod host;

@@ -29,7 +29,7 @@ pub fn all(group: &ProcessGroup) -> Result<()> {
 /// A group's collectives on a rank's GPU.
 pub struct OnGpu {
     pub nccl: Arc<CudaGroup>,
-    gpu: Gpu,
+    pub gpu: Gpu,
     nodes: Vec<u32>,
 }
 
@@ -91,80 +91,8 @@ impl Backend for OnGpu {
         self.gpu.download(memory)
     }
 
-    fn all_reduce<T: Number>(&self, data: &mut Array, op: ReduceOp) -> Result<()> {
-        Ok(self.nccl.all_reduce(data, op, &self.gpu.stream)?)
-    }
-
-    fn reduce<T: Number>(&self, data: &mut Array, op: ReduceOp, root: usize) -> Result<()> {
-        Ok(self.nccl.reduce(data, op, root, &self.gpu.stream)?)
-    }
-
     fn broadcast<T: Number>(&self, data: &mut Array, root: usize) -> Result<()> {
         Ok(self.nccl.broadcast(std::slice::from_mut(data), root, &self.gpu.stream)?)
-    }
-
-    fn all_gather<T: Number>(&self, input: &Array, output: &mut Array) -> Result<()> {
-        Ok(self.nccl.all_gather(input, output, &self.gpu.stream)?)
-    }
-
-    fn all_gather_v<T: Number>(
-        &self,
-        input: &Array,
-        output: &mut Array,
-        counts: &[usize],
-    ) -> Result<()> {
-        Ok(self.nccl.all_gather_v(input, output, counts, &self.gpu.stream)?)
-    }
-
-    fn reduce_scatter<T: Number>(
-        &self,
-        input: &Array,
-        output: &mut Array,
-        op: ReduceOp,
-    ) -> Result<()> {
-        Ok(self.nccl.reduce_scatter(input, output, op, &self.gpu.stream)?)
-    }
-
-    fn reduce_scatter_v<T: Number>(
-        &self,
-        input: &Array,
-        output: &mut Array,
-        counts: &[usize],
-        op: ReduceOp,
-    ) -> Result<()> {
-        Ok(self.nccl.reduce_scatter_v(input, output, counts, op, &self.gpu.stream)?)
-    }
-
-    fn gather<T: Number>(
-        &self,
-        input: &Array,
-        output: Option<&mut Array>,
-        root: usize,
-    ) -> Result<()> {
-        Ok(self.nccl.gather(input, output, root, &self.gpu.stream)?)
-    }
-
-    fn scatter<T: Number>(
-        &self,
-        input: Option<&Array>,
-        output: &mut Array,
-        root: usize,
-    ) -> Result<()> {
-        Ok(self.nccl.scatter(input, output, root, &self.gpu.stream)?)
-    }
-
-    fn all_to_all<T: Number>(&self, input: &Array, output: &mut Array) -> Result<()> {
-        Ok(self.nccl.all_to_all(input, output, &self.gpu.stream)?)
-    }
-
-    fn all_to_all_v<T: Number>(
-        &self,
-        input: &Array,
-        input_counts: &[usize],
-        output: &mut Array,
-        output_counts: &[usize],
-    ) -> Result<()> {
-        Ok(self.nccl.all_to_all_v(input, input_counts, output, output_counts, &self.gpu.stream)?)
     }
 
     fn send<T: Number>(&self, data: &Array, to: usize) -> Result<()> {

@@ -1,34 +1,75 @@
-//! The table: every collective, in all types and reductions, against plain references.
+//! The table: every collective, as each back-end has it, in all types and reductions, against plain
+//! references. A new one is a line, and a method of [`Case`] that checks it.
 
 use anyhow::{Result, ensure};
 use flow_comm::{DType, ReduceOp, bf16, f16};
 
 use super::backend::Backend;
+use super::host::Host;
+use super::nccl::OnGpu;
 use super::reference::{MAX_RANKS, Number};
 
 type Check<'a, B, T> = fn(&Case<'a, B, T>) -> Result<()>;
 
-/// The table: every collective, and what checks it.
-fn collectives<'a, B: Backend, T: Number>() -> [(&'static str, Check<'a, B, T>); 13] {
+/// Declares each collective as a method of every back-end, and lists what checks it. A group on GPUs
+/// takes a stream after the other arguments.
+macro_rules! collectives {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        pub trait Collectives: Backend {
+            $(fn $name<T: Number>(&self, $($argument: $type),*) -> Result<()>;)*
+        }
+
+        impl Collectives for Host<'_> {
+            $(fn $name<T: Number>(&self, $($argument: $type),*) -> Result<()> {
+                Ok(self.group.$name($($argument),*)?)
+            })*
+        }
+
+        impl Collectives for OnGpu {
+            $(fn $name<T: Number>(&self, $($argument: $type),*) -> Result<()> {
+                Ok(self.nccl.$name($($argument,)* &self.gpu.stream)?)
+            })*
+        }
+
+        /// What checks each collective of the table, by its name.
+        fn checks<'a, B: Collectives, T: Number>() -> Vec<(&'static str, Check<'a, B, T>)> {
+            vec![$((stringify!($name), Case::$name),)*]
+        }
+    };
+}
+
+collectives! {
+    all_reduce(data: &mut Self::Memory<T>, op: ReduceOp);
+    reduce(data: &mut Self::Memory<T>, op: ReduceOp, root: usize);
+    all_gather(input: &Self::Memory<T>, output: &mut Self::Memory<T>);
+    all_gather_v(input: &Self::Memory<T>, output: &mut Self::Memory<T>, counts: &[usize]);
+    reduce_scatter(input: &Self::Memory<T>, output: &mut Self::Memory<T>, op: ReduceOp);
+    reduce_scatter_v(
+        input: &Self::Memory<T>, output: &mut Self::Memory<T>, counts: &[usize], op: ReduceOp
+    );
+    gather(input: &Self::Memory<T>, output: Option<&mut Self::Memory<T>>, root: usize);
+    scatter(input: Option<&Self::Memory<T>>, output: &mut Self::Memory<T>, root: usize);
+    all_to_all(input: &Self::Memory<T>, output: &mut Self::Memory<T>);
+    all_to_all_v(
+        input: &Self::Memory<T>, input_counts: &[usize],
+        output: &mut Self::Memory<T>, output_counts: &[usize]
+    );
+}
+
+/// Checks of what each back-end does by itself.
+fn checks_of_backends<'a, B: Collectives, T: Number>() -> [(&'static str, Check<'a, B, T>); 3] {
     [
-        ("all_reduce", Case::all_reduce),
-        ("reduce", Case::reduce),
         ("broadcast", Case::broadcast),
-        ("all_gather", Case::all_gather),
-        ("all_gather_v", Case::all_gather_v),
-        ("reduce_scatter", Case::reduce_scatter),
-        ("reduce_scatter_v", Case::reduce_scatter_v),
-        ("gather", Case::gather),
-        ("scatter", Case::scatter),
-        ("all_to_all", Case::all_to_all),
-        ("all_to_all_v", Case::all_to_all_v),
         ("send_recv", Case::send_recv),
         ("batch_send_recv", Case::batch_send_recv),
     ]
 }
 
 /// Checks all collectives in all types.
-pub fn check_types<B: Backend>(backend: &B, counts: impl Fn(DType) -> Vec<usize>) -> Result<()> {
+pub fn check_types<B: Collectives>(
+    backend: &B,
+    counts: impl Fn(DType) -> Vec<usize>,
+) -> Result<()> {
     check_type::<B, f32>(backend, &counts(DType::F32))?;
     check_type::<B, f64>(backend, &counts(DType::F64))?;
     check_type::<B, f16>(backend, &counts(DType::F16))?;
@@ -39,11 +80,11 @@ pub fn check_types<B: Backend>(backend: &B, counts: impl Fn(DType) -> Vec<usize>
 }
 
 /// Checks all collectives in one type, with blocks of these lengths.
-pub fn check_type<B: Backend, T: Number>(backend: &B, counts: &[usize]) -> Result<()> {
+pub fn check_type<B: Collectives, T: Number>(backend: &B, counts: &[usize]) -> Result<()> {
     let size = backend.nodes().len();
     ensure!(size <= MAX_RANKS, "at most {MAX_RANKS} ranks can be checked");
     for (number, &count) in counts.iter().enumerate() {
-        for (name, check) in collectives::<B, T>() {
+        for (name, check) in checks::<B, T>().into_iter().chain(checks_of_backends()) {
             check(&Case {
                 backend,
                 name,
@@ -66,7 +107,7 @@ struct Case<'a, B, T> {
     _type: std::marker::PhantomData<T>,
 }
 
-impl<B: Backend, T: Number> Case<'_, B, T> {
+impl<B: Collectives, T: Number> Case<'_, B, T> {
     fn size(&self) -> usize {
         self.backend.nodes().len()
     }
