@@ -1,6 +1,7 @@
 //! Checks of what callers pass to collectives, wherever their memory is.
 
 use flow_kernels::DType;
+use flow_kernels::cuda::DeviceBuffer;
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -153,6 +154,19 @@ impl Caller {
         Ok(())
     }
 
+    /// Checks a pair of buffers on a GPU as [`Caller::check_pair`] does.
+    pub fn check_device_pair(
+        self,
+        operation: &str,
+        input: &impl DeviceBuffer,
+        output: &impl DeviceBuffer,
+        ratio: (usize, usize),
+    ) -> Result<()> {
+        let input = (input.bytes(), input.dtype());
+        let output = (output.bytes(), output.dtype());
+        self.check_pair(operation, input, output, ratio)
+    }
+
     /// Input and output must be of one type.
     pub fn check_types(self, operation: &str, from: DType, to: DType) -> Result<()> {
         if from == to {
@@ -160,6 +174,20 @@ impl Caller {
         }
         let reason = format!("input is {from} but output is {to}: they must be alike");
         Err(self.argument(operation, reason))
+    }
+
+    /// One of input and output, the `block`, must have this rank's count of elements, and the other
+    /// all ranks' counts. Each is given by its name and its number of elements.
+    pub fn check_block_and_whole(
+        self,
+        operation: &str,
+        counts: &[usize],
+        block: (&str, usize),
+        whole: (&str, usize),
+    ) -> Result<()> {
+        self.check_counts(operation, "counts", counts)?;
+        self.check_length(operation, block.0, block.1, counts[self.rank])?;
+        self.check_length(operation, whole.0, whole.1, counts.iter().sum())
     }
 
     /// There must be a count of elements for each rank.

@@ -8,9 +8,12 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::{blocks_of, count, parts};
 use crate::shm::contribution::{
     Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::digest;
 
 impl ProcessGroup {
@@ -46,20 +49,10 @@ impl ProcessGroup {
     {
         let name = "all_gather_v";
         let (input, output, dtype) = self.caller().uneven_pair(name, input, output)?;
-        self.caller().check_counts(name, "counts", counts)?;
-        self.caller().check_length(
-            name,
-            "input",
-            input.bytes / dtype.size(),
-            counts[self.rank()],
-        )?;
-        self.caller().check_length(
-            name,
-            "output",
-            output.bytes / dtype.size(),
-            counts.iter().sum(),
-        )?;
-        let operation = OpDescriptor::new(Kind::AllGatherV, dtype, counts.iter().sum());
+        let block = input.bytes / dtype.size();
+        let whole = output.bytes / dtype.size();
+        self.caller().check_block_and_whole(name, counts, ("input", block), ("output", whole))?;
+        let operation = OpDescriptor::new(Kind::AllGatherV, dtype, whole);
         self.collective(
             operation,
             Buffers { output_counts: counts, ..Buffers::new(input, output) },
@@ -111,4 +104,66 @@ fn run_v(
             output.write(place.start + range.start, at(rank, 0), range.len());
         }
     })
+}
+
+impl CudaGroup {
+    /// Gathers all ranks' `input`, in rank order, in every rank's `output`, which is group size
+    /// times as long.
+    pub fn all_gather(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_device_pair("all_gather", input, output, (1, self.size()))?;
+        let operation = OpDescriptor::new(Kind::AllGather, input.dtype(), count(input));
+        let (from, count, dtype) = parts(input);
+        let (to, ..) = parts(output);
+        // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the output
+        // holds `count` elements for each rank.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.call("ncclAllGather", |nccl, comm| {
+                nccl.ncclAllGather(from, to, count, dtype, comm, own.handle().cast())
+            })
+        })
+    }
+
+    /// Gathers all ranks' `input`, in rank order, in every rank's `output`: `counts[r]` elements of
+    /// rank r.
+    pub fn all_gather_v(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        counts: &[usize],
+        stream: &Stream,
+    ) -> Result<()> {
+        let name = "all_gather_v";
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        let block = ("input", count(input));
+        let whole = ("output", count(output));
+        caller.check_block_and_whole(name, counts, block, whole)?;
+        let operation = OpDescriptor::new(Kind::AllGatherV, output.dtype(), count(output));
+        let (own_data, ..) = parts(input);
+        let own_rank = self.rank();
+        let blocks = blocks_of(&*output, counts);
+        // NCCL has no gather of uneven blocks: each rank that has any broadcasts its own.
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for block in &blocks {
+                    let (to, count, dtype) = block.parts();
+                    let from = if block.peer == own_rank { own_data } else { to };
+                    let root = block.peer as i32;
+                    // SAFETY: as in `all_gather`; the blocks are parts of the output, and this
+                    // rank's is as long as `input`. NCCL reads the root's only.
+                    let code = unsafe {
+                        library.nccl.ncclBroadcast(from, to, count, dtype, root, comm, stream)
+                    };
+                    library.check("ncclBroadcast", code)?;
+                }
+                Ok(())
+            })
+        })
+    }
 }

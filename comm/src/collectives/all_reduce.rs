@@ -9,9 +9,12 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::count;
 use crate::shm::contribution::Readers;
 use crate::shm::control::PAYLOAD;
 use flow_kernels::ReduceOp;
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 impl ProcessGroup {
     /// Reduces `buffer` element by element over all ranks; all get the result.
@@ -35,5 +38,22 @@ fn run(
             hierarchical.all_reduce(state, &operation, data)
         }
         _ => reduce_in_place(host, state, &operation, data, Readers::All),
+    }
+}
+
+impl CudaGroup {
+    /// Reduces `buffer` element by element over all ranks; all get the result.
+    pub fn all_reduce(
+        &self,
+        buffer: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let operation =
+            OpDescriptor::new(Kind::AllReduce, buffer.dtype(), count(buffer)).reduce(op);
+        // SAFETY: `in_order` has the buffer used in the order of the caller's stream.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.all_reduce(buffer, op, own)
+        })
     }
 }

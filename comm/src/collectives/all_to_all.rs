@@ -8,10 +8,13 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::{blocks, blocks_of, count};
 use crate::shm::contribution::{
     Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
 use crate::shm::rounds::RoundState;
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::{DType, digest};
 
 impl ProcessGroup {
@@ -163,4 +166,56 @@ fn exchange_counts(
     })?;
     let all: Vec<usize> = all.into_iter().map(|count| count as usize).collect();
     Ok(all.chunks(size).map(<[usize]>::to_vec).collect())
+}
+
+impl CudaGroup {
+    /// Block s of rank r's `output` becomes block r of rank s' `input`. Both buffers consist of
+    /// equal blocks, one for each rank.
+    pub fn all_to_all(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_device_pair("all_to_all", input, output, (1, 1))?;
+        self.caller().check_blocks("all_to_all", count(input))?;
+        let operation = OpDescriptor::new(Kind::AllToAll, input.dtype(), count(input));
+        let sends = blocks(input, self.size());
+        let receives = blocks(&*output, self.size());
+        // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the blocks
+        // are parts of them.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&sends, &receives, own)
+        })
+    }
+
+    /// Exchanges blocks: `input` is one block for each rank, of `input_counts[r]` elements for rank
+    /// r; `output` one block from each, of `output_counts[r]` elements from rank r. What a rank
+    /// sends is what its peer expects: each rank sees its own counts only, and if they do not fit
+    /// those of a peer the operation does not end.
+    pub fn all_to_all_v(
+        &self,
+        input: &impl DeviceBuffer,
+        input_counts: &[usize],
+        output: &mut impl DeviceBuffer,
+        output_counts: &[usize],
+        stream: &Stream,
+    ) -> Result<()> {
+        let name = "all_to_all_v";
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        caller.check_counts(name, "input_counts", input_counts)?;
+        caller.check_counts(name, "output_counts", output_counts)?;
+        caller.check_own_count(name, input_counts, output_counts)?;
+        caller.check_length(name, "input", count(input), input_counts.iter().sum())?;
+        caller.check_length(name, "output", count(output), output_counts.iter().sum())?;
+        let operation = OpDescriptor::new(Kind::AllToAllV, input.dtype(), count(input));
+        let sends = blocks_of(input, input_counts);
+        let receives = blocks_of(&*output, output_counts);
+        // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the blocks
+        // are parts of them.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&sends, &receives, own)
+        })
+    }
 }

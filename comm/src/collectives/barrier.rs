@@ -7,8 +7,10 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
+use crate::nccl::CudaGroup;
 use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
-use flow_kernels::DType;
+use flow_kernels::cuda::{DeviceBuffer, DeviceMemory};
+use flow_kernels::{DType, ReduceOp};
 
 impl ProcessGroup {
     /// Returns when all ranks of the group have called it.
@@ -29,4 +31,40 @@ fn run(host: &HostCollectives, operation: OpDescriptor, _: Buffers) -> Result<()
         extent: &equal_extents(0),
     };
     read_from_all(host, operation, &contribution, &mut |_, _| {})
+}
+
+impl CudaGroup {
+    /// Returns when all ranks have called it and all their earlier operations are over.
+    pub fn barrier(&self) -> Result<()> {
+        self.member(&"barrier")?;
+        let memory = DeviceMemory::allocate(self.device(), DType::F32.size())
+            .map_err(|e| self.system("barrier", e.to_string()))?;
+        let mut word = Word(memory);
+        let operation = OpDescriptor::new(Kind::Barrier, DType::F32, 1);
+        let done = self.enqueue(operation, &[], |communicator, stream| {
+            word.0.fill_zero(stream)?;
+            // SAFETY: freeing the word waits for the device.
+            unsafe { communicator.all_reduce(&mut word, ReduceOp::Sum, stream)? };
+            Ok(())
+        })?;
+        self.wait("barrier", &done)
+    }
+}
+
+/// One element for a barrier.
+struct Word(DeviceMemory);
+
+// SAFETY: the memory holds one f32 and is freed when the device has done all its work.
+unsafe impl DeviceBuffer for Word {
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
 }

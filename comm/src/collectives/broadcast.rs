@@ -8,7 +8,11 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::parts;
 use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
+use flow_kernels::DType;
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 impl ProcessGroup {
     /// Copies rank `root`'s `buffer` to all ranks'.
@@ -40,4 +44,34 @@ fn run(
             data.write(range.start, at(root, 0), range.len());
         }
     })
+}
+
+impl CudaGroup {
+    /// Copies rank `root`'s buffers to all ranks', as one operation.
+    pub fn broadcast<B: DeviceBuffer>(
+        &self,
+        buffers: &mut [B],
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_rank("broadcast", "root", root)?;
+        let bytes = buffers.iter().map(B::bytes).sum();
+        let operation = OpDescriptor::new(Kind::Broadcast, DType::U8, bytes).root(root);
+        let root = root as i32;
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for buffer in buffers {
+                    let (data, count, dtype) = parts(buffer);
+                    // SAFETY: `in_order` has the buffers used in the order of the caller's stream;
+                    // each holds `count` elements.
+                    let code = unsafe {
+                        library.nccl.ncclBroadcast(data, data, count, dtype, root, comm, stream)
+                    };
+                    library.check("ncclBroadcast", code)?;
+                }
+                Ok(())
+            })
+        })
+    }
 }

@@ -8,7 +8,10 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::{Block, blocks, count};
 use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 impl ProcessGroup {
     /// Gathers as [`ProcessGroup::all_gather`] does, to rank `root` only, which gives `Some`
@@ -55,4 +58,30 @@ fn run(
             output.write(rank * input.bytes + range.start, at(rank, 0), range.len());
         }
     })
+}
+
+impl CudaGroup {
+    /// Gathers as [`CudaGroup::all_gather`] does, to rank `root` only, which gives `Some` output;
+    /// the others give `None`.
+    pub fn gather<B: DeviceBuffer>(
+        &self,
+        input: &B,
+        output: Option<&mut B>,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_rank("gather", "root", root)?;
+        self.caller().check_root_side("gather", "output", output.is_some(), root)?;
+        if let Some(output) = &output {
+            self.caller().check_device_pair("gather", input, &**output, (1, self.size()))?;
+        }
+        let operation = OpDescriptor::new(Kind::Gather, input.dtype(), count(input)).root(root);
+        let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
+        let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
+        // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the blocks
+        // are parts of them.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.exchange(&[send], &receives, own)
+        })
+    }
 }

@@ -1,6 +1,9 @@
-//! Collectives on the host, one a file: the method of [`ProcessGroup`](crate::ProcessGroup) with its
-//! checks of arguments, and what it does. That says what a rank contributes, who reads it, and what
-//! a reader does with it.
+//! Collectives, one a file: the methods of [`ProcessGroup`](crate::ProcessGroup) and of
+//! [`CudaGroup`](crate::nccl::CudaGroup) with their checks of arguments, and what they do. On the
+//! host that is what a rank contributes, who reads it, and what a reader does with it. On GPUs it is
+//! what NCCL is called with.
+//!
+//! From `read` on, files are about the host.
 //!
 //! | file | subject |
 //! |---|---|

@@ -8,8 +8,11 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::{count, operator, parts};
 use crate::shm::contribution::Readers;
 use flow_kernels::ReduceOp;
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 impl ProcessGroup {
     /// Reduces as [`ProcessGroup::all_reduce`] does; only rank `root` gets the result, the other
@@ -35,4 +38,30 @@ fn run(
 ) -> Result<()> {
     let state = &mut *host.rounds.lock();
     reduce_in_place(host, state, &operation, data, Readers::Root(operation.root as usize))
+}
+
+impl CudaGroup {
+    /// Reduces as [`CudaGroup::all_reduce`] does; only rank `root` gets the result, the other
+    /// buffers stay as they are.
+    pub fn reduce(
+        &self,
+        buffer: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        root: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_rank("reduce", "root", root)?;
+        let operation =
+            OpDescriptor::new(Kind::Reduce, buffer.dtype(), count(buffer)).reduce(op).root(root);
+        let (data, count, dtype) = parts(buffer);
+        let op = operator(op);
+        let root = root as i32;
+        // SAFETY: `in_order` has the buffer used in the order of the caller's stream; it holds `count`
+        // elements, and NCCL writes to the root's only.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.call("ncclReduce", |nccl, comm| {
+                nccl.ncclReduce(data, data, count, dtype, op, root, comm, own.handle().cast())
+            })
+        })
+    }
 }

@@ -12,9 +12,12 @@ use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
+use crate::nccl::CudaGroup;
+use crate::nccl::operations::{blocks_of, count, operator, parts};
 use crate::shm::contribution::{
     Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
+use flow_kernels::cuda::{DeviceBuffer, Stream};
 use flow_kernels::{ReduceOp, digest};
 
 impl ProcessGroup {
@@ -47,20 +50,10 @@ impl ProcessGroup {
     {
         let name = "reduce_scatter_v";
         let (input, output, dtype) = self.caller().uneven_pair(name, input, output)?;
-        self.caller().check_counts(name, "counts", counts)?;
-        self.caller().check_length(
-            name,
-            "input",
-            input.bytes / dtype.size(),
-            counts.iter().sum(),
-        )?;
-        self.caller().check_length(
-            name,
-            "output",
-            output.bytes / dtype.size(),
-            counts[self.rank()],
-        )?;
-        let operation = OpDescriptor::new(Kind::ReduceScatterV, dtype, counts.iter().sum());
+        let block = output.bytes / dtype.size();
+        let whole = input.bytes / dtype.size();
+        self.caller().check_block_and_whole(name, counts, ("output", block), ("input", whole))?;
+        let operation = OpDescriptor::new(Kind::ReduceScatterV, dtype, whole);
         let buffers = Buffers { input_counts: counts, ..Buffers::new(input, output) };
         self.collective(operation.reduce(op), buffers, run_v)
     }
@@ -106,4 +99,71 @@ fn reduce_blocks(
         // multiples of 64 bytes.
         unsafe { reduce_all(&operation, &sources, &[destination], count) };
     })
+}
+
+impl CudaGroup {
+    /// Reduces `input` (group size blocks, each as long as `output`) over all ranks; rank r gets
+    /// block r.
+    pub fn reduce_scatter(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.caller().check_device_pair("reduce_scatter", input, output, (self.size(), 1))?;
+        let operation =
+            OpDescriptor::new(Kind::ReduceScatter, input.dtype(), count(input)).reduce(op);
+        let (from, ..) = parts(input);
+        let (to, count, dtype) = parts(output);
+        let op = operator(op);
+        // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the input
+        // holds `count` elements for each rank.
+        self.in_order(operation, stream, |communicator, own| unsafe {
+            communicator.call("ncclReduceScatter", |nccl, comm| {
+                nccl.ncclReduceScatter(from, to, count, dtype, op, comm, own.handle().cast())
+            })
+        })
+    }
+
+    /// Reduces `input`, `counts[r]` elements for each rank r, over all ranks. Each gets its block.
+    pub fn reduce_scatter_v(
+        &self,
+        input: &impl DeviceBuffer,
+        output: &mut impl DeviceBuffer,
+        counts: &[usize],
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<()> {
+        let name = "reduce_scatter_v";
+        let caller = self.caller();
+        caller.check_types(name, input.dtype(), output.dtype())?;
+        let block = ("output", count(output));
+        let whole = ("input", count(input));
+        caller.check_block_and_whole(name, counts, block, whole)?;
+        let operation =
+            OpDescriptor::new(Kind::ReduceScatterV, input.dtype(), count(input)).reduce(op);
+        let (own_data, ..) = parts(output);
+        let own_rank = self.rank();
+        let blocks = blocks_of(input, counts);
+        let op = operator(op);
+        // NCCL has no reduce-scatter of uneven blocks: each block is reduced to its rank.
+        self.in_order(operation, stream, |communicator, own| {
+            let stream = own.handle().cast();
+            communicator.grouped(|library, comm| {
+                for block in &blocks {
+                    let (from, count, dtype) = block.parts();
+                    let to = if block.peer == own_rank { own_data } else { std::ptr::null_mut() };
+                    let root = block.peer as i32;
+                    // SAFETY: as in `reduce_scatter`; the blocks are parts of the input, and this
+                    // rank's is as long as `output`. NCCL writes to the root's only.
+                    let code = unsafe {
+                        library.nccl.ncclReduce(from, to, count, dtype, op, root, comm, stream)
+                    };
+                    library.check("ncclReduce", code)?;
+                }
+                Ok(())
+            })
+        })
+    }
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use flow_kernels::cuda::{DeviceBuffer, Event, Packer, Stream};
 use flow_kernels::{DType, ReduceOp};
 
-use super::collectives::{enqueue_all_reduce, enqueue_broadcast};
 use super::error::EnqueueError;
 use super::group::CudaGroup;
 use super::memory::{FlatMemory, Registration};
+use super::operations::parts;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
 use crate::kind::Kind;
@@ -166,7 +166,7 @@ impl CudaGroup {
             packer.pack(gradients, flat, scale, stream)?;
             // SAFETY: the bucket's memory is used on this stream only, until others have been made
             // to wait for it.
-            unsafe { enqueue_all_reduce(communicator, flat, ReduceOp::Sum, stream)? };
+            unsafe { communicator.all_reduce(flat, ReduceOp::Sum, stream)? };
             if casts {
                 packer.unpack(flat, gradients, stream)?;
             }
@@ -199,8 +199,12 @@ impl CudaGroup {
             if self.rank() == root {
                 packer.pack(tensors, flat, 1.0, own)?;
             }
-            // SAFETY: the bucket's memory is used on this stream only.
-            unsafe { enqueue_broadcast(communicator, flat, root, own)? };
+            let (data, count, dtype) = parts(flat);
+            let stream = own.handle().cast();
+            // SAFETY: the bucket's memory holds `count` elements, and is used on this stream only.
+            communicator.call("ncclBroadcast", |nccl, comm| unsafe {
+                nccl.ncclBroadcast(data, data, count, dtype, root as i32, comm, stream)
+            })?;
             if self.rank() != root {
                 packer.unpack(flat, tensors, own)?;
             }

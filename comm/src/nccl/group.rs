@@ -149,7 +149,7 @@ impl CudaGroup {
     }
 
     /// Makes the host wait for an event; the watchdog bounds that.
-    pub(super) fn wait(&self, operation: &str, done: &Event) -> Result<()> {
+    pub(crate) fn wait(&self, operation: &str, done: &Event) -> Result<()> {
         let mut pause = Duration::from_micros(20);
         while !done.is_done().map_err(|error| self.system(operation, error.to_string()))? {
             self.check()?;
@@ -187,7 +187,7 @@ impl CudaGroup {
     }
 
     /// Enqueues an operation between what was enqueued on `stream` before and what will be.
-    pub(super) fn in_order(
+    pub(crate) fn in_order(
         &self,
         operation: impl Into<CudaOp>,
         stream: &Stream,
@@ -206,7 +206,7 @@ impl CudaGroup {
     }
 
     /// Enqueues an operation that begins when what was enqueued on the streams `after` is over.
-    pub(super) fn enqueue(
+    pub(crate) fn enqueue(
         &self,
         operation: impl Into<CudaOp>,
         after: &[Stream],
@@ -278,7 +278,7 @@ impl CudaGroup {
 
     /// Returns the group, for an operation that takes a member, and not a process that was forked
     /// from it.
-    pub(super) fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
+    pub(crate) fn member(&self, operation: &dyn fmt::Display) -> Result<&Self> {
         if self.failure.is_ours() {
             Ok(self)
         } else {
@@ -291,12 +291,12 @@ impl CudaGroup {
     }
 
     /// Returns the error of an operation that the system refuses.
-    pub(super) fn system(&self, operation: &str, reason: String) -> Error {
+    pub(crate) fn system(&self, operation: &str, reason: String) -> Error {
         system_error(&self.failure, operation, reason)
     }
 
     /// Returns this rank, for checks of its arguments.
-    pub(super) fn caller(&self) -> Caller {
+    pub(crate) fn caller(&self) -> Caller {
         self.failure.core.caller()
     }
 }

@@ -14,7 +14,7 @@ const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
 
 /// The NCCL of this process.
 pub struct Library {
-    pub(super) nccl: sys::Nccl,
+    pub(crate) nccl: sys::Nccl,
     pub(super) registration: Option<sys::Registration>,
     version: Version,
     path: PathBuf,

@@ -12,24 +12,24 @@
 //! | `memory` | device memory that NCCL knows |
 //! | `bootstrap` | how a group's ranks make their communicator |
 //! | `group` | a process group's part on GPUs: how operations are enqueued |
-//! | `collectives` | its collectives, with the functions of NCCL that they call |
 //! | `p2p` | its messages |
 //! | `bucket` | the bucket reductions of data-parallel training |
 //! | `progress` | how far each rank is, for the watchdogs of the others |
 //! | `watchdog` | time-outs, lost peers, errors of the device |
 //!
+//! The collectives are in [`collectives`](crate::collectives), beside those on the host.
+//!
 //! docs/architecture.md says where else the crate has `unsafe` code.
 
 mod bootstrap;
 mod bucket;
-mod collectives;
 mod communicator;
 mod device_clock;
 mod error;
 mod group;
 mod library;
 mod memory;
-mod operations;
+pub(crate) mod operations;
 mod p2p;
 mod progress;
 mod result;

@@ -67,6 +67,29 @@ impl Communicator {
     }
 }
 
+impl Communicator {
+    /// Enqueues the reduction of `buffer` over all ranks.
+    ///
+    /// # Safety
+    ///
+    /// Until what this enqueues on `stream` is over, nobody else uses the buffer, and it is not
+    /// freed.
+    pub unsafe fn all_reduce(
+        &self,
+        buffer: &mut dyn DeviceBuffer,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), CommunicatorError> {
+        let (data, count, dtype) = parts(buffer);
+        let op = operator(op);
+        let stream = stream.handle().cast();
+        self.call("ncclAllReduce", |nccl, comm| {
+            // SAFETY: the memory holds `count` elements; the caller's promise.
+            unsafe { nccl.ncclAllReduce(data, data, count, dtype, op, comm, stream) }
+        })
+    }
+}
+
 /// A part of a buffer, to or from `peer`.
 pub struct Block<'a> {
     pub buffer: &'a dyn DeviceBuffer,
@@ -86,6 +109,30 @@ impl Block<'_> {
             data_type(dtype),
         )
     }
+}
+
+/// Returns the number of elements.
+pub fn count(buffer: &impl DeviceBuffer) -> usize {
+    buffer.bytes() / buffer.dtype().size()
+}
+
+/// Returns a buffer's equal blocks, one for each of `peers`.
+pub fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
+    let bytes = buffer.bytes() / peers;
+    (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
+}
+
+/// Returns a buffer's blocks, of `counts[peer]` elements each; those that are empty are left out.
+pub fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<Block<'a>> {
+    let size = buffer.dtype().size();
+    let mut start = 0;
+    let mut blocks = Vec::new();
+    for (peer, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+        let bytes = count * size;
+        blocks.push(Block { buffer, start, bytes, peer });
+        start += bytes;
+    }
+    blocks
 }
 
 /// Address, number of elements and type.

@@ -3,9 +3,8 @@
 use flow_kernels::DType;
 use flow_kernels::cuda::{DeviceBuffer, Stream};
 
-use super::collectives::count;
 use super::group::CudaGroup;
-use super::operations::Block;
+use super::operations::{Block, count};
 use super::progress::{Batch, CudaOp};
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;

@@ -235,7 +235,7 @@ impl Library {
     }
 
     /// Turns what the function `call` has returned into a result.
-    pub(super) fn check(&self, call: &'static str, code: ncclResult_t) -> Result<()> {
+    pub(crate) fn check(&self, call: &'static str, code: ncclResult_t) -> Result<()> {
         if matches!(code, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress) {
             return Ok(());
         }
