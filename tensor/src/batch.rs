@@ -7,7 +7,7 @@ use flow_comm::{Lane, P2pOp, ProcessGroup};
 use tch::Tensor;
 
 use crate::error::{Result, failed};
-use crate::operation::{Prepared, check};
+use crate::prepared::{Prepared, check};
 use crate::tensors::{HostTensor, contiguous, copy_back, cuda_buffer, cuda_group};
 
 const NAME: &str = "batch_send_recv";

@@ -8,7 +8,8 @@ use flow_comm::{ProcessGroup, ReduceOp, SharedBuffer};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result, failed, torch_failed};
-use crate::operation::{Call, Operation, Output, Prepared, check};
+use crate::operation::{Call, Operation, Output};
+use crate::prepared::{Prepared, check};
 use crate::tensors::{contiguous, copy_back, cuda_group, current_stream};
 
 const OPERATION: &str = "broadcasting tensors";

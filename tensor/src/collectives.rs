@@ -9,8 +9,8 @@ use crate::batch::Batch;
 use crate::device::{DeviceKind, choose};
 use crate::error::Result;
 use crate::nonblocking::Work;
-use crate::operation::Prepared;
-use crate::{calls, coalesced};
+use crate::prepared::Prepared;
+use crate::{coalesced, operation};
 
 /// The asynchronous form of each operation: its name, the blocking one's, the call with its
 /// arguments after the tensor, and what comes back.
@@ -20,7 +20,7 @@ macro_rules! asynchronous {
             "Starts [`", stringify!($blocking), "`](Self::", stringify!($blocking), "). ", $result
         )]
         fn $name(&self, tensor: Tensor, $($argument: $type),*) -> Result<Work> {
-            let call = calls::$call(self.group(), &tensor, $($argument),*)?;
+            let call = operation::$call(self.group(), &tensor, $($argument),*)?;
             Work::start(self.group(), call, convert::identity)
         }
     )*};
@@ -67,41 +67,41 @@ pub trait TensorCollectives {
 
     /// Reduces `tensor` element by element over all ranks, in place.
     fn all_reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
-        calls::all_reduce(self.group(), tensor, op)?.run(self.group()).map(drop)
+        operation::all_reduce(self.group(), tensor, op)?.run(self.group()).map(drop)
     }
 
     /// Reduces `tensor` element by element over all ranks into rank `root`'s; the others stay as
     /// they are.
     fn reduce_tensor(&self, tensor: &mut Tensor, op: ReduceOp, root: usize) -> Result<()> {
-        calls::reduce(self.group(), tensor, op, root)?.run(self.group()).map(drop)
+        operation::reduce(self.group(), tensor, op, root)?.run(self.group()).map(drop)
     }
 
     /// Copies rank `root`'s `tensor` into all ranks'.
     fn broadcast_tensor(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
-        calls::broadcast(self.group(), tensor, root)?.run(self.group()).map(drop)
+        operation::broadcast(self.group(), tensor, root)?.run(self.group()).map(drop)
     }
 
     /// Gathers all ranks' tensors, which have equal shapes, stacked along a new first dimension.
     fn all_gather_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
-        calls::all_gather(self.group(), tensor)?.run(self.group())
+        operation::all_gather(self.group(), tensor)?.run(self.group())
     }
 
     /// Reduces `tensor` over all ranks; rank r gets `tensor[r]` of the result. The first dimension
     /// is the number of ranks.
     fn reduce_scatter_tensor(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
-        calls::reduce_scatter(self.group(), tensor, op)?.run(self.group())
+        operation::reduce_scatter(self.group(), tensor, op)?.run(self.group())
     }
 
     /// Divides the first dimension into as many equal blocks as there are ranks; rank r gets block
     /// r of every rank, in rank order. The result has the shape of `tensor`.
     fn all_to_all_tensor(&self, tensor: &Tensor) -> Result<Tensor> {
-        calls::all_to_all(self.group(), tensor)?.run(self.group())
+        operation::all_to_all(self.group(), tensor)?.run(self.group())
     }
 
     /// Gathers all ranks' tensors, one after the other along the first dimension; rank r's has
     /// length `counts[r]`; the other dimensions are equal.
     fn all_gather_v_tensor(&self, tensor: &Tensor, counts: &[usize]) -> Result<Tensor> {
-        calls::all_gather_v(self.group(), tensor, counts)?.run(self.group())
+        operation::all_gather_v(self.group(), tensor, counts)?.run(self.group())
     }
 
     /// Reduces `tensor` over all ranks; rank r gets its part of the result, which has length
@@ -112,7 +112,7 @@ pub trait TensorCollectives {
         counts: &[usize],
         op: ReduceOp,
     ) -> Result<Tensor> {
-        calls::reduce_scatter_v(self.group(), tensor, counts, op)?.run(self.group())
+        operation::reduce_scatter_v(self.group(), tensor, counts, op)?.run(self.group())
     }
 
     /// Sends rank r a part of length `input_counts[r]` of the first dimension, and returns what all
@@ -123,13 +123,14 @@ pub trait TensorCollectives {
         input_counts: &[usize],
         output_counts: &[usize],
     ) -> Result<Tensor> {
-        calls::all_to_all_v(self.group(), tensor, input_counts, output_counts)?.run(self.group())
+        operation::all_to_all_v(self.group(), tensor, input_counts, output_counts)?
+            .run(self.group())
     }
 
     /// Gathers all ranks' tensors on rank `root`, stacked along a new first dimension. The others
     /// get None.
     fn gather_tensor(&self, tensor: &Tensor, root: usize) -> Result<Option<Tensor>> {
-        let gathered = calls::gather(self.group(), tensor, root)?.run(self.group())?;
+        let gathered = operation::gather(self.group(), tensor, root)?.run(self.group())?;
         Ok((self.group().rank() == root).then_some(gathered))
     }
 
@@ -141,17 +142,17 @@ pub trait TensorCollectives {
         output: &mut Tensor,
         root: usize,
     ) -> Result<()> {
-        calls::scatter(self.group(), input, output, root)?.run(self.group()).map(drop)
+        operation::scatter(self.group(), input, output, root)?.run(self.group()).map(drop)
     }
 
     /// Sends `tensor` to rank `to`, which receives it by [`recv_tensor`](Self::recv_tensor).
     fn send_tensor(&self, tensor: &Tensor, to: usize) -> Result<()> {
-        calls::send(self.group(), tensor, to)?.run(self.group()).map(drop)
+        operation::send(self.group(), tensor, to)?.run(self.group()).map(drop)
     }
 
     /// Receives into `tensor` what rank `from` sends.
     fn recv_tensor(&self, tensor: &mut Tensor, from: usize) -> Result<()> {
-        calls::recv(self.group(), tensor, from)?.run(self.group()).map(drop)
+        operation::recv(self.group(), tensor, from)?.run(self.group()).map(drop)
     }
 
     /// Sends and receives all messages of `ops`, whose tensors are on one device. None waits for
@@ -187,7 +188,7 @@ pub trait TensorCollectives {
     /// Starts [`gather_tensor`](Self::gather_tensor).
     fn gather_tensor_async(&self, tensor: Tensor, root: usize) -> Result<Work<Option<Tensor>>> {
         let result = if self.group().rank() == root { Some } else { |_| None };
-        Work::start(self.group(), calls::gather(self.group(), &tensor, root)?, result)
+        Work::start(self.group(), operation::gather(self.group(), &tensor, root)?, result)
     }
 
     /// Starts [`scatter_tensor`](Self::scatter_tensor); `output` comes back.
@@ -197,7 +198,7 @@ pub trait TensorCollectives {
         output: Tensor,
         root: usize,
     ) -> Result<Work> {
-        let call = calls::scatter(self.group(), input.as_ref(), &output, root)?;
+        let call = operation::scatter(self.group(), input.as_ref(), &output, root)?;
         Work::start(self.group(), call, convert::identity)
     }
 

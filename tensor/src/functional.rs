@@ -35,9 +35,9 @@ use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
 use crate::batch::Batch;
-use crate::calls;
 use crate::error::{Error, Result, failed};
-use crate::operation::Prepared;
+use crate::operation;
+use crate::prepared::Prepared;
 
 /// Reduces all ranks' tensors; all ranks get the result. `op` is `Sum` or `Avg`.
 pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {
@@ -46,7 +46,7 @@ pub fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result
         group,
         "all_reduce",
         tensor,
-        |tensor| calls::all_reduce(group, &copied(tensor), op)?.run(group),
+        |tensor| operation::all_reduce(group, &copied(tensor), op)?.run(group),
         move |group, grad| all_reduce(group, grad, op),
     )
 }
@@ -57,7 +57,7 @@ pub fn all_gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
         group,
         "all_gather",
         tensor,
-        |tensor| calls::all_gather(group, tensor)?.run(group),
+        |tensor| operation::all_gather(group, tensor)?.run(group),
         |group, grad| reduce_scatter(group, grad, ReduceOp::Sum),
     )
 }
@@ -70,7 +70,7 @@ pub fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Re
         group,
         "reduce_scatter",
         tensor,
-        |tensor| calls::reduce_scatter(group, tensor, op)?.run(group),
+        |tensor| operation::reduce_scatter(group, tensor, op)?.run(group),
         move |group, grad| Ok(all_gather(group, grad)? * weight(group, op)),
     )
 }
@@ -82,7 +82,7 @@ pub fn all_to_all(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
         group,
         "all_to_all",
         tensor,
-        |tensor| calls::all_to_all(group, tensor)?.run(group),
+        |tensor| operation::all_to_all(group, tensor)?.run(group),
         all_to_all,
     )
 }
@@ -95,7 +95,7 @@ pub fn all_gather_v(group: &ProcessGroup, tensor: &Tensor, counts: &[usize]) -> 
         group,
         "all_gather_v",
         tensor,
-        |tensor| calls::all_gather_v(group, tensor, counts)?.run(group),
+        |tensor| operation::all_gather_v(group, tensor, counts)?.run(group),
         move |group, grad| reduce_scatter_v(group, grad, &counts_of_backward, ReduceOp::Sum),
     )
 }
@@ -115,7 +115,7 @@ pub fn reduce_scatter_v(
         group,
         "reduce_scatter_v",
         tensor,
-        |tensor| calls::reduce_scatter_v(group, tensor, counts, op)?.run(group),
+        |tensor| operation::reduce_scatter_v(group, tensor, counts, op)?.run(group),
         move |group, grad| Ok(all_gather_v(group, grad, &counts_of_backward)? * weight(group, op)),
     )
 }
@@ -134,7 +134,7 @@ pub fn all_to_all_v(
         group,
         "all_to_all_v",
         tensor,
-        |tensor| calls::all_to_all_v(group, tensor, input_counts, output_counts)?.run(group),
+        |tensor| operation::all_to_all_v(group, tensor, input_counts, output_counts)?.run(group),
         move |group, grad| all_to_all_v(group, grad, &received, &sent),
     )
 }
@@ -145,7 +145,7 @@ pub fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<T
         group,
         "broadcast",
         tensor,
-        |tensor| calls::broadcast(group, &copied(tensor), root)?.run(group),
+        |tensor| operation::broadcast(group, &copied(tensor), root)?.run(group),
         move |group, grad| reduce(group, grad, ReduceOp::Sum, root),
     )
 }
@@ -158,7 +158,7 @@ pub fn reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp, root: usize) 
         "reduce",
         tensor,
         |tensor| {
-            let result = calls::reduce(group, &copied(tensor), op, root)?.run(group)?;
+            let result = operation::reduce(group, &copied(tensor), op, root)?.run(group)?;
             Ok(if group.rank() == root { result } else { result.zeros_like() })
         },
         move |group, grad| Ok(broadcast(group, grad, root)? * weight(group, op)),
@@ -173,7 +173,7 @@ pub fn gather(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Tens
         "gather",
         tensor,
         |tensor| {
-            let gathered = calls::gather(group, tensor, root)?.run(group)?;
+            let gathered = operation::gather(group, tensor, root)?.run(group)?;
             if group.rank() == root {
                 return Ok(gathered);
             }
@@ -206,7 +206,7 @@ pub fn scatter(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Ten
             }
             let output = Tensor::empty(&size[1..], of(tensor));
             let input = (group.rank() == root).then_some(tensor);
-            calls::scatter(group, input, &output, root)?.run(group)
+            operation::scatter(group, input, &output, root)?.run(group)
         },
         move |group, grad| {
             let gathered = gather(group, grad, root)?;
@@ -233,7 +233,7 @@ pub fn send(group: &ProcessGroup, tensor: &Tensor, to: usize) -> Result<Tensor> 
         "send",
         tensor,
         |tensor| {
-            drop(calls::send(group, tensor, to)?.run(group)?);
+            drop(operation::send(group, tensor, to)?.run(group)?);
             Ok(Tensor::zeros([0i64; 0], of(tensor)))
         },
         move |group, _| recv(group, &sent.shape, sent.options.0, sent.options.1, to),
@@ -253,7 +253,7 @@ pub fn recv(
         group,
         "recv",
         &anchor((kind, device)),
-        |_| calls::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group),
+        |_| operation::recv(group, &Tensor::empty(shape, (kind, device)), from)?.run(group),
         move |group, grad| {
             drop(send(group, grad, from)?);
             Ok(Tensor::zeros([0], of(grad)))

@@ -40,7 +40,6 @@
 
 mod allocator;
 mod batch;
-mod calls;
 mod coalesced;
 mod collectives;
 mod device;
@@ -48,6 +47,8 @@ mod error;
 pub mod functional;
 mod nonblocking;
 mod operation;
+mod prepared;
+mod rows;
 mod tensors;
 
 pub use allocator::ArenaAllocatorGuard;

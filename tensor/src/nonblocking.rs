@@ -7,7 +7,7 @@ use flow_comm::nccl::{CudaGroup, DeviceError, Event, Stream};
 use tch::Tensor;
 
 use crate::error::{Result, failed};
-use crate::operation::Prepared;
+use crate::prepared::Prepared;
 use crate::tensors::current_stream;
 
 /// An operation on tensors that was started.

@@ -1,18 +1,15 @@
-//! The table of operations: what each does on the host and on GPUs, and what tensors it takes.
+//! The table of operations: what each calls on the host and on GPUs, and what shapes it takes.
 
 use std::sync::Arc;
 
-use flow_comm::nccl::{CudaGroup, Stream};
+use flow_comm::nccl::{CudaGroup, DeviceBuffer, Stream};
 use flow_comm::{Lane, ProcessGroup, ReduceOp};
 use tch::Tensor;
 
 use crate::error::{Result, failed, torch_failed};
-use crate::tensors::{
-    HostTensor, OVERLAPS, contiguous, copy_back, cuda_buffer, cuda_group, current_stream, overlaps,
-};
-
-/// The length of each rank's block, in elements of the buffer.
-pub(crate) type Counts = Vec<usize>;
+use crate::prepared::{Prepared, check};
+use crate::rows::{Counts, Rows, sum};
+use crate::tensors::{HostTensor, contiguous, copy_back, cuda_buffer, cuda_group};
 
 /// An operation, with its arguments other than tensors. Roots and peers are ranks of the group.
 #[derive(Clone, Debug)]
@@ -66,33 +63,56 @@ macro_rules! run_on {
         $(, $stream:expr)?
     ) => {
         match $operation {
-            AllReduce(op) => $target.all_reduce(&mut $output, *op $(, $stream)?),
-            Reduce(op, root) => $target.reduce(&mut $output, *op, *root $(, $stream)?),
-            Broadcast(root) => $target.broadcast($broadcast(&mut $output), *root $(, $stream)?),
-            AllGather => $target.all_gather(&$input, &mut $output $(, $stream)?),
-            ReduceScatter(op) => $target.reduce_scatter(&$input, &mut $output, *op $(, $stream)?),
-            AllToAll => $target.all_to_all(&$input, &mut $output $(, $stream)?),
+            AllReduce(op) => $target.all_reduce($output, *op $(, $stream)?),
+            Reduce(op, root) => $target.reduce($output, *op, *root $(, $stream)?),
+            Broadcast(root) => $target.broadcast($broadcast($output), *root $(, $stream)?),
+            AllGather => $target.all_gather($input, $output $(, $stream)?),
+            ReduceScatter(op) => $target.reduce_scatter($input, $output, *op $(, $stream)?),
+            AllToAll => $target.all_to_all($input, $output $(, $stream)?),
             AllGatherV(counts) => {
-                $target.all_gather_v(&$input, &mut $output, counts $(, $stream)?)
+                $target.all_gather_v($input, $output, counts $(, $stream)?)
             }
             ReduceScatterV(counts, op) => {
-                $target.reduce_scatter_v(&$input, &mut $output, counts, *op $(, $stream)?)
+                $target.reduce_scatter_v($input, $output, counts, *op $(, $stream)?)
             }
             AllToAllV(sent, received) => {
-                $target.all_to_all_v(&$input, sent, &mut $output, received $(, $stream)?)
+                $target.all_to_all_v($input, sent, $output, received $(, $stream)?)
             }
             Gather(root) => {
-                let output = (*root == $target.rank()).then_some(&mut $output);
-                $target.gather(&$input, output, *root $(, $stream)?)
+                let output = (*root == $target.rank()).then_some($output);
+                $target.gather($input, output, *root $(, $stream)?)
             }
             Scatter(root) => {
-                let input = (*root == $target.rank()).then_some(&$input);
-                $target.scatter(input, &mut $output, *root $(, $stream)?)
+                let input = (*root == $target.rank()).then_some($input);
+                $target.scatter(input, $output, *root $(, $stream)?)
             }
-            Send(to) => $target.send(&$input, *to $(, $stream)?),
-            Recv(from) => $target.recv(&mut $output, *from $(, $stream)?),
+            Send(to) => $target.send($input, *to $(, $stream)?),
+            Recv(from) => $target.recv($output, *from $(, $stream)?),
         }
     };
+}
+
+impl Operation {
+    /// Runs on the host until all is done.
+    fn run_on_host(
+        &self,
+        group: &ProcessGroup,
+        input: &HostTensor,
+        output: &mut HostTensor,
+    ) -> flow_comm::Result<()> {
+        run_on!(self, group, input, output, std::convert::identity)
+    }
+
+    /// Enqueues the operation in the order of `stream`.
+    fn enqueue<B: DeviceBuffer>(
+        &self,
+        cuda: &CudaGroup,
+        input: &B,
+        output: &mut B,
+        stream: &Stream,
+    ) -> flow_comm::Result<()> {
+        run_on!(self, cuda, input, output, std::slice::from_mut, stream)
+    }
 }
 
 /// Where an operation writes its result.
@@ -103,41 +123,6 @@ pub(crate) enum Output<'a> {
     New(Vec<i64>),
     /// Nowhere: this rank has no result.
     None,
-}
-
-/// Operations and this rank's tensors for them, ready to run.
-pub(crate) trait Prepared: std::marker::Send + Sized + 'static {
-    /// The caller's result.
-    type Output: 'static;
-
-    fn name(&self) -> &'static str;
-
-    /// The group's collectives on the tensors' GPU, if they are on one.
-    fn cuda(&self, group: &ProcessGroup) -> Result<Option<Arc<CudaGroup>>>;
-
-    /// Runs on the host until all is done.
-    fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()>;
-
-    /// Starts on the host, beside the caller. What is returned waits for it.
-    fn start_on_host(
-        self,
-        group: &ProcessGroup,
-    ) -> Result<impl FnOnce() -> Result<Self> + std::marker::Send + 'static>;
-
-    /// Enqueues the operation in the order of `stream`.
-    fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()>;
-
-    /// The result, when all is done.
-    fn finish(self, group: &ProcessGroup) -> Result<Self::Output>;
-
-    /// Runs the operation: on CPUs until it is done, on GPUs in the order of libtorch's stream.
-    fn run(self, group: &ProcessGroup) -> Result<Self::Output> {
-        match self.cuda(group)? {
-            Some(cuda) => self.enqueue(group, &cuda, &current_stream(group, &cuda)?)?,
-            None => self.run_on_host(group)?,
-        }
-        self.finish(group)
-    }
 }
 
 /// One operation and this rank's tensors for it.
@@ -205,7 +190,7 @@ impl Prepared for Call {
     fn run_on_host(&self, group: &ProcessGroup) -> flow_comm::Result<()> {
         let input = HostTensor::new(&self.input);
         let mut output = HostTensor::new(&self.output);
-        run_on!(&self.operation, group, input, output, std::convert::identity)
+        self.operation.run_on_host(group, &input, &mut output)
     }
 
     fn start_on_host(
@@ -225,8 +210,7 @@ impl Prepared for Call {
     fn enqueue(&self, group: &ProcessGroup, cuda: &CudaGroup, stream: &Stream) -> Result<()> {
         let input = cuda_buffer(group, self.name(), &self.input)?;
         let mut output = cuda_buffer(group, self.name(), &self.output)?;
-        run_on!(&self.operation, cuda, input, output, std::slice::from_mut, stream)?;
-        Ok(())
+        Ok(self.operation.enqueue(cuda, &input, &mut output, stream)?)
     }
 
     fn finish(self, group: &ProcessGroup) -> Result<Tensor> {
@@ -242,19 +226,138 @@ impl Prepared for Call {
     }
 }
 
-/// Checks that an operation can read the tensor and, if `written`, write it.
-pub(crate) fn check(reduces: bool, tensor: &Tensor, written: bool) -> Result<(), String> {
-    if let Some(reason) = flow_autograd::unsendable(tensor) {
-        return Err(format!("the tensor {reason}"));
+pub(crate) fn all_reduce(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Call> {
+    Call::new(group, AllReduce(op), None, Output::Given(tensor))
+}
+
+pub(crate) fn reduce(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    op: ReduceOp,
+    root: usize,
+) -> Result<Call> {
+    from_or_to_root(group, Reduce(op, root), tensor, group.rank() == root)
+}
+
+pub(crate) fn broadcast(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Call> {
+    from_or_to_root(group, Broadcast(root), tensor, group.rank() != root)
+}
+
+pub(crate) fn all_gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Call> {
+    let shape = stacked(group, tensor);
+    Call::new(group, AllGather, Some(tensor), Output::New(shape))
+}
+
+pub(crate) fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Call> {
+    let operation = ReduceScatter(op);
+    let size = tensor.size();
+    match size.split_first() {
+        Some((&ranks, shape)) if ranks == group.world_size() as i64 => {
+            Call::new(group, operation, Some(tensor), Output::New(shape.to_vec()))
+        }
+        _ => Err(failed(group, "reduce_scatter")(format!(
+            "the first dimension of {size:?} is not the number of ranks, {}",
+            group.world_size()
+        ))),
     }
-    if reduces && flow_autograd::dtype(tensor.kind()).is_none() {
-        return Err(format!(
-            "the tensor is {:?}: make it Float, Double, Half, BFloat16, Int, Int64 or Uint8",
-            tensor.kind()
-        ));
+}
+
+pub(crate) fn all_to_all(group: &ProcessGroup, tensor: &Tensor) -> Result<Call> {
+    let size = tensor.size();
+    let ranks = group.world_size() as i64;
+    if size.first().is_none_or(|length| length % ranks != 0) {
+        return Err(failed(group, "all_to_all")(format!(
+            "the first dimension of {size:?} cannot be divided among {ranks} ranks"
+        )));
     }
-    if written && overlaps(tensor) {
-        return Err(format!("no result can be written to the tensor, as it {OVERLAPS}"));
+    Call::new(group, AllToAll, Some(tensor), Output::New(size))
+}
+
+pub(crate) fn all_gather_v(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    counts: &[usize],
+) -> Result<Call> {
+    let rows = Rows::of(group, "all_gather_v", tensor)?;
+    rows.check("this rank's count", counts.get(group.rank()).copied())?;
+    let (blocks, shape) = rows.blocks(counts)?;
+    Call::new(group, AllGatherV(blocks), Some(tensor), Output::New(shape))
+}
+
+pub(crate) fn reduce_scatter_v(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    counts: &[usize],
+    op: ReduceOp,
+) -> Result<Call> {
+    let rows = Rows::of(group, "reduce_scatter_v", tensor)?;
+    rows.check("the sum of counts", sum(counts))?;
+    let (blocks, mut shape) = rows.blocks(counts)?;
+    shape[0] = counts[group.rank()] as i64;
+    Call::new(group, ReduceScatterV(blocks, op), Some(tensor), Output::New(shape))
+}
+
+pub(crate) fn all_to_all_v(
+    group: &ProcessGroup,
+    tensor: &Tensor,
+    input_counts: &[usize],
+    output_counts: &[usize],
+) -> Result<Call> {
+    let rows = Rows::of(group, "all_to_all_v", tensor)?;
+    rows.check("the sum of input_counts", sum(input_counts))?;
+    let (sent, _) = rows.blocks(input_counts)?;
+    let (received, shape) = rows.blocks(output_counts)?;
+    Call::new(group, AllToAllV(sent, received), Some(tensor), Output::New(shape))
+}
+
+pub(crate) fn gather(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Call> {
+    let output =
+        if group.rank() == root { Output::New(stacked(group, tensor)) } else { Output::None };
+    Call::new(group, Gather(root), Some(tensor), output)
+}
+
+pub(crate) fn scatter(
+    group: &ProcessGroup,
+    input: Option<&Tensor>,
+    output: &Tensor,
+    root: usize,
+) -> Result<Call> {
+    let is_root = group.rank() == root;
+    let expected = stacked(group, output);
+    let reason = match input {
+        Some(_) if !is_root => format!("only rank {root}, the root, has an input"),
+        None if is_root => format!("rank {root} is the root and has no input"),
+        Some(input) if input.size() != expected => {
+            format!("the input has shape {:?} instead of {expected:?}", input.size())
+        }
+        _ => return Call::new(group, Scatter(root), input, Output::Given(output)),
+    };
+    Err(failed(group, "scatter")(reason))
+}
+
+pub(crate) fn send(group: &ProcessGroup, tensor: &Tensor, to: usize) -> Result<Call> {
+    Call::new(group, Send(to), Some(tensor), Output::None)
+}
+
+pub(crate) fn recv(group: &ProcessGroup, tensor: &Tensor, from: usize) -> Result<Call> {
+    Call::new(group, Recv(from), None, Output::Given(tensor))
+}
+
+/// An operation on one tensor that only some ranks write to.
+fn from_or_to_root(
+    group: &ProcessGroup,
+    operation: Operation,
+    tensor: &Tensor,
+    written: bool,
+) -> Result<Call> {
+    if written {
+        Call::new(group, operation, None, Output::Given(tensor))
+    } else {
+        Call::new(group, operation, Some(tensor), Output::None)
     }
-    Ok(())
+}
+
+/// The shape of all ranks' tensors together, if each is like this one.
+fn stacked(group: &ProcessGroup, tensor: &Tensor) -> Vec<i64> {
+    std::iter::once(group.world_size() as i64).chain(tensor.size()).collect()
 }
