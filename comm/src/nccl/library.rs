@@ -3,9 +3,10 @@
 use std::error::Error as _;
 use std::ffi::{OsStr, OsString, c_int};
 use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+
+use flow_kernels::cuda::{MappedFile, mapped_files, nvidia_wheels};
 
 use super::sys;
 
@@ -127,27 +128,19 @@ fn find() -> Result<Library, Error> {
 
 /// Returns the files that may be NCCL, and for messages where each is from.
 fn candidates() -> Vec<(&'static str, OsString)> {
-    for (_, path) in mappings() {
+    for MappedFile { path, .. } in mapped_files() {
         if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnccl.so")) {
             // libtorch's: there must not be two in a process.
             return vec![("loaded already: ", path.into())];
         }
     }
     let mut names = vec![("", "libnccl.so.2".into()), ("", "libnccl.so".into())];
-    names.extend(beside_libtorch().map(|name| ("", name)));
+    if let Some(nvidia) = nvidia_wheels() {
+        names.push(("", nvidia.join("nccl/lib/libnccl.so.2").into()));
+    }
     let path = std::env::var_os("FLOW_NCCL_PATH").filter(|path| !path.is_empty());
     names.extend(path.map(|path| ("FLOW_NCCL_PATH: ", path)));
     names
-}
-
-/// Returns where PyTorch's wheels have NCCL, if this process has loaded libtorch.
-fn beside_libtorch() -> Option<OsString> {
-    let libtorch = mappings().into_iter().find(|(_, path)| {
-        path.parent().is_some_and(|folder| folder.ends_with("torch/lib"))
-            && path.file_name().is_some_and(|name| name == "libtorch_cpu.so" || name == "libc10.so")
-    });
-    let packages = libtorch?.1.ancestors().nth(3)?.to_path_buf();
-    Some(packages.join("nvidia/nccl/lib/libnccl.so.2").into())
 }
 
 /// Returns the reason that the dynamic loader gives.
@@ -157,19 +150,6 @@ fn reason(error: libloading::Error) -> String {
 
 /// Returns the file that is mapped at `address`.
 fn file_at(address: usize) -> Option<PathBuf> {
-    mappings().into_iter().find(|(addresses, _)| addresses.contains(&address)).map(|(_, path)| path)
-}
-
-/// Returns the files that are mapped into this process, and where.
-fn mappings() -> Vec<(std::ops::Range<usize>, PathBuf)> {
-    let maps = fs::read("/proc/self/maps").unwrap_or_default();
-    String::from_utf8_lossy(&maps).lines().filter_map(mapping).collect()
-}
-
-/// Reads a line of `/proc/self/maps`; None if no file is mapped there.
-fn mapping(line: &str) -> Option<(std::ops::Range<usize>, PathBuf)> {
-    let (begin, end) = line.split_once(' ')?.0.split_once('-')?;
-    let begin = usize::from_str_radix(begin, 16).ok()?;
-    let end = usize::from_str_radix(end, 16).ok()?;
-    Some((begin..end, line[line.find('/')?..].into()))
+    let file = mapped_files().into_iter().find(|file| file.addresses.contains(&address));
+    file.map(|file| file.path)
 }

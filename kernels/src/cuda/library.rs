@@ -13,6 +13,7 @@ use cudarc::driver::sys;
 use libloading::Library;
 
 use super::error::{Error, Result};
+use super::mapped::nvidia_wheels;
 
 /// Every function of the driver that this crate calls: `cudarc` panics at the first call of one
 /// that is missing.
@@ -162,7 +163,7 @@ fn find_compiler() -> Result<Nvrtc> {
         None => ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
             .map(PathBuf::from)
             .into_iter()
-            .chain(beside_torch())
+            .chain(in_wheels())
             .collect(),
     };
     let mut failures = Vec::new();
@@ -200,52 +201,8 @@ unsafe fn load_forever(
     unsafe { Library::new(path) }.map(ManuallyDrop::new)
 }
 
-/// Returns where NVRTC would be if this process' libtorch were from a wheel; nowhere without
-/// libtorch.
-fn beside_torch() -> Vec<PathBuf> {
-    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    torch_folder(&maps).map(nvrtc_in_wheels).unwrap_or_default()
-}
-
-/// Returns the folder of libtorch according to a process' `maps`.
-fn torch_folder(maps: &str) -> Option<&Path> {
-    let paths =
-        maps.lines().filter_map(|line| line.find('/').map(|start| Path::new(&line[start..])));
-    let mut libraries =
-        paths.filter(|path| path.ends_with("libtorch_cpu.so") || path.ends_with("libc10.so"));
-    libraries.next()?.parent()
-}
-
-/// Returns NVRTC's files in wheels: those of CUDA 13 and 12 unpack beside `torch`.
-fn nvrtc_in_wheels(torch_lib: &Path) -> Vec<PathBuf> {
-    let Some(packages) = torch_lib.ancestors().nth(2) else { return Vec::new() };
-    let nvidia = packages.join("nvidia");
+/// Returns where PyTorch's wheels of CUDA 13 and 12 have NVRTC; nowhere without such a libtorch.
+fn in_wheels() -> Vec<PathBuf> {
+    let Some(nvidia) = nvidia_wheels() else { return Vec::new() };
     vec![nvidia.join("cu13/lib/libnvrtc.so.13"), nvidia.join("cuda_nvrtc/lib/libnvrtc.so.12")]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nvrtc_is_looked_for_beside_libtorch() {
-        let maps = "7f0000000000-7f0000001000 r-xp 00000000 08:01 42    /usr/lib/libc.so.6\n\
-                    7f0000002000-7f0000003000 rw-p 00000000 00:00 0 \n\
-                    7f0000004000-7f0000005000 r--p 00000000 08:01 43    /opt/my \
-                    wheels/torch/lib/libc10.so\n";
-        let folder = torch_folder(maps);
-        assert_eq!(folder, Some(Path::new("/opt/my wheels/torch/lib")));
-        assert_eq!(
-            folder.map(nvrtc_in_wheels).unwrap_or_default(),
-            [
-                "/opt/my wheels/nvidia/cu13/lib/libnvrtc.so.13",
-                "/opt/my wheels/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
-            ]
-            .map(PathBuf::from)
-        );
-        assert_eq!(
-            torch_folder("7f0000000000-7f0000001000 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n"),
-            None
-        );
-    }
 }

@@ -5,6 +5,7 @@
 //! | [`Device`] | a GPU's primary context, which libtorch uses too |
 //! | [`Stream`], [`Event`] | a queue of the GPU's work, and a mark in it |
 //! | [`DeviceBuffer`], [`DeviceMemory`] | somebody's memory on the GPU, and our own |
+//! | [`mapped_files`], [`nvidia_wheels`] | libraries of this process, and where to find NVIDIA's |
 //! | [`Layout`], [`Packer`] | places of tensors in the flat buffer, and kernels that move them |
 //!
 //! Nothing of CUDA is linked: the driver (`libcuda.so.1`) is opened when a device is asked for, and
@@ -18,6 +19,7 @@ mod error;
 mod kernel_cache;
 mod layout;
 mod library;
+mod mapped;
 mod memory;
 mod pack;
 mod stream;
@@ -26,6 +28,7 @@ pub use compile::compile;
 pub use device::Device;
 pub use error::{Error, Result};
 pub use layout::{Chunk, Launch, Layout, TENSORS_PER_LAUNCH};
+pub use mapped::{MappedFile, mapped_files, nvidia_wheels};
 pub use memory::{DeviceBuffer, DeviceMemory};
 pub use pack::Packer;
 pub use stream::{Event, Stream};
