@@ -322,7 +322,8 @@ fn rendezvous(
                     ))
                 })?
             } else {
-                Address::Unix(format!("flow-{}-{:016x}", nix::unistd::geteuid(), digest(&job)))
+                let user = rustix::process::geteuid().as_raw();
+                Address::Unix(format!("flow-{user}-{:016x}", digest(&job)))
             };
             let token =
                 token.unwrap_or_else(|| format!("{:016x}", digest(&format!("token of {job}"))));

@@ -5,11 +5,13 @@
 //! takes whatever comes next: a message with its own tag goes where it is wanted, others are kept
 //! here. Nothing but memory limits how many.
 
+use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use rustc_hash::FxHashMap;
 
 use super::message::PeerConnection;
 use crate::descriptor::{DescriptorWords, Location, OpDescriptor};
@@ -30,7 +32,7 @@ pub struct MessageQueue {
 }
 
 /// The messages by tag, in the order in which they were sent; no queue is empty.
-type Kept = HashMap<u32, VecDeque<Message>, fnv::FnvBuildHasher>;
+type Kept = FxHashMap<u32, VecDeque<Message>>;
 
 /// The state of the messages that are still to come.
 #[derive(Default)]

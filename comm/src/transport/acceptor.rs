@@ -14,7 +14,7 @@ use std::sync::Once;
 use std::time::{Duration, Instant};
 
 use flow_store::proof;
-use nix::sys::socket::{Backlog, listen};
+use rustix::net::listen;
 
 /// The size in bytes of the longest handshake.
 const MAX_HANDSHAKE: usize = 2048;
@@ -68,8 +68,8 @@ impl Acceptor {
     /// Listens at a free port of `address`.
     pub fn open(address: IpAddr, token: &str) -> io::Result<Self> {
         let listener = TcpListener::bind((address, 0))?;
-        // Again, for the longest queue.
-        listen(&listener, Backlog::MAXALLOWABLE)?;
+        // Again, for the longest queue that the kernel allows.
+        listen(&listener, i32::MAX)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         Ok(Self { listener, address, token: token.into(), pending: VecDeque::new() })

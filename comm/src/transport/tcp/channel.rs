@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use fnv::FnvHashMap;
+use rustc_hash::FxHashMap;
 
 use super::control::{ChannelId, GroupId};
 use super::waker::Waker;
@@ -14,7 +14,7 @@ use crate::transport::queue::QueuePair;
 pub const WINDOW: u64 = 32 << 20;
 
 /// The channels of a connection.
-pub type Channels = FnvHashMap<ChannelId, Channel>;
+pub type Channels = FxHashMap<ChannelId, Channel>;
 
 /// The bytes that two ranks of one group have under way.
 pub struct Channel {

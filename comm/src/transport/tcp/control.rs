@@ -3,15 +3,16 @@
 use std::io;
 use std::net::TcpStream;
 use std::sync::Arc;
+use std::time::Duration;
 
-use nix::sys::socket::{setsockopt, sockopt};
+use rustix::net::sockopt;
 
 use crate::transport::DisconnectReason;
 
-/// A socket that is idle for so many seconds is probed, at such an interval, and is broken when so
-/// many probes were not answered, or when a notice was not acknowledged for as long as that takes.
-const PROBE_AFTER: u32 = 4;
-const PROBE_INTERVAL: u32 = 2;
+/// A socket that is idle for so long is probed, at such an interval, and is broken when so many
+/// probes were not answered, or when a notice was not acknowledged for as long as that takes.
+const PROBE_AFTER: Duration = Duration::from_secs(4);
+const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 const PROBES: u32 = 3;
 
 /// A channel's number, and a group's: a hash of its name.
@@ -40,12 +41,12 @@ impl Sockets {
 
 /// Makes the kernel report within ten seconds that the other machine cannot be reached any more.
 pub fn watch(control: &TcpStream) -> io::Result<()> {
-    setsockopt(control, sockopt::KeepAlive, &true)?;
-    setsockopt(control, sockopt::TcpKeepIdle, &PROBE_AFTER)?;
-    setsockopt(control, sockopt::TcpKeepInterval, &PROBE_INTERVAL)?;
-    setsockopt(control, sockopt::TcpKeepCount, &PROBES)?;
-    let most = 1000 * (PROBE_AFTER + PROBES * PROBE_INTERVAL);
-    Ok(setsockopt(control, sockopt::TcpUserTimeout, &most)?)
+    sockopt::set_socket_keepalive(control, true)?;
+    sockopt::set_tcp_keepidle(control, PROBE_AFTER)?;
+    sockopt::set_tcp_keepintvl(control, PROBE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(control, PROBES)?;
+    let longest = PROBE_AFTER + PROBE_INTERVAL * PROBES;
+    Ok(sockopt::set_tcp_user_timeout(control, longest.as_millis() as u32)?)
 }
 
 /// Returns how the other process has gone, if this is what its socket says.

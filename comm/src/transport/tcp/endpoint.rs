@@ -6,7 +6,7 @@
 //! nodes begin to connect when their group is made). If both processes connect at once, the
 //! connection of the lower rank stays.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustc_hash::FxHashSet;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
 use super::control::{GroupId, Sockets, reason};
@@ -40,7 +41,7 @@ pub struct Endpoint {
     /// The connections by rank.
     pairs: Vec<Mutex<Pair>>,
     /// The groups that this rank is in.
-    groups: Mutex<HashSet<GroupId, fnv::FnvBuildHasher>>,
+    groups: Mutex<FxHashSet<GroupId>>,
     /// The ranks that the thread is to connect to.
     wanted: Mutex<Vec<usize>>,
     is_closed: AtomicBool,
@@ -92,7 +93,7 @@ impl Endpoint {
         self.pairs[rank].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn groups(&self) -> MutexGuard<'_, HashSet<GroupId, fnv::FnvBuildHasher>> {
+    fn groups(&self) -> MutexGuard<'_, FxHashSet<GroupId>> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

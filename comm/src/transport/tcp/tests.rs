@@ -356,7 +356,7 @@ fn nothing_is_kept_of_the_channels_of_a_group_that_both_have_left() {
 #[test]
 fn who_does_not_answer_delays_no_other_connection() {
     let deaf = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    nix::sys::socket::listen(&deaf, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+    rustix::net::listen(&deaf, 0).unwrap();
     let address = deaf.local_addr().unwrap();
     // Until there is no room for those that nobody accepts.
     let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();

@@ -1,10 +1,10 @@
 //! Process groups on the host, in shared memory, in ordinary memory, and in both.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::{Deref, DerefMut};
 
 use anyhow::{Context, Result};
-use flow_comm::{Buffer, DType, P2pOp, ProcessGroup, ReduceOp, SharedBuffer};
+use flow_comm::{Buffer, DType, P2pOp, ProcessGroup, ReduceOp, SharedBuffer, digest};
+use rustix::system::uname;
 
 use super::backend::Backend;
 use super::reference::{Number, Values};
@@ -66,11 +66,9 @@ pub struct Host<'a> {
 impl<'a> Host<'a> {
     pub fn new(group: &'a ProcessGroup, place: Place) -> Result<Self> {
         // What says on which node a rank is, for those that mpirun starts by their hosts too.
-        let mut hasher = DefaultHasher::new();
-        std::env::var("GROUP_RANK").ok().hash(&mut hasher);
-        rustix::system::uname().nodename().hash(&mut hasher);
+        let own = (std::env::var("GROUP_RANK").ok(), uname().nodename().to_owned());
         let mut names = vec![0_i64; group.world_size()];
-        group.all_gather(&[hasher.finish() as i64], &mut names)?;
+        group.all_gather(&[digest(&own) as i64], &mut names)?;
         let node = |name| names.iter().position(|other| other == name).unwrap_or_default() as u32;
         Ok(Self { group, place, nodes: names.iter().map(node).collect() })
     }
