@@ -3,10 +3,11 @@
 //!
 //!     cargo run --release -p flow-store --example store_clients [CLIENTS [RUNS]]
 
-use std::process::{Child, Command, Stdio};
-use std::sync::Barrier;
-use std::time::{Duration, Instant};
-use std::{env, thread};
+mod clients;
+
+use std::env;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use flow_harness::raise_file_limit;
 use flow_store::{Address, Server, Store};
@@ -14,9 +15,6 @@ use rustix::time::{ClockId, clock_gettime};
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The clients are threads of so many processes, as one might not be allowed so many threads and
-/// file descriptors.
-const PROCESSES: usize = 4;
 /// Tells a process that it is one of those, and where the store is.
 const STORE: &str = "STORE";
 
@@ -43,27 +41,14 @@ fn main() {
 fn measure(clients: usize) -> f64 {
     let server = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), TOKEN).unwrap();
     server.set("value", &[7; 100]);
-    let processes: Vec<Child> = (0..PROCESSES)
-        .map(|process| {
-            let own = clients / PROCESSES + usize::from(process < clients % PROCESSES);
-            Command::new(env::current_exe().unwrap())
-                .args([own.to_string(), clients.to_string()])
-                .env(STORE, server.address().to_string())
-                .stdin(Stdio::null())
-                .spawn()
-                .unwrap()
-        })
-        .collect();
+    let processes = clients::start(clients, |own| {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args([own.to_string(), clients.to_string()]);
+        command.env(STORE, server.address().to_string()).stdin(Stdio::null());
+        command
+    });
     let store = Store::connect(server.address(), TOKEN, TIMEOUT).unwrap();
-    let ready: Vec<String> =
-        processes.iter().map(|process| format!("ready/{}", process.id())).collect();
-    store.wait(&ready, TIMEOUT).unwrap();
-    let begin = Instant::now();
-    store.set("begin", b"").unwrap();
-    for mut process in processes {
-        assert!(process.wait().unwrap().success());
-    }
-    begin.elapsed().as_secs_f64()
+    clients::run(&store, processes)
 }
 
 /// Seconds that this process, and so the server, has used.
@@ -75,9 +60,7 @@ fn processor_time() -> f64 {
 /// `own` of all `clients`.
 fn join(address: &Address, own: usize, clients: usize) {
     let store = Store::connect(address, TOKEN, TIMEOUT).unwrap();
-    let barrier = Barrier::new(own + 1);
-    let client = || {
-        barrier.wait();
+    clients::join(&store, own, || {
         let store = Store::connect(address, TOKEN, TIMEOUT).unwrap();
         let number = store.add("clients", 1).unwrap();
         store.set(&format!("client/{number}"), b"here").unwrap();
@@ -86,13 +69,5 @@ fn join(address: &Address, own: usize, clients: usize) {
         }
         store.wait(&["all"], TIMEOUT).unwrap();
         assert_eq!(store.get("value", TIMEOUT).unwrap(), [7; 100]);
-    };
-    thread::scope(|scope| {
-        for _ in 0..own {
-            thread::Builder::new().stack_size(128 << 10).spawn_scoped(scope, client).unwrap();
-        }
-        store.set(&format!("ready/{}", std::process::id()), b"").unwrap();
-        store.wait(&["begin"], TIMEOUT).unwrap();
-        barrier.wait();
     });
 }

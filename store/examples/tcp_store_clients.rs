@@ -8,11 +8,12 @@
 //! which would be the most of it. The servers take turns, and which comes first in each. PYTHON
 //! names an interpreter that has PyTorch.
 
+mod clients;
+
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
-use std::sync::Barrier;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{env, fs, thread};
 
 use flow_harness::raise_file_limit;
@@ -20,9 +21,6 @@ use flow_store::{Address, Server, Store};
 
 const TOKEN: &str = "0123456789abcdef";
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The clients are threads of so many processes, as one might not be allowed so many threads and
-/// file descriptors.
-const PROCESSES: usize = 4;
 /// What a process is for that this program has started: to serve, or to be clients.
 const ROLE: &str = "ROLE";
 /// It looks up the name of each client. On an IPv4 socket that is answered by /etc/hosts; else a
@@ -92,29 +90,14 @@ fn measure(clients: usize, is_ours: bool) -> (f64, f64) {
     let before = processor_time(&server);
 
     let rendezvous = Server::start(&Address::Tcp("127.0.0.1:0".to_string()), TOKEN).unwrap();
-    let processes: Vec<Child> = (0..PROCESSES)
-        .map(|process| {
-            let own = clients / PROCESSES + usize::from(process < clients % PROCESSES);
-            let mut command = Command::new(env::current_exe().unwrap());
-            command.args([
-                own.to_string(),
-                clients.to_string(),
-                rendezvous.address().to_string(),
-                port.to_string(),
-            ]);
-            command.env(ROLE, "clients").spawn().unwrap()
-        })
-        .collect();
+    let processes = clients::start(clients, |own| {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args([own.to_string(), clients.to_string()]);
+        command.args([rendezvous.address().to_string(), port.to_string()]).env(ROLE, "clients");
+        command
+    });
     let store = Store::connect(rendezvous.address(), TOKEN, TIMEOUT).unwrap();
-    let ready: Vec<String> =
-        processes.iter().map(|process| format!("ready/{}", process.id())).collect();
-    store.wait(&ready, TIMEOUT).unwrap();
-    let begin = Instant::now();
-    store.set("begin", b"").unwrap();
-    for mut process in processes {
-        assert!(process.wait().unwrap().success());
-    }
-    let elapsed = begin.elapsed().as_secs_f64();
+    let elapsed = clients::run(&store, processes);
     let used = processor_time(&server) - before;
     drop(server.stdin.take());
     assert!(server.wait().unwrap().success());
@@ -141,9 +124,7 @@ fn serve() {
 fn join(rendezvous: &str, port: &str, own: usize, clients: usize) {
     let port: u16 = port.parse().unwrap();
     let store = Store::connect(&rendezvous.parse().unwrap(), TOKEN, TIMEOUT).unwrap();
-    let barrier = Barrier::new(own + 1);
-    let client = || {
-        barrier.wait();
+    clients::join(&store, own, || {
         let mut stream = loop {
             // As PyTorch's client, it tries again where the server's queue is full.
             match connect(port) {
@@ -167,14 +148,6 @@ fn join(rendezvous: &str, port: &str, own: usize, clients: usize) {
         let mut value = [0; 12];
         ask(&mut stream, &[&[3], &key("all")[..]].concat(), &mut value).unwrap();
         assert_eq!(value[..], key("here"));
-    };
-    thread::scope(|scope| {
-        for _ in 0..own {
-            thread::Builder::new().stack_size(128 << 10).spawn_scoped(scope, client).unwrap();
-        }
-        store.set(&format!("ready/{}", std::process::id()), b"").unwrap();
-        store.wait(&["begin"], TIMEOUT).unwrap();
-        barrier.wait();
     });
 }
 
