@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::agreement::{Agreement, Call};
 use super::cuda::Cuda;
-use super::member::Member;
 use super::parts::{NewGroup, Parts};
+use super::split::check_members;
 use super::{ProcessGroup, group_of};
 use crate::error::Result;
 use crate::internode::presence::Presence;
@@ -36,7 +36,11 @@ impl ProcessGroup {
     pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
         let group = self.parts(&"new_group_of")?;
         let core = &group.core;
-        check_own_members(self, ranks)?;
+        check_members(self, "new_group_of", ranks)?;
+        if !ranks.contains(&core.rank) {
+            let reason = format!("{ranks:?} must have this rank, {}, among them", core.rank);
+            return Err(self.caller().argument("new_group_of", reason));
+        }
         let locals: Vec<usize> =
             ranks.iter().copied().filter(|member| core.locals.contains(member)).collect();
         let first = locals[0]; // this rank is one of them
@@ -80,22 +84,4 @@ impl ProcessGroup {
         let cuda = Cuda { device: self.cuda_device(), group: None };
         Ok(group_of(parts, self.local_rank(), cuda))
     }
-}
-
-/// Checks that `ranks` are different ranks of the group, this rank among them.
-fn check_own_members(group: &Member, ranks: &[usize]) -> Result<()> {
-    let mut sorted = ranks.to_vec();
-    sorted.sort_unstable();
-    sorted.dedup();
-    let last = group.world_size() - 1;
-    let own = group.rank();
-    if sorted.len() == ranks.len()
-        && sorted.last().is_some_and(|&highest| highest <= last)
-        && ranks.contains(&own)
-    {
-        return Ok(());
-    }
-    let reason =
-        format!("{ranks:?} must be different ranks from 0 to {last}, this one ({own}) among them");
-    Err(group.caller().argument("new_group_of", reason))
 }

@@ -1,4 +1,13 @@
 //! Process groups: the ranks that take part in collectives together.
+//!
+//! Sub-groups are made in two ways, as neither can do what the other does:
+//!
+//! - `split` makes them in one collective of all ranks of a group (`new_group`, `split`,
+//!   `duplicate`, [`Mesh`]). It takes microseconds, makes many sub-groups at once, divides NCCL's
+//!   communicator, and finds out whether a rank that is in none of them calls something else.
+//! - `members` makes one by keys in the store, which its members alone read and write
+//!   (`new_group_of`). Other ranks need not call it, threads may make several at once, and it works
+//!   where the group itself has failed.
 
 mod agreement;
 mod arena_handle;

@@ -109,12 +109,16 @@ fn members(world: &ProcessGroup) -> Result<()> {
         threads.into_iter().try_for_each(|thread| thread.join().expect("no thread panics"))
     })?;
 
-    for list in [&[][..], &[rank, rank], &[rank, 5], &[(rank + 1) % 5]] {
+    let different = "must be different ranks from 0 to 4";
+    let without_own = format!("must have this rank, {rank}, among them");
+    for (list, reason) in [
+        (&[][..], different),
+        (&[rank, rank], different),
+        (&[rank, 5], different),
+        (&[(rank + 1) % 5], &without_own),
+    ] {
         let error = world.new_group_of(list, "wrong").err().context("a bad list was accepted")?;
-        let expected = format!(
-            "rank {rank}: new_group_of: {list:?} must be different ranks from 0 to 4, this one \
-             ({rank}) among them"
-        );
+        let expected = format!("rank {rank}: new_group_of: {list:?} {reason}");
         ensure!(
             matches!(error, Error::Argument { .. }) && error.to_string() == expected,
             "{error}"
