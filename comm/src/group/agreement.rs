@@ -347,9 +347,9 @@ impl<'a> Agreement<'a> {
         if self.wait.begin.elapsed() >= core.timeout() {
             return Err(call.timed_out(what));
         }
-        let holders =
-            || ranks.iter().copied().filter(|&member| member < core.size()).collect::<Vec<_>>();
-        self.wait.report(call, &holders, &|| what.clone());
+        let mut holders = ranks.clone();
+        holders.retain(|&member| member < core.size());
+        self.wait.report(call, &|| holders.clone(), &|| what.clone());
         std::thread::sleep(POLL_INTERVAL.min(core.timeout() / 4));
         Ok(())
     }

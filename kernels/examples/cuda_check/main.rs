@@ -56,13 +56,12 @@ impl View {
 
     /// The tensors of `layout` in `memory`, each moved on by `shift` elements.
     fn tensors(memory: &Arc<DeviceMemory>, layout: &Layout, shift: usize) -> Vec<View> {
-        let view = |(&place, &length)| View {
-            memory: memory.clone(),
-            dtype: layout.flat(),
-            start: place + shift,
-            length,
-        };
-        layout.places().iter().zip(layout.lengths()).map(view).collect()
+        let mut views = Vec::new();
+        for (place, &length) in layout.places().iter().zip(layout.lengths()) {
+            let memory = memory.clone();
+            views.push(View { memory, dtype: layout.flat(), start: place + shift, length });
+        }
+        views
     }
 }
 

@@ -44,18 +44,16 @@ pub fn run(command: &mut Command) -> Finished {
 pub fn finish(mut child: Child) -> Finished {
     let mut stdout = child.stdout.take().map(Collected::from);
     let mut stderr = child.stderr.take().map(Collected::from);
-    let text = |pipe: &mut Option<Collected>, read: fn(&mut Collected) -> String| {
-        pipe.as_mut().map_or_else(String::new, read)
-    };
+    let pid = child.id();
     let Some(status) = status_in_time(&mut child) else {
         child.kill().unwrap();
-        let so_far = |pipe: &mut Option<Collected>| text(pipe, |pipe| pipe.so_far());
-        let (stdout, stderr) = (so_far(&mut stdout), so_far(&mut stderr));
-        let pid = child.id();
+        let stdout = stdout.map_or_else(String::new, |pipe| pipe.so_far());
+        let stderr = stderr.map_or_else(String::new, |pipe| pipe.so_far());
         panic!("{pid} runs for more than {TEST_TIMEOUT:?}\nstdout:\n{stdout}\nstderr:\n{stderr}");
     };
-    let all = |pipe: &mut Option<Collected>| text(pipe, Collected::all);
-    Finished::new(child.id(), status, all(&mut stdout), all(&mut stderr))
+    let stdout = stdout.as_mut().map_or_else(String::new, Collected::all);
+    let stderr = stderr.as_mut().map_or_else(String::new, Collected::all);
+    Finished::new(pid, status, stdout, stderr)
 }
 
 fn read(mut pipe: impl Read) -> String {

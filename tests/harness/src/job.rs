@@ -95,7 +95,8 @@ pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<
 
 /// The ranks of a job on nodes of this machine, so many on each, to be started.
 pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Command> {
-    let (job, size) = (job(), nodes.iter().sum());
+    let job = job();
+    let size = nodes.iter().sum();
     if nodes.len() == 1 {
         return (0..size).map(|r| rank(&job, r, size, worker, arguments)).collect();
     }
@@ -104,20 +105,19 @@ pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<C
     let free =
         std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let port = free.expect("there is a free port").port().to_string();
-    let places = nodes
-        .iter()
-        .enumerate()
-        .flat_map(|(node, &count)| (0..count).map(move |local| (node, count, local)));
-    let start = |(number, (node, count, local)): (usize, (usize, usize, usize))| {
-        let mut command = rank(&job, number, size, worker, arguments);
-        command.env("LOCAL_RANK", local.to_string()).env("LOCAL_WORLD_SIZE", count.to_string());
-        command
-            .env("GROUP_RANK", node.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", &port);
-        command
-    };
-    places.enumerate().map(start).collect()
+    let mut commands = Vec::new();
+    for (node, &count) in nodes.iter().enumerate() {
+        for local in 0..count {
+            let mut command = rank(&job, commands.len(), size, worker, arguments);
+            command.env("LOCAL_RANK", local.to_string()).env("LOCAL_WORLD_SIZE", count.to_string());
+            command
+                .env("GROUP_RANK", node.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", &port);
+            commands.push(command);
+        }
+    }
+    commands
 }
 
 /// Becomes a worker that runs the tests of its scenarios, with this test's arguments.

@@ -75,7 +75,8 @@ impl Net {
 
     /// Starts flow-launch, or another program, on a node.
     pub fn start(&self, node: usize, command: &Command) -> Agent {
-        let (stdout, stderr) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        let stdout = tempfile::tempfile().unwrap();
+        let stderr = tempfile::tempfile().unwrap();
         let mut enter = self.nodes[node].enter(&["--net", "--uts", "--ipc", "--mount", "--pid"]);
         enter.arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
         for (name, value) in command.get_envs() {
@@ -100,16 +101,16 @@ impl Net {
     pub fn remote_shell(&self) -> (TempDir, String) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("ssh");
-        let case = |(number, node): (usize, &Machine)| {
-            format!(
+        let mut cases = String::new();
+        for (number, node) in self.nodes.iter().enumerate() {
+            cases += &format!(
                 "node{number} | {} | {}) pid={} tmp={} ;;\n",
                 ipv4(number),
                 ipv6(number),
                 node.init,
                 node.temporary.path().display()
-            )
-        };
-        let cases: String = self.nodes.iter().enumerate().map(case).collect();
+            );
+        }
         let script = format!(
             "#!/bin/sh\ncase ${{1#*@}} in\n{cases}*) echo \"ssh: Could not resolve hostname $1\" \
              >&2; exit 255 ;;\nesac\n\
@@ -124,12 +125,10 @@ impl Net {
     /// Runs a function in the network of a node.
     pub fn within<T: Send>(&self, node: usize, function: impl FnOnce() -> T + Send) -> T {
         let network = File::open(format!("/proc/{}/ns/net", self.nodes[node].init)).unwrap();
-        let enter = || {
-            move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network)).unwrap()
-        };
         thread::scope(|scope| {
             let entered = scope.spawn(|| {
-                enter();
+                let kind = Some(LinkNameSpaceType::Network);
+                move_into_link_name_space(network.as_fd(), kind).unwrap();
                 function()
             });
             entered.join().unwrap()
@@ -337,8 +336,10 @@ impl Agent {
 
     /// Waits until the workers have written all of these lines.
     pub fn until_says(&self, lines: &[&str]) {
-        let has = |line: &&str| self.stdout().lines().any(|other| other == *line);
-        until(&format!("node{} says {lines:?}", self.node), || lines.iter().all(has));
+        until(&format!("node{} says {lines:?}", self.node), || {
+            let said = self.stdout();
+            lines.iter().all(|line| said.lines().any(|other| other == *line))
+        });
     }
 
     /// Waits for its end.
