@@ -20,8 +20,10 @@ impl ProcessGroup {
     /// use flow_comm::{P2pOp, ProcessGroup};
     ///
     /// let group = ProcessGroup::from_env()?;
-    /// let (rank, size) = (group.rank(), group.world_size());
-    /// let (mut own, mut received) = ([rank as i64], [rank as i64]);
+    /// let rank = group.rank();
+    /// let size = group.world_size();
+    /// let mut own = [rank as i64];
+    /// let mut received = [rank as i64];
     /// if size > 1 {
     ///     // Around the ring: all ranks send and receive at the same time.
     ///     let send = P2pOp::Send { data: &mut own, to: (rank + 1) % size };

@@ -15,7 +15,8 @@ pub const SCENARIOS: &[Scenario] = &[scenario(
 
 /// With two ranks.
 fn arguments(group: &ProcessGroup) -> Result<()> {
-    let (rank, other) = (group.rank(), 1 - group.rank());
+    let rank = group.rank();
+    let other = 1 - group.rank();
     let refused = |operation: &str, reason: &str, result: Result<(), Error>| {
         let Err(error) = result else { bail!("{operation} accepted what it should not: {reason}") };
         ensure!(matches!(error, Error::Argument { .. }), "{error:?}");

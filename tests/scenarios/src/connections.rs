@@ -43,7 +43,8 @@ fn come_to(expected: usize) -> Result<()> {
 
 /// How many there are, once that stays.
 fn settled() -> Result<usize> {
-    let (mut last, mut looks) = (sockets()?, 0);
+    let mut last = sockets()?;
+    let mut looks = 0;
     while looks < 25 {
         thread::sleep(Duration::from_millis(20));
         let now = sockets()?;
@@ -78,9 +79,12 @@ fn share(group: &ProcessGroup) -> Result<()> {
 
 /// In one group messages, which both send at first, in the other reductions.
 fn at_once(group: &ProcessGroup) -> Result<()> {
-    let (messages, sums) = (group.duplicate()?, group.duplicate()?);
-    let (rank, size) = (group.rank(), group.world_size());
-    let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+    let messages = group.duplicate()?;
+    let sums = group.duplicate()?;
+    let rank = group.rank();
+    let size = group.world_size();
+    let next = (rank + 1) % size;
+    let previous = (rank + size - 1) % size;
     thread::scope(|scope| {
         let exchange = scope.spawn(|| -> Result<()> {
             for round in 0..5_u8 {

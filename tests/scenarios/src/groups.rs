@@ -48,7 +48,8 @@ pub fn sum_of_ranks(group: &ProcessGroup) -> Result<i64> {
 
 /// Uses every part of a group: payloads, staging buffers, messages, threads.
 pub fn use_all(group: &ProcessGroup) -> Result<()> {
-    let (rank, size) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let size = group.world_size();
     ensure!(sum_of_ranks(group)? == (0..size as i64).sum::<i64>());
     let reduced = beside::all_reduce(group, vec![1.0_f32; 100_000], ReduceOp::Sum)?;
     let sent = beside::send(group, vec![rank as u8; 5000], (rank + 1) % size, 0)?;
@@ -154,7 +155,8 @@ fn named_worlds(world: &ProcessGroup) -> Result<()> {
     }
     // Two of them, as ranks of their own.
     if rank > 0 && own.local_world_size == 3 {
-        let (rank, size) = (rank - 1, 2);
+        let rank = rank - 1;
+        let size = 2;
         let pair = Membership {
             rank,
             world_size: size,
@@ -166,7 +168,8 @@ fn named_worlds(world: &ProcessGroup) -> Result<()> {
         ensure!(pair.rank() == rank && sum_of_ranks(&pair)? == 1);
     }
     let all = join("all")?;
-    let (again, other) = (join("all")?, join("all/0")?);
+    let again = join("all")?;
+    let other = join("all/0")?;
     for group in [&again, &other, world, &all] {
         ensure!(
             sum_of_ranks(group)? == 3
@@ -206,7 +209,8 @@ fn half_averages(group: &ProcessGroup) -> Result<()> {
 
 /// More rounds than a group has slots for, in all ways in which data moves.
 fn rounds(group: &ProcessGroup) -> Result<()> {
-    let (rank, size) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let size = group.world_size();
     let same = |what: &str, got: &dyn Debug, right: bool| {
         ensure!(right, "{what}: rank {rank} of {size} got {got:?}");
         Ok(())

@@ -129,7 +129,8 @@ fn mesh(world: &ProcessGroup) -> Result<()> {
     ensure!(world.sequence() - before == 2);
     ensure!(mesh.coordinates().is_some() == (rank < 4));
     if rank < 4 {
-        let (row, column) = ([[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank / 2]);
+        let row = [[0, 2], [1, 3]][rank % 2];
+        let column = [[0, 1], [2, 3]][rank / 2];
         ensure!(mesh.group(1)?.ranks() == row && mesh.group(0)?.ranks() == column, "{mesh:?}");
         ensure!(mesh.coordinates() == Some(vec![rank % 2, rank / 2]));
     } else {

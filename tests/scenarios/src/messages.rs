@@ -248,7 +248,8 @@ fn asynchronous(group: &ProcessGroup) -> Result<()> {
 /// All but rank 0 send to it, as soon as they can.
 fn any(group: &ProcessGroup) -> Result<()> {
     const ROUNDS: usize = 100;
-    let (rank, senders) = (group.rank(), group.world_size() - 1);
+    let rank = group.rank();
+    let senders = group.world_size() - 1;
     let length = |rank: usize, round: usize| LENGTHS[(rank + round / 30) % 3];
     if rank > 0 {
         for round in 0..ROUNDS {
@@ -280,7 +281,8 @@ fn any(group: &ProcessGroup) -> Result<()> {
 /// Where several ranks have messages, they are served in turn.
 fn any_in_turn(group: &ProcessGroup) -> Result<()> {
     const ROUNDS: usize = 20;
-    let (rank, size) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let size = group.world_size();
     if rank > 0 {
         (0..ROUNDS)
             .try_for_each(|round| group.send_with_tag(&contents(9, rank as u32, round), 0, 7))?;
@@ -307,7 +309,8 @@ fn any_in_turn(group: &ProcessGroup) -> Result<()> {
 /// Threads that receive from any rank, with two tags, and from each rank, with two others.
 fn any_beside_others(group: &ProcessGroup) -> Result<()> {
     const ROUNDS: usize = 60;
-    let (rank, senders) = (group.rank(), group.world_size() - 1);
+    let rank = group.rank();
+    let senders = group.world_size() - 1;
     let length = |tag: u32, round: usize| if tag < 2 { 9 } else { LENGTHS[round % 3] };
     if rank > 0 {
         for round in 0..ROUNDS {

@@ -160,9 +160,11 @@ fn use_mpi() -> Result<()> {
     ensure!(provided >= Threading::Multiple, "this MPI is for {provided:?} threads only");
     let world = universe.world();
     let group = ProcessGroup::from_env()?;
-    let (rank, size) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let size = group.world_size();
     for round in 0..100 {
-        let (own, mut sums) = (rank as i64 + round, [0, 0]);
+        let own = rank as i64 + round;
+        let mut sums = [0, 0];
         std::thread::scope(|scope| {
             let by_group = scope.spawn(|| -> Result<i64> {
                 let mut data = [own];

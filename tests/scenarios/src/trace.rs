@@ -123,7 +123,8 @@ fn numbers(group: &ProcessGroup) -> Result<()> {
     let records = group.flight_recorder();
     let found: Vec<(u64, &str)> =
         records.iter().map(|record| (record.sequence, record.operation)).collect();
-    let (uneven, barrier) = ("all_to_all_v", "barrier");
+    let uneven = "all_to_all_v";
+    let barrier = "barrier";
     let operations = [
         uneven,
         uneven,
@@ -294,7 +295,8 @@ fn each_writes(test: &Test) {
     // One made the duplicate.
     assert_eq!(numbers, (0..=2 * ROUNDS).collect::<Vec<_>>(), "numbers are missing");
     let backend = if test.job.nodes().len() == 1 { "shm" } else { "tcp" };
-    let (mut barriers, mut groups) = (0, std::collections::BTreeSet::new());
+    let mut barriers = 0;
+    let mut groups = std::collections::BTreeSet::new();
     for (key, event) in &first {
         let other = second[key];
         groups.insert(&key.0);

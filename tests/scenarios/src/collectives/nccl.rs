@@ -41,7 +41,8 @@ impl OnGpu {
 
     /// Arrays of two types.
     fn several_in_a_broadcast(&self) -> Result<()> {
-        let (rank, root) = (self.nccl.rank() as u8, self.nccl.size() as u8 - 1);
+        let rank = self.nccl.rank() as u8;
+        let root = self.nccl.size() as u8 - 1;
         let mut arrays =
             [self.gpu.upload(&[i32::from(rank); 1000])?, self.gpu.upload(&[f32::from(rank); 3])?];
         self.nccl.broadcast(&mut arrays, root.into(), &self.gpu.stream)?;
@@ -53,7 +54,8 @@ impl OnGpu {
 
     fn wrong_counts(&self) -> Result<()> {
         let size = self.nccl.size();
-        let (input, mut output) = (self.gpu.upload(&[0_i32])?, self.gpu.upload(&[0_i32; 2])?);
+        let input = self.gpu.upload(&[0_i32])?;
+        let mut output = self.gpu.upload(&[0_i32; 2])?;
         let counts = vec![1; size + 1];
         let wrong = self.nccl.all_gather_v(&input, &mut output, &counts, &self.gpu.stream);
         let wrong = wrong.err().map(|error| error.to_string()).unwrap_or_default();

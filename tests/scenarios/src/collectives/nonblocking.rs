@@ -42,7 +42,8 @@ fn check<T: Number>(case: &str, got: &[T], expected: impl Fn(usize) -> T) -> Res
 
 /// What uneven collectives refuse, with the group usable after it.
 fn uneven_arguments(group: &ProcessGroup) -> Result<()> {
-    let (size, fitting) = (group.world_size(), vec![1; group.world_size()]);
+    let size = group.world_size();
+    let fitting = vec![1; group.world_size()];
     let refused = |result: flow_comm::Result<()>, reason: &str| {
         let error = result.expect_err("refused").to_string();
         ensure!(error.contains(reason) && !error.contains('\n'), "{error}");
@@ -81,7 +82,8 @@ fn start<O: Send + 'static>(
 
 /// Every collective started before any is waited for, with blocking ones in between.
 fn overlapping<T: Number>(group: &ProcessGroup, nodes: &[u32], count: usize) -> Result<()> {
-    let (rank, size) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let size = group.world_size();
     let root = size - 1;
     let at_root = |present: bool, len: usize| present.then(|| own::<T>(rank, len));
     let blank = |len: usize| vec![T::small(0); len];
@@ -182,7 +184,8 @@ fn crossing_messages<T: Number>(group: &ProcessGroup, count: usize) -> Result<()
 /// Parts of shared buffers that begin at a different, odd place on every rank.
 fn unaligned_parts(group: &ProcessGroup, nodes: &[u32]) -> Result<()> {
     let rank = group.rank();
-    let (count, start) = (50_001, 1 + 3 * rank);
+    let count = 50_001;
+    let start = 1 + 3 * rank;
     let mut data = group.alloc_shared::<f32>(start + count + 5)?;
     data[start..start + count].copy_from_slice(&own::<f32>(rank, count));
     group.all_reduce(&mut data[start..start + count], ReduceOp::Sum)?;

@@ -149,12 +149,14 @@ impl Values {
             return self.reduced(op, size, index);
         }
         let divided_first = matches!(T::DTYPE, DType::F16 | DType::BF16);
-        let (mut sums, mut firsts) = ([T::small(0); MAX_RANKS], 0);
+        let mut sums = [T::small(0); MAX_RANKS];
+        let mut firsts = 0;
         for (rank, node) in nodes.iter().enumerate() {
             if nodes[..rank].contains(node) {
                 continue;
             }
-            let (mut values, mut members) = ([T::small(0); MAX_RANKS], 0);
+            let mut values = [T::small(0); MAX_RANKS];
+            let mut members = 0;
             for member in (rank..size).filter(|&other| nodes[other] == *node) {
                 values[members] = self.of(member, index);
                 members += 1;

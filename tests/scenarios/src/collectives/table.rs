@@ -177,16 +177,19 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
     }
 
     fn all_gather(&self) -> Result<()> {
-        let (input, mut output) =
-            (self.own(self.count)?, self.backend.output(self.size() * self.count)?);
+        let input = self.own(self.count)?;
+        let mut output = self.backend.output(self.size() * self.count)?;
         self.backend.all_gather(&input, &mut output)?;
         self.expect(&output, |index| self.value(index / self.count, index % self.count))
     }
 
     fn reduce_scatter(&self) -> Result<()> {
-        let (rank, size, count) = (self.backend.rank(), self.size(), self.count);
+        let rank = self.backend.rank();
+        let size = self.size();
+        let count = self.count;
         for op in self.reductions() {
-            let (input, mut output) = (self.own(size * count)?, self.backend.output(count)?);
+            let input = self.own(size * count)?;
+            let mut output = self.backend.output(count)?;
             self.backend.reduce_scatter(&input, &mut output, op)?;
             self.expect(&output, |index| B::VALUES.reduced(op, size, rank * count + index))?;
             self.expect(&input, |index| self.value(rank, index))?;
@@ -213,9 +216,11 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
     }
 
     fn all_to_all(&self) -> Result<()> {
-        let (rank, count) = (self.backend.rank(), self.count);
+        let rank = self.backend.rank();
+        let count = self.count;
         let len = self.size() * count;
-        let (input, mut output) = (self.own(len)?, self.backend.output(len)?);
+        let input = self.own(len)?;
+        let mut output = self.backend.output(len)?;
         self.backend.all_to_all(&input, &mut output)?;
         self.expect(&output, |index| self.value(index / count, rank * count + index % count))
     }
@@ -245,7 +250,8 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
     }
 
     fn reduce_scatter_v(&self) -> Result<()> {
-        let (rank, counts) = (self.backend.rank(), self.uneven_counts());
+        let rank = self.backend.rank();
+        let counts = self.uneven_counts();
         let start: usize = counts[..rank].iter().sum();
         for op in self.reductions() {
             let input = self.own(counts.iter().sum())?;
@@ -258,7 +264,8 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
     }
 
     fn all_to_all_v(&self) -> Result<()> {
-        let (rank, size) = (self.backend.rank(), self.size());
+        let rank = self.backend.rank();
+        let size = self.size();
         let sent = |from: usize| -> Vec<usize> {
             (0..size).map(|to| self.uneven_count(from * size + to + from)).collect()
         };
@@ -274,7 +281,8 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
 
     /// Between all pairs, one after the other.
     fn send_recv(&self) -> Result<()> {
-        let (rank, data) = (self.backend.rank(), self.own(self.count)?);
+        let rank = self.backend.rank();
+        let data = self.own(self.count)?;
         for from in 0..self.size() {
             for to in (0..self.size()).filter(|&to| to != from) {
                 if rank == from {
@@ -291,7 +299,8 @@ impl<B: Collectives, T: Number> Case<'_, B, T> {
 
     /// Each rank sends to all others and receives from all.
     fn batch_send_recv(&self) -> Result<()> {
-        let (rank, size) = (self.backend.rank(), self.size());
+        let rank = self.backend.rank();
+        let size = self.size();
         if size == 1 {
             return Ok(());
         }

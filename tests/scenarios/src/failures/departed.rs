@@ -94,7 +94,8 @@ fn waiter(size: usize) -> usize {
 fn meet(other: Other, wait: Wait) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     let second = group.duplicate()?;
-    let (last, waiter) = (group.world_size() - 1, waiter(group.world_size()));
+    let last = group.world_size() - 1;
+    let waiter = waiter(group.world_size());
     if group.rank() == waiter {
         if !other.is_late() {
             thread::sleep(SOON);
@@ -143,7 +144,8 @@ fn says_that_all_have_left(test: &Test) {
 
 fn is_named(test: &Test, operation: &str, end: &str) {
     let mut ranks = test.ranks();
-    let (last, waiter) = (ranks.len() - 1, waiter(ranks.len()));
+    let last = ranks.len() - 1;
+    let waiter = waiter(ranks.len());
     let pid = ranks[last].pid();
     let said = said(ranks.remove(waiter));
     let operation = format!("PeerLost: rank {waiter}: {operation} rank {last} (");

@@ -29,8 +29,8 @@ fn repeat(group: &ProcessGroup, what: Loop, lives: Option<usize>) -> Result<(), 
     let mut shared = group.alloc_shared::<f32>(LARGE)?;
     let mut ordinary = vec![1.0_f32; LARGE];
     let mut gathered = vec![0.0_f32; LARGE * group.world_size()];
-    let (next, previous) =
-        ((group.rank() + 1) % group.world_size(), (group.rank() + group.world_size() - 1));
+    let next = (group.rank() + 1) % group.world_size();
+    let previous = group.rank() + group.world_size() - 1;
     for round in 0.. {
         if round == 3 {
             println!("looping");

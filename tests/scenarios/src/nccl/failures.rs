@@ -279,8 +279,8 @@ fn batch(group: &ProcessGroup) -> Result<()> {
         return sleep();
     }
     let Started { nccl, gpu, .. } = &started;
-    let (mut sent, mut received) =
-        (gpu.array(DType::F32, &[1.0; 10])?, gpu.array(DType::F32, &[0.0; 10])?);
+    let mut sent = gpu.array(DType::F32, &[1.0; 10])?;
+    let mut received = gpu.array(DType::F32, &[0.0; 10])?;
     let send = P2pOp::Send { data: &mut sent, to: 1 };
     let receive = P2pOp::Recv { buffer: &mut received, from: 1 };
     nccl.batch_send_recv(&mut [send, receive], &gpu.stream)?;
@@ -306,7 +306,8 @@ fn late_of_uneven(group: &ProcessGroup) -> Result<()> {
         _ => return sleep(),
     };
     let ones = |counts: [usize; 3]| gpu.array(DType::F32, &vec![1.0; counts.iter().sum()]);
-    let (input, mut output) = (ones(inputs)?, ones(outputs)?);
+    let input = ones(inputs)?;
+    let mut output = ones(outputs)?;
     nccl.all_to_all_v(&input, &inputs, &mut output, &outputs, &gpu.stream)?;
     started.report(started.stuck())
 }
@@ -330,7 +331,8 @@ fn wrong_counts(group: &ProcessGroup) -> Result<()> {
     let max = usize::MAX;
     let too_many = exchange(&[max, 5], &[2, 2]); // 4 in all, in 64 bits
     assert_contains(&too_many, &["all_to_all_v", "input_counts sum up to more than any memory"]);
-    let (own, other) = (group.rank(), 1 - group.rank());
+    let own = group.rank();
+    let other = 1 - group.rank();
     let [mut inputs, mut outputs] = [[0; 2]; 2];
     (inputs[own], inputs[other], outputs[own], outputs[other]) = (1, 3, 3, 1);
     let unequal = format!("input_counts[{own}] is 1 but output_counts[{own}] is 3");

@@ -135,7 +135,8 @@ impl Job {
             Start::Mpirun(nodes) => vec![by_mpirun(nodes, worker, arguments)],
             Start::Machines(nodes) => {
                 let machine = |(node, ranks): (usize, &usize)| {
-                    let (count, node) = (nodes.len().to_string(), node.to_string());
+                    let count = nodes.len().to_string();
+                    let node = node.to_string();
                     let address = flow_harness::net::ipv4(0);
                     let mut flags = vec!["--nnodes", &count, "--node_rank", &node];
                     flags.extend(["--master_addr", &address, "--master_port", "29500"]);
