@@ -176,8 +176,8 @@ impl Caller {
         Err(self.argument(operation, reason))
     }
 
-    /// One of input and output, the `block`, must have this rank's count of elements, and the other
-    /// all ranks' counts. Each is given by its name and its number of elements.
+    /// Checks the lengths of input and output: one, the `block`, must have this rank's count of
+    /// elements, and the other all ranks' counts. Each is given by its name and its length.
     pub fn check_block_and_whole(
         self,
         operation: &str,

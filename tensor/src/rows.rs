@@ -61,7 +61,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// The sum of counts, if it is a number.
+/// Returns the sum of counts, if it is a number.
 pub(crate) fn sum(counts: &[usize]) -> Option<usize> {
     counts.iter().try_fold(0, |sum: usize, &count| sum.checked_add(count))
 }

@@ -31,7 +31,7 @@ macro_rules! collectives {
             })*
         }
 
-        /// What checks each collective of the table, by its name.
+        /// Lists what checks each collective of the table, by its name.
         fn checks<'a, B: Collectives, T: Number>() -> Vec<(&'static str, Check<'a, B, T>)> {
             vec![$((stringify!($name), Case::$name),)*]
         }
@@ -56,7 +56,7 @@ collectives! {
     );
 }
 
-/// Checks of what each back-end does by itself.
+/// Lists checks of what each back-end does by itself.
 fn checks_of_backends<'a, B: Collectives, T: Number>() -> [(&'static str, Check<'a, B, T>); 3] {
     [
         ("broadcast", Case::broadcast),
