@@ -2,51 +2,12 @@
 
 use std::ops::{Deref, DerefMut};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use flow_comm::{Buffer, DType, P2pOp, ProcessGroup, ReduceOp, SharedBuffer, digest};
 use rustix::system::uname;
 
 use super::backend::Backend;
 use super::reference::{Number, Values};
-use super::table::{check_type, check_types};
-
-/// Bytes that ordinary memory is staged in at once.
-const CHUNK: usize = 256 << 10;
-
-pub fn all(group: &ProcessGroup) -> Result<()> {
-    for place in [Place::Shared, Place::Ordinary, Place::Mixed] {
-        let host = Host::new(group, place)?;
-        check_types(&host, |dtype| vec![0, 1, 3, 1000, CHUNK / dtype.size() + 1])
-            .with_context(|| format!("{place:?} memory"))?;
-        group.barrier()?;
-    }
-    Ok(())
-}
-
-pub fn large(group: &ProcessGroup) -> Result<()> {
-    check_type::<_, f32>(&Host::new(group, Place::Mixed)?, &[100_003, 2_000_000])
-}
-
-/// Overlapping groups, each on a thread of its own.
-pub fn groups_at_once(group: &ProcessGroup) -> Result<()> {
-    let size = group.world_size();
-    let every_other = (0..2.min(size)).map(|first| (first..size).step_by(2).collect::<Vec<_>>());
-    let opposite = (0..size / 2).map(|rank| vec![rank, size - 1 - rank]);
-    let mut own = Vec::new();
-    for ranks in every_other.chain(opposite) {
-        own.extend(group.new_group(&ranks)?);
-    }
-    let check = |group: &ProcessGroup| {
-        check_type::<_, f32>(&Host::new(group, Place::Ordinary)?, &[1000, 50_000])
-            .with_context(|| format!("the group of ranks {:?}", group.ranks()))
-    };
-    own.iter().try_for_each(check)?;
-    std::thread::scope(|scope| {
-        let groups = own.iter().chain([group]);
-        let threads: Vec<_> = groups.map(|group| scope.spawn(|| check(group))).collect();
-        threads.into_iter().try_for_each(|thread| thread.join().expect("no check panics"))
-    })
-}
 
 /// Where a rank's buffers lie.
 #[derive(Clone, Copy, Debug)]

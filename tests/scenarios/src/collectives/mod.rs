@@ -1,6 +1,6 @@
 //! Every collective against plain references, on every back-end: a table of collectives, for all
-//! types and reductions, several sizes and roots. `host` runs it on process groups (one node,
-//! several, MPI), `nccl` on GPUs.
+//! types and reductions, several sizes and roots. `runs` checks it on process groups (one node,
+//! several, MPI; `host`) and on GPUs (`nccl`).
 //!
 //! A new collective is a line and a function in `table`.
 
@@ -9,6 +9,7 @@ mod host;
 mod nccl;
 mod nonblocking;
 mod reference;
+mod runs;
 mod table;
 
 use crate::registry::{Scenario, by_hand, in_process, launched, machines, mpirun, scenario};
@@ -18,7 +19,7 @@ pub use table::check_type;
 pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "all_are_right",
-        host::all,
+        runs::on_host,
         &[
             launched(1),
             launched(2),
@@ -41,12 +42,12 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
     scenario(
         "large_ones_are_right",
-        host::large,
+        runs::large_on_host,
         &[launched(2), by_hand(&[1, 1]), mpirun(&[2, 2])],
     ),
     scenario(
         "groups_on_threads_are_right_at_once",
-        host::groups_at_once,
+        runs::groups_at_once,
         &[launched(4), in_process(4), by_hand(&[2, 2]), mpirun(&[2, 2]), mpirun(&[1, 1, 1, 1])],
     ),
     scenario(
@@ -63,7 +64,7 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
     scenario(
         "all_are_right_over_nccl",
-        nccl::all,
+        runs::over_nccl,
         &[
             launched(1).on_fake_cuda(),
             launched(2).on_fake_cuda(),
