@@ -106,9 +106,13 @@ typedef struct {
 const char *flow_error_message(void);
 
 /* Sets a function that each thread calls some times a second while it waits: an interpreter's look at signals, say. If it
- * returns true the operation fails with FLOW_ERROR_INTERRUPTED, and its group on all ranks. The first call in a process
- * counts. Waits of flow_join are not interrupted. */
+ * returns true the operation fails with FLOW_ERROR_INTERRUPTED, and its group on all ranks. flow_join and flow_new_group_of
+ * make no group then. The first call in a process counts. */
 void flow_set_interrupt_check(bool (*is_interrupted)(void));
+
+/* Sets whether waits of this thread end in the same way; its number is Linux's (gettid). It is for a caller that has another
+ * thread wait in its place. */
+void flow_interrupt(int32_t thread, bool wanted);
 
 /* ---- groups ---- */
 

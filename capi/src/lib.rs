@@ -9,6 +9,7 @@
 //! | `group` | joining, sub-groups, timeouts |
 //! | `collectives` | collectives |
 //! | `messages` | send and receive |
+//! | `interrupt` | what ends waits |
 //! | `buckets` | reductions that do not wait |
 //!
 //! Nothing that C can pass makes these functions panic, and a panic of what they call is an error.
@@ -17,6 +18,7 @@ mod arguments;
 mod buckets;
 mod collectives;
 mod group;
+mod interrupt;
 mod memory;
 mod messages;
 mod status;

@@ -4,7 +4,6 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::OnceLock;
 
 use flow_comm::Error;
 
@@ -83,18 +82,6 @@ pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) 
     // A thread that ends has no text any more.
     let _ = MESSAGE.try_with(|message| message.replace(text));
     failure.code
-}
-
-/// The function that C has given to `flow_set_interrupt_check`.
-static INTERRUPT_CHECK: OnceLock<extern "C" fn() -> bool> = OnceLock::new();
-
-/// See `flow_comm.h`.
-#[unsafe(no_mangle)]
-pub extern "C" fn flow_set_interrupt_check(is_interrupted: Option<extern "C" fn() -> bool>) {
-    let Some(is_interrupted) = is_interrupted else { return };
-    // The first one stays.
-    let _ = INTERRUPT_CHECK.set(is_interrupted);
-    flow_comm::set_interrupt_check(|| INTERRUPT_CHECK.get().is_some_and(|check| check()));
 }
 
 /// See `flow_comm.h`.

@@ -1,4 +1,5 @@
 /* Two ranks call every function of flow_comm.h. Prints "rank R is done", or what was not as it should be. */
+#define _GNU_SOURCE /* gettid */
 #include "flow_comm.h"
 
 #include <math.h>
@@ -212,6 +213,27 @@ static void interrupts(void) {
     OK(flow_barrier(group)); /* other groups go on */
     FAILS(FLOW_ERROR_POISONED, "rank 0 was interrupted", flow_barrier(apart));
     flow_leave(apart);
+
+    /* A thread that is told, which waits for the making of a group: the others are told as well. */
+    if (rank == 0) {
+        flow_interrupt(gettid(), true);
+        FAILS(FLOW_ERROR_INTERRUPTED, "rank 0 was interrupted", flow_new_group_of(group, ranks, 2, "never", &apart));
+        flow_interrupt(gettid(), false);
+    }
+    OK(flow_barrier(group));
+    if (rank == 1) FAILS(FLOW_ERROR_SYSTEM, "rank 0 was interrupted", flow_new_group_of(group, ranks, 2, "never", &apart));
+
+    /* Joins: one that waits for another rank, and one that waits for rank 0's store. */
+    char address[128];
+    snprintf(address, sizeof address, "unix://flow-capi-never-%d-%s", (int)rank, getenv("FLOW_TEST_JOB"));
+    is_interrupted = rank == 0;
+    flow_interrupt(gettid(), rank == 1);
+    for (size_t as = 0; as < 2; ++as) {
+        flow_membership member = {as, 2, as, 2, -1, address, "secret"};
+        FAILS(FLOW_ERROR_INTERRUPTED, "joining the process group failed", flow_join(&member, "never", 600, &apart));
+    }
+    flow_interrupt(gettid(), false);
+    is_interrupted = false;
 }
 
 static void groups(void) {

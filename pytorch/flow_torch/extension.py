@@ -31,7 +31,7 @@ def load():
     if not _loaded:
         try:
             _loaded.append(_load())
-            replaced.wait_in_backward(_loaded[0].complete_deferred)
+            replaced.wait_for_futures(_loaded[0].wait_for, _loaded[0].complete_deferred)
             library.at_end.append(_loaded[0].end_all)
         except (ImportError, OSError) as error:
             _loaded.append(error)

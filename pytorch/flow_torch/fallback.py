@@ -31,7 +31,7 @@ from .tensors import (
     reducible,
     room_for,
 )
-from .works import NO_TIME, Lane, Work, made, within
+from .works import NO_TIME, Lane, Work, interruptibly, made, within
 
 # Tags of monitored_barrier; programs' are smaller.
 ARRIVED, PASSED = 2**32 - 1, 2**32 - 2
@@ -43,7 +43,7 @@ def join(place, name, timeout):
     if place is not None:
         texts = {field: place[field].encode() for field in ("address", "token")}
         membership = ctypes.byref(Membership(**{**place, **texts}))
-    return ProcessGroup(made("join", membership, name.encode(), timeout.total_seconds()), timeout)
+    return ProcessGroup(interruptibly(made, "join", membership, name.encode(), timeout.total_seconds()), timeout)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -58,7 +58,7 @@ class ProcessGroup(dist.ProcessGroup):
     def new_group_of(self, ranks, timeout):
         key = f"{','.join(map(str, ranks))}#{self._groups[tuple(ranks)]}"
         self._groups[tuple(ranks)] += 1
-        group = made("new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
+        group = interruptibly(made, "new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
         return ProcessGroup(group, timeout)
 
     def merge_remote_group(self, store, size, timeout, group_name=None, group_desc=None):

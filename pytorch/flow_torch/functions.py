@@ -88,6 +88,14 @@ def leave():
 
 
 @functools.cache
+def interrupt():
+    """flow_interrupt"""
+    function = library.load().flow_interrupt
+    function.argtypes, function.restype = [ctypes.c_int32, ctypes.c_bool], None
+    return function
+
+
+@functools.cache
 def _message():
     function = library.load().flow_error_message
     function.restype = ctypes.c_char_p

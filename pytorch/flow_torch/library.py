@@ -1,6 +1,7 @@
 """libflow_comm.so, over which the C++ part and its replacement in Python work."""
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -14,8 +15,9 @@ HERE = Path(__file__).resolve().parent
 
 @atexit.register
 def _end():
-    for end in at_end:
-        end()
+    with contextlib.ExitStack() as all_ends:  # also after one that is interrupted
+        for end in reversed(at_end):
+            all_ends.callback(end)
 
 
 @functools.cache

@@ -102,15 +102,18 @@ def _maybe_attach_flight_recorder(original):
     return attach
 
 
-def wait_in_backward(complete_deferred):
-    """Makes a hook in backward that waits for a future first complete those that are left to the end of backward."""
+def wait_for_futures(wait_for, complete_deferred=None):
+    """Makes a wait for a future end when a signal's handler raises an exception, as torch's own does not: `wait_for` waits so. And a hook in
+    backward that waits first completes those that are left to the end of backward, if there are such."""
     original = torch._C.Future.wait
 
     @functools.wraps(original)
     def wait(future):
         # Also for a future that is complete: which are does not depend on when ranks come here.
-        if torch._C._current_graph_task_id() != -1:
+        if complete_deferred is not None and torch._C._current_graph_task_id() != -1:
             complete_deferred()
+        if threading.current_thread() is threading.main_thread():  # which handles signals
+            wait_for(future)
         return original(future)
 
     torch._C.Future.wait = wait

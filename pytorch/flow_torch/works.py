@@ -1,5 +1,6 @@
 """Operations of the part in Python, and the threads that run them."""
 
+import concurrent.futures
 import contextlib
 import ctypes
 import datetime
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from . import library
-from .functions import flow, leave
+from . import library, replaced
+from .functions import flow, interrupt, leave
 
 NO_TIME = datetime.timedelta(0)
 
@@ -33,6 +34,35 @@ def made(function, *arguments):
     handle = ctypes.c_void_p()
     flow(function)(*arguments, ctypes.byref(handle))
     return Group(handle)
+
+
+def abort(group):
+    flow("abort")(group, b"it was interrupted while it waited")
+
+
+def interruptibly(function, *arguments):
+    """Calls a function that waits in flow-comm. On the main thread, which handles signals, another thread makes the call: an exception that
+    a handler raises ends that."""
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments)
+    outcome = concurrent.futures.Future()
+
+    def call():
+        try:
+            outcome.set_result(function(*arguments))
+        except Exception as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        concurrent.futures.wait([outcome])
+    except BaseException:
+        interrupt()(thread.native_id, True)
+        concurrent.futures.wait([outcome])
+        interrupt()(thread.native_id, False)
+        raise
+    return outcome.result()
 
 
 def within(group, timeout):
@@ -115,7 +145,7 @@ class Work(dist.Work):
         try:
             return self.ended.wait(timeout)
         except BaseException:
-            flow("abort")(self.group, b"it was interrupted while it waited")
+            abort(self.group)
             raise
 
     def outcome(self, _):
@@ -169,12 +199,12 @@ class Lane(threading.Thread):
 
     def __init__(self, receives=False):
         super().__init__(name="flow", daemon=True)
-        self.receives, self.operations, self.last_ended = receives, queue.SimpleQueue(), None
+        self.receives, self.operations, self.last_ended, self.last_group = receives, queue.SimpleQueue(), None, None
         self.start()
         Lane.all.add(self)
 
     def put(self, work):
-        work.lane, self.last_ended = self, work.ended
+        work.lane, self.last_ended, self.last_group = self, work.ended, weakref.ref(work.group)
         self.operations.put(work)
 
     def is_idle(self):
@@ -200,16 +230,61 @@ class Lane(threading.Thread):
                     work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
                     work.end()
         self.operations.put(None)
-        if not self.receives and self is not threading.current_thread():
+        if self.receives or self is threading.current_thread():
+            return
+        try:
             self.join()
+        except BaseException:  # of a signal's handler
+            self.interrupt()
+            raise
+
+
+    def interrupt(self):
+        """Has the group fail if an operation is under way."""
+        group = None if self.is_idle() else self.last_group()
+        if group is not None:
+            abort(group)
+
+
+def _interrupt_all():
+    for lane in list(Lane.all):
+        lane.interrupt()
+
+
+def _wait_for(future):
+    """Waits for a future, which may be an operation's or follow from one. Whoever is interrupted does not know of which group that is: all
+    that have operations under way fail."""
+    pause = 1e-5
+    try:
+        while not future.done():
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+    except BaseException:
+        _interrupt_all()
+        raise
+
+
+replaced.wait_for_futures(_wait_for)
 
 
 def _end_all():
-    """Does what destroy_process_group would have done, and waits for callbacks that run."""
+    """Does what destroy_process_group would have done, and waits for callbacks that run. Whoever interrupts that has what is under way fail."""
+    interruption = None
     for is_last in False, True:  # the second time what the callbacks have begun
-        for lane in list(Lane.all):
-            lane.close()
-        stays.wait_for_all(is_last)
+        try:
+            _end_lanes(is_last)
+        except BaseException as error:
+            interruption = error
+            _interrupt_all()
+            _end_lanes(is_last)
+    if interruption is not None:
+        raise interruption
+
+
+def _end_lanes(is_last):
+    for lane in list(Lane.all):
+        lane.close()
+    stays.wait_for_all(is_last)
 
 
 library.at_end.append(_end_all)

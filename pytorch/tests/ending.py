@@ -5,7 +5,10 @@ usage: ending.py CASE
 What callbacks print comes also if they run after the last line of the program.
 """
 
+import atexit
 import contextlib
+import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +16,13 @@ import time
 import torch
 import torch.distributed as dist
 
+# What is registered before runs after the end of flow_torch.
+at_last = []
+atexit.register(lambda: [call() for call in at_last])
+
 import flow_torch
+from flow_torch import library
+from waiting import when_main_waits
 
 
 def callback_that_sends(rank):
@@ -63,7 +72,19 @@ def callback_that_asks_others(rank):
     begun.wait()
 
 
-CASES = callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others
+def end_that_is_interrupted(rank):
+    """It waits for what the other rank never begins."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 has ended"])
+    else:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        when_main_waits(library._end.__code__, lambda: os.kill(os.getpid(), signal.SIGINT))
+        at_last.append(lambda: store.set("rank 0 has ended", "yes"))
+    at_last.append(lambda: print(f"rank {rank} has ended", flush=True))
+
+
+CASES = callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others, end_that_is_interrupted
 
 
 def main():

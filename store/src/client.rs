@@ -1,5 +1,6 @@
 //! The client's side of the store.
 
+use std::cell::Cell;
 use std::io::{self, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
@@ -22,6 +23,10 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+/// How often a wait for the server's greeting asks whether it is to go on, and how long an attempt to
+/// connect, which cannot ask, takes at most.
+const PATIENCE_CHECK: Duration = Duration::from_millis(100);
+const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A connection to a store.
 ///
@@ -45,11 +50,26 @@ impl Store {
     /// [`Error::Connect`] after the timeout; [`Error::Denied`] at once where the token or the user
     /// is wrong.
     pub fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store> {
+        Self::connect_unless(&|| false, address, token, timeout)
+    }
+
+    /// Connects as [`Store::connect`] does, unless `is_interrupted`, which it calls some times a
+    /// second, says that the program wants to stop waiting.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] as well.
+    pub fn connect_unless(
+        is_interrupted: &dyn Fn() -> bool,
+        address: &Address,
+        token: &str,
+        timeout: Duration,
+    ) -> Result<Store> {
         let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
+        let patience = Patience { is_interrupted, was_interrupted: Cell::new(false), deadline };
         let mut pause = PAUSES.0;
         let mut warning = Instant::now() + FIRST_WARNING;
         loop {
-            let error = match open(address, token, deadline) {
+            let error = match open(address, token, &patience) {
                 Ok(Ok(socket)) => {
                     return Ok(Store {
                         address: address.clone(),
@@ -61,6 +81,9 @@ impl Store {
                 Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
                 Err(error) => error,
             };
+            if patience.is_over() {
+                return Err(Error::Interrupted { address: address.clone() });
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if !may_pass(error.kind()) || left.is_zero() {
                 return Err(Error::Connect {
@@ -265,14 +288,62 @@ fn named(operation: &str, key: &str) -> String {
     format!("{operation} \"{key}\"")
 }
 
+/// How long an attempt to connect goes on.
+struct Patience<'a> {
+    is_interrupted: &'a dyn Fn() -> bool,
+    /// It has said so, which it may do only once.
+    was_interrupted: Cell<bool>,
+    deadline: Instant,
+}
+
+impl Patience<'_> {
+    /// Asks whether the program wants to stop waiting.
+    fn is_over(&self) -> bool {
+        self.was_interrupted.set(self.was_interrupted.get() || (self.is_interrupted)());
+        self.was_interrupted.get()
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+}
+
+/// A socket whose reads end with the patience.
+struct Impatient<'a> {
+    socket: &'a mut dyn Socket,
+    patience: &'a Patience<'a>,
+}
+
+impl Read for Impatient<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            self.socket.set_timeout(left_until(self.patience.deadline)?.min(PATIENCE_CHECK))?;
+            match self.socket.read(buffer) {
+                Err(error) if is_timeout(&error) && !self.patience.is_over() => {}
+                result => return result,
+            }
+        }
+    }
+}
+
+impl Write for Impatient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.socket.flush()
+    }
+}
+
 /// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
 fn open(
     address: &Address,
     token: &str,
-    deadline: Instant,
+    patience: &Patience,
 ) -> io::Result<std::result::Result<Box<dyn Socket>, String>> {
     let mut socket: Box<dyn Socket> = match address {
-        Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, deadline)?),
+        Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, patience.deadline)?),
         Address::Unix(name) => {
             // Mio's connect does not block where the server's backlog is full, and so cannot hang.
             let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
@@ -287,18 +358,12 @@ fn open(
             Box::new(stream)
         }
     };
-    let mut frame = round_trip(
-        socket.as_mut(),
-        &Request::Hello { version: VERSION }.encode(),
-        left_until(deadline)?,
-    )?;
+    socket.set_timeout(left_until(patience.deadline)?)?;
+    let mut impatient = Impatient { socket: socket.as_mut(), patience };
+    let mut frame = exchange(&mut impatient, &Request::Hello { version: VERSION }.encode())?;
     if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
         let proof = prove(token, &nonce);
-        frame = round_trip(
-            socket.as_mut(),
-            &Request::Proof { proof: &proof }.encode(),
-            left_until(deadline)?,
-        )?;
+        frame = exchange(&mut impatient, &Request::Proof { proof: &proof }.encode())?;
     }
     Ok(match Reply::decode(&frame) {
         Some(Reply::Done) => Ok(socket),
@@ -314,8 +379,9 @@ fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> 
 fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::TimedOut);
     for (i, address) in addresses.iter().enumerate() {
-        // One that never answers must leave time for the others.
+        // One that never answers must leave time for the others, and for a look at whether to go on.
         let share = left_until(deadline)? / (addresses.len() - i) as u32;
+        let share = share.min(LONGEST_ATTEMPT);
         match TcpStream::connect_timeout(address, share) {
             // While nobody listens on a port that the kernel also hands out, a socket can get
             // connected to itself.
@@ -363,6 +429,11 @@ fn may_pass(kind: io::ErrorKind) -> bool {
 /// take `timeout`.
 fn round_trip(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
     socket.set_timeout(timeout)?;
+    exchange(socket, frame)
+}
+
+/// The same, in the time that the socket allows.
+fn exchange<S: Read + Write + ?Sized>(socket: &mut S, frame: &[u8]) -> io::Result<Vec<u8>> {
     socket.write_all(frame)?;
     // One read is enough for most replies.
     let mut socket = BufReader::with_capacity(512, socket);

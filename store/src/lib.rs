@@ -81,6 +81,12 @@ pub enum Error {
         /// The last attempt's failure.
         cause: String,
     },
+    /// The program wanted to stop waiting for a connection.
+    #[error("store {address}: the program was interrupted while it waited for a connection")]
+    Interrupted {
+        /// The store.
+        address: Address,
+    },
     /// The store, or the client, refused to go on after the first exchange.
     #[error("store {address}: {reason}")]
     Denied {

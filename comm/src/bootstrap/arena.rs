@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use flow_store::Error as StoreError;
 use serde::{Deserialize, Serialize};
 
+use super::JoinError;
 use super::monitor::{BootstrapMonitor, POLL_INTERVAL};
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
@@ -32,7 +33,7 @@ pub fn attach_arena(
     size: usize,
     locals: &[usize],
     mut monitor: Option<&mut BootstrapMonitor>,
-) -> Result<Arc<Arena>, String> {
+) -> Result<Arc<Arena>, JoinError> {
     let first = locals[0];
     let index = locals.iter().position(|&local| local == rank).unwrap_or_default();
     // Held until all have opened it.
@@ -42,7 +43,8 @@ pub fn attach_arena(
         file = Some(made);
         arena
     } else {
-        let monitor = monitor.as_deref_mut().ok_or("there is no rendezvous store")?;
+        let no_store = || JoinError::Failed("there is no rendezvous store".into());
+        let monitor = monitor.as_deref_mut().ok_or_else(no_store)?;
         map_arena_of(first, index, locals, monitor)?
     };
     let header = ArenaHeader::of(&arena);
@@ -94,13 +96,13 @@ fn map_arena_of(
     index: usize,
     locals: &[usize],
     monitor: &mut BootstrapMonitor,
-) -> Result<Arc<Arena>, String> {
+) -> Result<Arc<Arena>, JoinError> {
     let key = place_key(monitor, first);
     let place = loop {
         match monitor.store.get(&key, monitor.left(POLL_INTERVAL)) {
             Ok(place) => break place,
             Err(StoreError::Timeout { .. }) => monitor.check(&|| vec![first], &|_| 0)?,
-            Err(error) => return Err(format!("rank {first} has not joined: {error}")),
+            Err(error) => return Err(format!("rank {first} has not joined: {error}").into()),
         }
     };
     let ArenaPlace { pid, fd, region } = from_json(&place, &format!("arena of rank {first}"))?;
@@ -125,7 +127,7 @@ fn wait_attached(
     arena: &Arena,
     locals: &[usize],
     mut monitor: Option<&mut BootstrapMonitor>,
-) -> Result<(), String> {
+) -> Result<(), JoinError> {
     let header = ArenaHeader::of(arena);
     let missing = || -> Vec<usize> {
         locals.iter().copied().filter(|&rank| pid_of(arena, locals, rank) == 0).collect()
@@ -135,16 +137,23 @@ fn wait_attached(
             break;
         }
         sleep_on(&header.attached, locals.len() as u32, monitor.left(LIVENESS_INTERVAL));
-        if let Err(reason) = monitor.check(&missing, &|rank| pid_of(arena, locals, rank)) {
+        if let Err(error) = monitor.check(&missing, &|rank| pid_of(arena, locals, rank)) {
             // Only if it is the first: what this rank found out may be a consequence of that.
-            header.failure.write(0, &reason);
-            let reason = header.failure.read().map_or(reason, |(_, first)| first);
-            monitor.cancel(&reason);
-            return Err(reason);
+            let own = match &error {
+                JoinError::Interrupted => monitor.interruption(),
+                JoinError::Failed(reason) => reason.clone(),
+            };
+            header.failure.write(0, &own);
+            let first = header.failure.read().map_or(own, |(_, first)| first);
+            monitor.cancel(&first);
+            return Err(match error {
+                JoinError::Interrupted => error,
+                JoinError::Failed(_) => JoinError::Failed(first),
+            });
         }
     }
     match header.failure.read() {
-        Some((_, reason)) => Err(reason),
+        Some((_, reason)) => Err(reason.into()),
         None => Ok(()),
     }
 }

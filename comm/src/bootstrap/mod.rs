@@ -40,18 +40,38 @@ impl World {
     /// Meets the other ranks that join under this name. All of them do so equally often; what else
     /// they have joined does not matter.
     pub fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
-        join(membership, name, timeout)
-            .map_err(|reason| Error::Join { rank: membership.rank, reason })
+        let rank = membership.rank;
+        join(membership, name, timeout).map_err(|error| match error {
+            JoinError::Interrupted => {
+                Error::Interrupted { rank, operation: "joining the process group".into() }
+            }
+            JoinError::Failed(reason) => Error::Join { rank, reason },
+        })
     }
 }
 
-fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World, String> {
+/// Why ranks do not come together.
+#[derive(Debug)]
+enum JoinError {
+    /// The program wanted to stop waiting.
+    Interrupted,
+    /// What happened, and what to do.
+    Failed(String),
+}
+
+impl From<String> for JoinError {
+    fn from(reason: String) -> Self {
+        Self::Failed(reason)
+    }
+}
+
+fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World, JoinError> {
     let name = join_name(name);
     let prefix = format!("world/{name}/");
     let Membership { rank, world_size: size, .. } = *membership;
     let begin = Instant::now();
     if size > MAX_RANKS {
-        return Err(format!("a job can have at most {MAX_RANKS} ranks, not {size}"));
+        return Err(format!("a job can have at most {MAX_RANKS} ranks, not {size}").into());
     }
     let (server, store) = connect_store(membership, &prefix, timeout)?;
     let several_nodes = membership.local_world_size < size;

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use flow_store::{Error as StoreError, Store};
 
+use super::JoinError;
+use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::peer_info::{PeerInfo, host_id};
@@ -42,12 +44,16 @@ impl BootstrapMonitor<'_> {
     /// a rank that has come, 0 for others.
     ///
     /// # Errors
-    /// When the time is over, or a rank has ended.
+    /// When the time is over, a rank has ended or has given up, or the program is interrupted.
     pub fn check(
         &mut self,
         missing: &dyn Fn() -> Vec<usize>,
         pid: &dyn Fn(usize) -> u32,
-    ) -> Result<(), String> {
+    ) -> Result<(), JoinError> {
+        if is_interrupted() {
+            self.cancel(&self.interruption());
+            return Err(JoinError::Interrupted);
+        }
         let now = Instant::now();
         let absent = missing();
         let ranks = match &absent[..] {
@@ -59,7 +65,7 @@ impl BootstrapMonitor<'_> {
             ),
         };
         if self.left(self.timeout).is_zero() {
-            return Err(format!("{ranks} not joined within {:?}", self.timeout));
+            return Err(format!("{ranks} not joined within {:?}", self.timeout).into());
         }
         if now >= self.next_warning {
             log::warn!("rank {}: {ranks} not joined yet", self.rank);
@@ -72,6 +78,9 @@ impl BootstrapMonitor<'_> {
             return Ok(());
         }
         self.next_poll = now + POLL_INTERVAL;
+        if let Some(reason) = self.cancel_reason() {
+            return Err(reason.into());
+        }
         let come = (0..self.size)
             .filter(|&rank| rank != self.rank)
             .find_map(|rank| self.exit_cause(rank, pid(rank)));
@@ -84,7 +93,7 @@ impl BootstrapMonitor<'_> {
         match ended {
             // It may have ended because all were there, and it had nothing else to do.
             Some(exit_cause) if !missing().is_empty() => {
-                Err(format!("{exit_cause} before all ranks had joined"))
+                Err(format!("{exit_cause} before all ranks had joined").into())
             }
             _ => Ok(()),
         }
@@ -140,7 +149,7 @@ impl BootstrapMonitor<'_> {
 
     /// Publishes this rank's description, and returns all ranks' once all have published theirs.
     /// Rank 0 collects them, so that the others ask for one key.
-    pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, String> {
+    pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, JoinError> {
         let store = self.store;
         let key = format!("{}members", self.prefix);
         let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
@@ -153,35 +162,45 @@ impl BootstrapMonitor<'_> {
             match reply {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) => {}
-                Err(error) => return Err(error.to_string()),
+                Err(error) => return Err(error.to_string().into()),
             }
             if let Some(reason) = self.cancel_reason() {
-                return Err(reason);
+                return Err(reason.into());
             }
-            if let Err(reason) = self.check(&|| unset(store, &keys), &|_| 0) {
-                self.cancel(&reason);
-                return Err(self.cancel_reason().unwrap_or(reason));
+            if let Err(error) = self.check(&|| unset(store, &keys), &|_| 0) {
+                return Err(self.give_up(error));
             }
             if self.left(self.timeout).is_zero() {
-                return Err(format!(
-                    "rank 0 has not published within {:?} who has joined",
-                    self.timeout
-                ));
+                let timeout = self.timeout;
+                let reason = format!("rank 0 has not published within {timeout:?} who has joined");
+                return Err(reason.into());
             }
         };
         let infos: Vec<PeerInfo> = from_json(&text, "member list of rank 0")?;
         if infos.len() != self.size {
-            return Err(format!(
+            return Err(JoinError::Failed(format!(
                 "malformed member list of rank 0: got {} members instead of {}",
                 infos.len(),
                 self.size
-            ));
+            )));
         }
         Ok(infos)
     }
 
     fn info_key(&self, rank: usize) -> String {
         format!("{}rank/{rank}", self.prefix)
+    }
+
+    /// What others are told if this rank's program is interrupted.
+    pub fn interruption(&self) -> String {
+        format!("rank {} was interrupted while it waited", self.rank)
+    }
+
+    /// Publishes why this rank gives up. Returns the error of the rank that was first to do so.
+    fn give_up(&self, error: JoinError) -> JoinError {
+        let JoinError::Failed(reason) = error else { return error };
+        self.cancel(&reason);
+        JoinError::Failed(self.cancel_reason().unwrap_or(reason))
     }
 
     /// Publishes why this rank gives up, for those that come later.

@@ -6,16 +6,18 @@ use std::time::Duration;
 
 use flow_kernels::digest;
 use flow_store::fork::ForkSafe;
-use flow_store::{Address, Server, Store};
+use flow_store::{Address, Error as StoreError, Server, Store};
 
+use super::JoinError;
 use crate::env::{Membership, Rendezvous};
+use crate::interrupt::is_interrupted;
 
 /// Connects to the store; returns it, and its server if that is this rank's to run.
 pub fn connect_store(
     membership: &Membership,
     prefix: &str,
     timeout: Duration,
-) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
+) -> Result<(Option<Arc<Server>>, Option<Store>), JoinError> {
     match &membership.rendezvous {
         Rendezvous::None => Ok((None, None)),
         Rendezvous::Server { address, token } => {
@@ -25,18 +27,20 @@ pub fn connect_store(
         Rendezvous::Mpi => {
             let (server, address, token) =
                 crate::transport::mpi::exchange_store_address(membership, timeout)?;
-            let store = connect(&address, &token, timeout).map_err(|error| {
-                format!(
-                    "{error}; if the name of rank 0's host leads nowhere, set {} there to its \
+            let store = connect(&address, &token, timeout).map_err(|error| match error {
+                JoinError::Interrupted => error,
+                JoinError::Failed(reason) => JoinError::Failed(format!(
+                    "{reason}; if the name of rank 0's host leads nowhere, set {} there to its \
                      address",
                     crate::settings::LOCAL_ADDRESS
-                )
+                )),
             })?;
             Ok((server.map(Arc::new), Some(store)))
         }
         #[cfg(not(feature = "mpi"))]
         Rendezvous::Mpi => {
-            Err("this program is built without MPI: build it with --features mpi".into())
+            let reason = "this program is built without MPI: build it with --features mpi";
+            Err(JoinError::Failed(reason.into()))
         }
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
@@ -63,8 +67,11 @@ pub fn connect_store(
     }
 }
 
-fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, String> {
-    Store::connect(address, token, timeout).map_err(|error| error.to_string())
+fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, JoinError> {
+    Store::connect_unless(&is_interrupted, address, token, timeout).map_err(|error| match error {
+        StoreError::Interrupted { .. } => JoinError::Interrupted,
+        error => JoinError::Failed(error.to_string()),
+    })
 }
 
 /// Returns the address at which to serve other nodes: to this one, the name of its own host may be

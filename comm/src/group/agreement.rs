@@ -19,6 +19,7 @@ use super::core::GroupCore;
 use super::parts::Parts;
 use crate::error::{Error, Result};
 use crate::internode::presence::Presence;
+use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
 use crate::shm::arena::no_room;
 use crate::stall::Stall;
@@ -106,6 +107,10 @@ impl Call<'_> {
             timeout: self.core().timeout(),
             missing,
         }
+    }
+
+    fn interrupted(&self) -> Error {
+        Error::Interrupted { rank: self.core().world.rank, operation: self.to_string() }
     }
 
     /// Returns the error of a group that is not made.
@@ -343,6 +348,9 @@ impl<'a> Agreement<'a> {
         if let Some(member) = self.wait.find_departed(call, &|| call.others()) {
             return Err(call.error(Cause::Departed { member }));
         }
+        if is_interrupted() {
+            return Err(call.interrupted());
+        }
         let what = format!("the group of {ranks:?}, which has the key as rank {caller} called it");
         if self.wait.begin.elapsed() >= core.timeout() {
             return Err(call.timed_out(what));
@@ -423,6 +431,13 @@ impl<'a> Agreement<'a> {
             if let Some(member) = self.wait.find_departed(call, &missing) {
                 return self.decide(keys, Outcome::Failed(Cause::Departed { member }));
             }
+            if is_interrupted() {
+                let error = call.interrupted();
+                // Where this fails there is nobody left to be told.
+                let reason = error.to_string();
+                let _ = self.decide(keys, Outcome::Failed(Cause::Other { reason }));
+                return Err(error);
+            }
             if self.wait.begin.elapsed() >= timeout {
                 let error = call.timed_out(call.describe(&missing()));
                 let reason = error.to_string();
@@ -452,6 +467,9 @@ impl<'a> Agreement<'a> {
             while begin.elapsed() < FAREWELL_TIMEOUT
                 && matches!(self.store.try_get(&keys.outcome()), Ok(Some(_)))
             {
+                if is_interrupted() {
+                    return Err(call.interrupted());
+                }
                 std::thread::sleep(PAUSE);
             }
         }

@@ -8,6 +8,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "lane.h"
@@ -45,7 +46,14 @@ public:
         // Operations under way may have to call Python.
         std::optional<py::gil_scoped_release> released;
         if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
-        shutdown();
+        try {
+            shutdown();
+        } catch (py::error_already_set& interrupt) {
+            // As with an exception in __del__, Python prints it, and goes on.
+            released.reset();
+            const py::gil_scoped_acquire gil;
+            interrupt.discard_as_unraisable("the end of a process group");
+        }
     }
 
     // destroy_process_group calls this; programs may still have the group.
@@ -609,5 +617,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     flow_set_interrupt_check(is_interrupted);
     module.def("end_all", &Lane::end_all, no_gil);
     module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);
+    module.def("wait_for", [](const torch::jit::PythonFutureWrapper& future) { Lane::wait_for(future.fut); }, no_gil, py::arg("future"));
     module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
 }

@@ -13,6 +13,7 @@
 
 #include <unistd.h>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -53,6 +54,11 @@ private:
 
     // Does what there is to do, and keeps its error. Who waits goes on. Returns what was done: to drop its tensors takes Python.
     Job run(const Group& group);
+    // Throws what a signal's handler has raised while this thread ran an operation. That is not the operation's error: callbacks get that,
+    // and whoever waits, perhaps on other threads.
+    static void rethrow_interrupt() {
+        if (interrupt_) std::rethrow_exception(std::exchange(interrupt_, nullptr));
+    }
     // Completes the future that is to be completed now. This runs its callbacks, which may communicate: no lock is held.
     void announce();
     // The future that is to be completed now that the operation is done, if somebody has asked for it, and it is not left to the end of
@@ -73,6 +79,7 @@ private:
     bool done_ = false;
     bool is_deferred_ = false;
     c10::intrusive_ptr<c10::ivalue::Future> future_;
+    static inline thread_local std::exception_ptr interrupt_;
 };
 
 using OperationPtr = c10::intrusive_ptr<Operation>;
@@ -88,12 +95,24 @@ public:
     }
 
     // At the end of the program, before Python's: does what destroy_process_group would have done, and waits for callbacks that run.
+    // Whoever interrupts that has what is under way fail.
     static void end_all() {
-        all().close();
-        PythonStay::wait_for_all(/*is_last=*/false);
-        // Operations that the callbacks have begun.
-        all().close();
-        PythonStay::wait_for_all(/*is_last=*/true);
+        std::exception_ptr interrupt;
+        // The second time what the callbacks have begun.
+        for (const bool is_last : {false, true}) {
+            const auto end = [is_last] {
+                all().close();
+                PythonStay::wait_for_all(is_last);
+            };
+            try {
+                end();
+            } catch (const py::error_already_set&) {
+                interrupt = std::current_exception();
+                all().interrupt();
+                end();
+            }
+        }
+        if (interrupt) std::rethrow_exception(interrupt);
     }
 
     // `make` calls this.
@@ -136,7 +155,7 @@ public:
         if (is_waiting || PythonStay::is_over() || helper.get_id() == std::this_thread::get_id()) {
             helper.detach();
         } else {
-            helper.join();
+            join(helper);
         }
     }
 
@@ -158,6 +177,7 @@ public:
         }
         ended.push_back(operation);
         for (const auto& each : ended) each->announce();
+        Operation::rethrow_interrupt();
     }
 
     // Runs the operation when somebody waits for it.
@@ -200,6 +220,7 @@ public:
             run_taken(first);
             running.unlock();
             first->announce();
+            Operation::rethrow_interrupt();
         }
     }
 
@@ -238,6 +259,31 @@ public:
         }
     }
 
+    // Waits for a future, which may be an operation's or follow from one. Whoever is interrupted does not know of which group that is:
+    // all that have operations under way fail.
+    static void wait_for(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+        struct Completion {
+            std::mutex mutex;
+            std::condition_variable come;
+            bool is_complete = false;
+        };
+        const auto completion = std::make_shared<Completion>();
+        future->addCallback([completion](c10::ivalue::Future&) {
+            std::lock_guard<std::mutex> lock(completion->mutex);
+            completion->is_complete = true;
+            completion->come.notify_all();
+        });
+        // It is complete before its callbacks are called, of which another one may take its time.
+        while (!future->completed()) {
+            std::unique_lock<std::mutex> lock(completion->mutex);
+            completion->come.wait_for(lock, kSignalInterval, [&] { return completion->is_complete; });
+            lock.unlock();
+            if (future->completed() || !is_interrupted()) continue;
+            all().interrupt();
+            rethrow_interrupt();
+        }
+    }
+
     // Leaves the operation's future to the end of backward. Its mutex is held.
     void defer(const OperationPtr& operation) {
         std::lock_guard<std::mutex> lock(queue_mutex_);
@@ -266,12 +312,23 @@ private:
             lanes_.push_back(lane);
         }
 
+        std::vector<std::shared_ptr<Lane>> lanes() {
+            std::vector<std::shared_ptr<Lane>> found;
+            std::lock_guard<std::mutex> lock(mutex_);
+            for (const auto& each : lanes_) {
+                if (const auto lane = each.lock()) found.push_back(lane);
+            }
+            return found;
+        }
+
         void close() {
-            std::unique_lock<std::mutex> lock(mutex_);
-            const auto lanes = lanes_;
-            lock.unlock();
-            for (const auto& each : lanes) {
-                if (const auto lane = each.lock()) lane->close();
+            for (const auto& lane : lanes()) lane->close();
+        }
+
+        // Has the groups fail that have operations under way.
+        void interrupt() {
+            for (const auto& lane : lanes()) {
+                if (!lane->is_idle()) lane->interrupt();
             }
         }
 
@@ -292,6 +349,22 @@ private:
         return made;
     }
 
+    // Waits for the helper, which may still run what another thread has begun meanwhile.
+    void join(std::thread& helper) {
+        std::unique_lock<std::mutex> lock(queue_mutex_);
+        while (!wakeup_.wait_for(lock, kSignalInterval, [this] { return is_over_; })) {
+            lock.unlock();
+            if (is_interrupted()) {
+                interrupt();
+                helper.detach();
+                rethrow_interrupt();
+            }
+            lock.lock();
+        }
+        lock.unlock();
+        helper.join();
+    }
+
     // Waits for the operation that runs, until `end` if there is a timeout.
     std::unique_lock<std::timed_mutex> lock_running(Milliseconds timeout, Clock::time_point end = {}) {
         std::unique_lock<std::timed_mutex> running(running_, std::try_to_lock);
@@ -299,7 +372,7 @@ private:
             const bool is_limited = timeout > Milliseconds::zero();
             if (is_limited && Clock::now() >= end) give_up(timeout);
             if (is_interrupted()) {
-                flow_abort(group_.get(), "it was interrupted while it waited");
+                interrupt();
                 rethrow_interrupt();
             }
             const auto next = Clock::now() + kSignalInterval;
@@ -308,6 +381,8 @@ private:
         }
         return running;
     }
+
+    void interrupt() { flow_abort(group_.get(), "it was interrupted while it waited"); }
 
     // Ends what is under way as well: nothing can come after an operation that one rank does not wait for.
     [[noreturn]] void give_up(Milliseconds timeout) {
@@ -364,9 +439,16 @@ private:
 
     void complete_deferred() {
         is_completing_ = true;
-        run_up_to(nullptr, kNoTimeout);
+        const auto over = c10::make_scope_exit([] { is_completing_ = false; });
+        std::exception_ptr interrupt;
+        try {
+            run_up_to(nullptr, kNoTimeout);
+        } catch (const py::error_already_set&) {
+            interrupt = std::current_exception();
+            run_up_to(nullptr, kNoTimeout);  // the rest fails
+        }
         while (const auto operation = take_deferred()) operation->complete(operation->future_);
-        is_completing_ = false;
+        if (interrupt) std::rethrow_exception(interrupt);
     }
 
     OperationPtr take_deferred() {
@@ -403,6 +485,8 @@ private:
             run_overdue();
             lock.lock();
         }
+        is_over_ = true;
+        wakeup_.notify_all();
     }
 
     const Group group_;
@@ -424,6 +508,8 @@ private:
     bool asleep_ = false;
     bool hurry_ = false;
     bool closing_ = false;
+    // The helper has no more to do.
+    bool is_over_ = false;
     std::thread helper_;
 };
 
@@ -446,6 +532,9 @@ inline Job Operation::run(const Group& group) {
         at::NoGradGuard no_grad;
         const auto patient = within(group, job_.timeout);
         job_.run(with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
+    } catch (const py::error_already_set&) {
+        interrupt_ = std::current_exception();
+        error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));
     } catch (...) {
         error = std::current_exception();
     }
