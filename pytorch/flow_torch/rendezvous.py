@@ -1,7 +1,6 @@
 """The ranks of a group find each other, by the store that PyTorch has for it."""
 
 import contextlib
-import datetime
 import functools
 import json
 import os
@@ -14,8 +13,11 @@ import torch.distributed as dist
 
 from . import extension, library
 
-# How long one wait for the store is: in between Python looks at signals.
-SLICE = datetime.timedelta(milliseconds=500)
+# Seconds between two looks into the store, of which each is twice as long as the one before. A wait of TCPStore's own would be deaf to
+# signals, and warns when it is over.
+PAUSES = 0.0005, 0.1
+# Under this key rank 0 says that it is there.
+HOST = "flow/host"
 
 
 def join(options, join_in_python):
@@ -33,67 +35,121 @@ def meet(store, rank, size, timeout, join_in_python, launcher=None):
     """The backend of a group, on all its ranks: the C++ part's, or, if some rank does not have that, the one that `join_in_python` makes.
     None: it must be the C++ part's. `launcher`: the address of flow-launch's store, if that has started this rank.
 
-    Each rank says that it is there, under a name that it has for this attempt only. When rank 0 has seen all, it invites each by that
-    name. What earlier attempts have left in the store, on any rank and however many, is nobody's invitation.
+    Rank 0 says that it is there, under a name that it has for this attempt only. The others answer to that name, with names of their own, by
+    which it invites them when it has seen all. So what earlier attempts have left in the store, on any rank and however many, is nobody's
+    answer and nobody's invitation: neither of ranks that have given up nor of those that were killed.
     """
     attempt = secrets.token_hex(8)
-    about = {
+    own = {
         "attempt": attempt,
         "library": reason(library.load),
         "extension": reason(extension.load),
         "machine": machine(),
         "launcher": launcher,
     }
-    said = json.dumps(about)
-    here = [f"flow/rank/{other}" for other in range(size)]
-    invitation = f"flow/invitation/{attempt}"
-    end = time.monotonic() + timeout.total_seconds()
-    store.set(here[rank], said)
+    meeting = Meeting(store, rank, size, timeout)
     try:
-        if rank == 0:
-            ranks = [json.loads(found) for found in wait(store, here, here, end, timeout)]
-            token = secrets.token_hex(16)
-            invited = json.dumps({"ranks": ranks, "token": token, "address": address([found["machine"] for found in ranks], token)})
-            for found in ranks[1:]:
-                store.set(f"flow/invitation/{found['attempt']}", invited)
-        else:
-            [invited] = wait(store, [invitation], here, end, timeout)
-        backend = accept(json.loads(invited), rank, timeout, join_in_python)
+        invited = invite(meeting, own) if rank == 0 else answer(meeting, own)
+        backend = accept(invited, rank, timeout, join_in_python)
     except BaseException:
         # Nothing more can be said where the store is gone with its process.
         with contextlib.suppress(RuntimeError):
-            store.compare_set(here[rank], said, "")
-            store.delete_key(invitation)
+            meeting.give_up()
         raise
-    store.delete_key(here[rank])
-    store.delete_key(invitation)
+    meeting.end()
     # Nobody ends, and the store with it, before all is deleted.
     backend.barrier().wait()
     return backend
 
 
-def wait(store, keys, here, end, timeout):
-    """The values of keys, when there are all. `here`: the ranks', by which those that are missing are known."""
-    while not all(values := read(store, keys)):
-        left = datetime.timedelta(seconds=end - time.monotonic())
-        if left <= datetime.timedelta(0):
-            missing = [rank for rank, value in enumerate(read(store, here)) if not value] or [0]
-            ranks = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, missing))
+def invite(meeting, own):
+    """Rank 0's part: the invitation, when all others have answered."""
+    meeting.say(HOST, own)
+    others = range(1, meeting.size)
+    answers = [answer_to(own["attempt"], rank) for rank in others]
+
+    def missing():
+        return [rank for rank, about in zip(others, map(meeting.read, answers)) if not about]
+
+    while (found := meeting.read_all(answers)) is None:
+        meeting.pause(missing)
+    token = secrets.token_hex(16)
+    invited = {"ranks": [own, *found], "token": token, "address": address([about["machine"] for about in [own, *found]], token)}
+    for about in found:
+        meeting.store.set(invitation_of(about["attempt"]), json.dumps(invited))
+    return invited
+
+
+def answer(meeting, own):
+    """Another rank's part: the invitation. Rank 0 may give up meanwhile, or be killed, and come again."""
+    invitation, host = invitation_of(own["attempt"]), None
+
+    def missing():
+        return [rank for rank in range(1, meeting.size) if host and not meeting.read(answer_to(host["attempt"], rank))]
+
+    while not (invited := meeting.read(invitation)):
+        answered, host = host, meeting.read(HOST)
+        if host and host != answered:
+            meeting.say(answer_to(host["attempt"], meeting.rank), own)
+        meeting.pause(missing)
+    meeting.store.delete_key(invitation)
+    return invited
+
+
+def answer_to(attempt, rank):
+    return f"flow/answer/{attempt}/{rank}"
+
+
+def invitation_of(attempt):
+    return f"flow/invitation/{attempt}"
+
+
+class Meeting:
+    """One rank's place in the store where the ranks meet, until the timeout."""
+
+    def __init__(self, store, rank, size, timeout):
+        self.store, self.rank, self.size = store, rank, size
+        self._seconds = timeout.total_seconds()
+        self._end = time.monotonic() + self._seconds
+        self._pause = PAUSES[0]
+        self._said = {}
+
+    def say(self, key, about):
+        self._said[key] = json.dumps(about)
+        self.store.set(key, self._said[key])
+
+    def end(self):
+        """All have met."""
+        for key in self._said:
+            self.store.delete_key(key)
+
+    def give_up(self):
+        """Takes back what this rank has said, unless another process has said something in its place by now."""
+        for key, said in self._said.items():
+            self.store.compare_set(key, said, "")
+
+    def read(self, key):
+        """What a rank has said, unless it has taken that back."""
+        said = self.store.get(key) if self.store.check([key]) else None
+        return json.loads(said) if said else None
+
+    def read_all(self, keys):
+        """What ranks have said, when all have said something."""
+        if keys and not self.store.check(keys):
+            return None
+        said = [self.read(key) for key in keys]
+        return said if all(said) else None
+
+    def pause(self, missing):
+        """`missing` finds the ranks that have not come, for the error when the time is over."""
+        if time.monotonic() >= self._end:
+            absent = missing() or [0]
+            ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, absent))
             raise dist.DistStoreError(
-                f"flow: {ranks} of {len(here)} did not join within {timeout.total_seconds():g} s, the timeout of init_process_group"
+                f"flow: {ranks} of {self.size} did not join within {self._seconds:g} s, the timeout of init_process_group"
             )
-        absent = [key for key, value in zip(keys, values) if value is None]
-        if not absent:  # a rank has given up, and may try again
-            time.sleep(0.01)
-            continue
-        with contextlib.suppress(RuntimeError):  # the time is over
-            store.wait(absent, min(left, SLICE))
-    return values
-
-
-def read(store, keys):
-    """Their values: None of those that are not there; empty if the rank has given up."""
-    return [store.get(key) if store.check([key]) else None for key in keys]
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, PAUSES[1])
 
 
 def accept(invited, rank, timeout, join_in_python):

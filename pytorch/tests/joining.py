@@ -1,10 +1,13 @@
 """How ranks meet that have not come equally often, or not in time. Two ranks; a line for each case.
 
-usage: joining.py FOLDER
+usage: joining.py FOLDER [RANK SIZE NAME]
+
+With a rank it joins as that rank of so many, once, in a store of this name, and prints when it begins to wait.
 """
 
 import inspect
 import os
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import flow_torch
+
+from waiting import when_main_waits
 
 FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 
@@ -30,17 +35,23 @@ def join(name, seconds=60.0, rank=RANK, size=2):
     dist.init_process_group("flow", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
 
 
-def meets():
-    """Whether the group has two ranks. It is left."""
+def meets(size=2):
+    """Whether the group has so many ranks. It is left."""
     ones = torch.ones(1)
     dist.all_reduce(ones)
     dist.destroy_process_group()
-    return ones.item() == 2
+    return ones.item() == size
 
 
-def error_of_a_join(name, seconds):
+def until(path):
+    """Waits for what another process makes."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def error_of_a_join(name, seconds, size=2):
     try:
-        join(name, seconds)
+        join(name, seconds, size=size)
     except dist.DistStoreError as error:
         return str(error)
     return ""
@@ -76,10 +87,37 @@ def failed_attempts_of_each_rank():
                 if f"rank {1 - rank} of 2 did not join" not in error_of_a_join("again", 0.1):
                     return False
             has_failed.touch()
-        while not has_failed.exists():
-            time.sleep(0.01)
+        until(has_failed)
     join("again")
     return meets()
+
+
+def start(rank, name):
+    """Another process of this program, which joins as a rank of three."""
+    command = [sys.executable, sys.argv[0], str(FOLDER), str(rank), "3", name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def ranks_that_are_killed_in_a_join():
+    """Two of three, of which the third has not come. What they leave in the store counts for nothing: who tries again names those that are
+    missing, and all meet when they are there."""
+    name, tried = "killed", FOLDER / "tried"
+    if RANK == 0:
+        killed = []
+        for rank in range(2):  # the second finds the first, and answers it
+            killed.append(start(rank, name))
+            killed[-1].stdout.readline()
+        for process in reversed(killed):
+            process.kill()
+            process.wait()
+        if "ranks 1, 2 of 3 did not join" not in error_of_a_join(name, 0.1, size=3):
+            return False
+        tried.touch()
+    until(tried)
+    third = start(2, name) if RANK == 1 else None
+    join(name, size=3)
+    good = meets(3)
+    return good and (third is None or third.wait() == 0)
 
 
 def reconfigurable_group():
@@ -95,11 +133,23 @@ def reconfigurable_group():
     return False
 
 
-CASES = reconfigurable_group, ranks_that_have_joined_unequally_often, one_store_twice, rank_that_is_missing, failed_attempts_of_each_rank
+CASES = (
+    reconfigurable_group,
+    ranks_that_have_joined_unequally_often,
+    one_store_twice,
+    rank_that_is_missing,
+    failed_attempts_of_each_rank,
+    ranks_that_are_killed_in_a_join,
+)
 
 
 def main():
     torch.set_num_threads(1)
+    if len(sys.argv) > 2:
+        rank, size, name = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+        when_main_waits(join.__code__, lambda: print("waits", flush=True))
+        join(name, rank=rank, size=size)
+        sys.exit(not meets(size))
     failures = 0
     for case in CASES:
         is_good = case()
