@@ -4,7 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::Errno;
 use rustix::termios::{Winsize, isatty, tcgetwinsize};
 
@@ -43,11 +43,11 @@ impl Sinks {
     pub fn standard(quiet: bool) -> io::Result<Sinks> {
         let stdout = io::stdout();
         let stderr = io::stderr();
-        let out = rustix::fs::fstat(&stdout)?;
-        let err = rustix::fs::fstat(&stderr)?;
-        let mut sinks = vec![Sink::new(stdout.as_fd(), FileType::from_raw_mode(out.st_mode))?];
+        let out = fstat(&stdout)?;
+        let err = fstat(&stderr)?;
+        let mut sinks = vec![Sink::new(stdout.as_fd())?];
         if (out.st_dev, out.st_ino) != (err.st_dev, err.st_ino) {
-            sinks.push(Sink::new(stderr.as_fd(), FileType::from_raw_mode(err.st_mode))?);
+            sinks.push(Sink::new(stderr.as_fd())?);
         }
         Ok(Sinks { sinks, quiet })
     }
@@ -105,18 +105,22 @@ impl Sinks {
     }
 }
 
+/// Opens a pipe or terminal a second time, non-blocking: setting the flag on the given descriptor
+/// would affect every process that shares it, such as the shell. None for anything else.
+pub fn non_blocking(fd: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
+    Ok(match FileType::from_raw_mode(fstat(fd)?.st_mode) {
+        FileType::Fifo | FileType::CharacterDevice => {
+            let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+            let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty()).ok()
+        }
+        _ => None,
+    })
+}
+
 impl Sink {
-    /// Opens a pipe or terminal a second time, non-blocking: setting the flag on the given
-    /// descriptor would affect every process that shares it, such as the shell.
-    fn new(fd: BorrowedFd<'_>, kind: FileType) -> io::Result<Sink> {
-        let own = match kind {
-            FileType::Fifo | FileType::CharacterDevice => {
-                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd));
-                let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-                rustix::fs::open(path, flags, Mode::empty()).ok()
-            }
-            _ => None,
-        };
+    fn new(fd: BorrowedFd<'_>) -> io::Result<Sink> {
+        let own = non_blocking(fd)?;
         let is_terminal = isatty(fd);
         let can_erase = is_terminal && std::env::var_os("TERM").is_none_or(|name| name != "dumb");
         let queue = if can_erase { OutputQueue::for_screen() } else { OutputQueue::default() };

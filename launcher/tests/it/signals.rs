@@ -3,6 +3,7 @@
 use flow_harness::cli::{Running, children, is_alive, run, script, until, until_gone, wait};
 use flow_harness::net::Gate;
 
+use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::Duration;
@@ -241,6 +242,30 @@ fn a_detached_process_can_write_when_the_job_is_over() {
             assert!(console.contains("late\n") && console.contains("later\n"), "{console}");
         }
     }
+}
+
+/// On the console, where the log file cannot have it.
+#[test]
+fn what_a_full_disk_takes_of_a_detached_process_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let gate = Gate::new();
+    std::fs::create_dir(folder.path().join("local_rank_0")).unwrap();
+    symlink("/dev/full", folder.path().join("local_rank_0/stdout")).unwrap();
+    let text = format!(
+        "setsid sh -c '{}; echo late' & until [ $(cut -d' ' -f6 /proc/$!/stat) = $! ]; do :; done",
+        gate.wait()
+    );
+    let path = folder.path().join("console");
+    let console = std::fs::File::create(&path).unwrap();
+    let mut command = script(&format!("--logdir {} --tee 1", folder.path().display()), &text);
+    let status = command.stdout(console.try_clone().unwrap()).stderr(console).status();
+    assert_eq!(status.unwrap().code(), Some(0));
+    gate.open();
+    let said = "flow-launch: /dev/full lacks the last 5 bytes of output: No space left on device";
+    until("its output is shown, and what is missing", || {
+        let console = std::fs::read_to_string(&path).unwrap();
+        console.contains("[default0]:late\n") && console.contains(said)
+    });
 }
 
 #[test]

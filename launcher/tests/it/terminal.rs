@@ -214,6 +214,69 @@ fn what_a_detached_process_writes_when_the_job_is_over_is_shown() {
     assert_eq!(terminal.end().0, Some(0));
 }
 
+/// The processes that read on and have this text in their environment.
+fn readers(mark: &str) -> Vec<i32> {
+    let has = |process: &fs::DirEntry, name: &str, text: &str| {
+        let bytes = fs::read(process.path().join(name)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).contains(text)
+    };
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let marked = processes
+        .filter(|process| has(process, "cmdline", "--read-on") && has(process, "environ", mark));
+    marked.filter_map(|process| process.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// What reads on ends with the last process that writes, though the terminal takes nothing.
+#[test]
+fn a_terminal_that_is_stuck_keeps_no_process() {
+    let gate = Gate::new();
+    let folder = tempfile::tempdir().unwrap();
+    let stuck = folder.path().join("stuck");
+    let job = format!(
+        "setsid sh -c '{}; echo late; exec sleep 1000' & echo pid $!; until [ $(cut -d' ' -f6 \
+         /proc/$!/stat) = $! ]; do :; done; echo end",
+        gate.wait()
+    );
+    let launch = format!(
+        "MARK={0} $0 sh -c \"$1\"; echo code $?
+         python3 -c 'import termios; termios.tcflow(1, termios.TCOOFF)'; touch {0}; read line
+         python3 -c 'import termios; termios.tcflow(1, termios.TCOON)'",
+        stuck.display()
+    );
+    let mut command = Command::new("env");
+    command.args(["--default-signal", "sh", "-c", &launch, FLOW_LAUNCH, &job]);
+    let Some(mut terminal) = Terminal::start(&command) else { return };
+    terminal.until_it_shows("code 0\r\n");
+    until("the terminal takes nothing", || stuck.exists());
+    let readers = readers(stuck.to_str().unwrap());
+    assert!(!readers.is_empty());
+    gate.open();
+    let shown = terminal.shown();
+    let pid = shown.split_once("pid ").unwrap().1.split_once('\r').unwrap().0.parse().unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    until_gone(&readers);
+    terminal.types("\n");
+    assert_eq!(terminal.end().0, Some(0));
+}
+
+/// On the stream of the prompt: at the prompt, of which another rank's line may have come between.
+#[test]
+fn what_follows_an_answered_prompt_is_shown_at_it() {
+    let text = "[ $RANK = 0 ] || { until [ -e $0 ]; do sleep 0.02; done; echo working; exit; }
+                printf 'name? '; read name; touch $0; read again; echo hello $name $again; echo bye";
+    let folder = tempfile::tempdir().unwrap();
+    let gate = folder.path().join("gate");
+    let mut command = launcher(&["--stdin", "0", "--nproc_per_node", "2", "sh", "-c", text]);
+    let Some(mut terminal) = Terminal::start(command.arg(&gate)) else { return };
+    terminal.until_it_shows("[rank 0] name? ");
+    terminal.types("Ann\n");
+    terminal.until_it_shows("[rank 1] working\r\n[rank 0] name? ");
+    terminal.types("Lee\n");
+    let (code, shown) = terminal.end();
+    let end = "[rank 1] working\r\n[rank 0] name? Lee\r\nhello Ann Lee\r\n[rank 0] bye\r\n";
+    assert!(code == Some(0) && shown.ends_with(end), "{shown:?}");
+}
+
 #[test]
 fn input_is_asked_for_and_typed() {
     let folder = tempfile::tempdir().unwrap();
