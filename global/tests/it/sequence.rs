@@ -1,5 +1,6 @@
 //! Ranks that run different operations get an error that says which, and where.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use crate::common::ranks::ranks;
@@ -128,26 +129,26 @@ fn one_rank_may_print_what_is_b() {
 #[test]
 fn a_value_that_one_rank_reads() {
     for sbp in [S(0), P] {
+        let has_failed = Barrier::new(2);
         ranks(2, |group| {
-            group.set_timeout(Duration::from_secs(2));
+            group.set_timeout(Duration::from_millis(300));
             let placement = Placement::all(&group).unwrap();
             let x = global::ones([4, 6], Kind::Float, &placement, [sbp]).unwrap();
             let loss = x.sum(Kind::Float);
-            if group.rank() == 0 {
-                let error = loss.f_double_value(&[]).unwrap_err().to_string();
-                all_say(
-                    &[error],
-                    &[
-                        "aten::_local_scalar_dense",
-                        "all ranks must take part: call full() or double_value() on all of them, or \
-                         to_local() on one",
-                        "rank 0 is at operation 2",
-                        "tests/it/sequence.rs:",
-                    ],
-                );
-            } else {
-                std::thread::sleep(Duration::from_secs(3));
-            }
+            let value = (group.rank() == 0).then(|| loss.f_double_value(&[]));
+            // The other rank has not left meanwhile.
+            has_failed.wait();
+            let Some(value) = value else { return };
+            all_say(
+                &[value.unwrap_err().to_string()],
+                &[
+                    "aten::_local_scalar_dense",
+                    "all ranks must take part: call full() or double_value() on all of them, or \
+                     to_local() on one",
+                    "rank 0 is at operation 2",
+                    "tests/it/sequence.rs:",
+                ],
+            );
         });
     }
 }
