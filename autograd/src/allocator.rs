@@ -1,11 +1,11 @@
 //! Other memory for libtorch's large CPU tensors.
 
 use std::ffi::c_void;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use crate::ffi;
 use crate::Error;
+use crate::ffi;
 
 /// Memory that frees itself when it is dropped, on whatever thread. The address must stay the same
 /// until then.

@@ -5,13 +5,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
 use flow_kernels::DType;
+use flow_kernels::cuda::{Device, DeviceBuffer, Stream};
 use tch::{Cuda, Kind, Tensor};
 
+use crate::Error;
 use crate::ffi;
 use crate::memory::{check_fit, memory, tensor_from_raw};
-use crate::Error;
 
 /// Feature `test-fakes` only: tensors are on the CPU, and a fake driver, whose device memory is
 /// host memory, treats them as tensors on a GPU. Its default stream is the calling thread.
@@ -25,11 +25,7 @@ fn host_as_gpu() -> bool {
 
 /// libtorch's name of the device.
 pub fn torch_device(device: &Device) -> tch::Device {
-    if host_as_gpu() {
-        tch::Device::Cpu
-    } else {
-        tch::Device::Cuda(device.ordinal())
-    }
+    if host_as_gpu() { tch::Device::Cpu } else { tch::Device::Cuda(device.ordinal()) }
 }
 
 /// Loads the CUDA part of libtorch unless it is loaded already. Call this before any other use of

@@ -1,9 +1,9 @@
 //! The shim's functions, and errors on their way between Rust and C++.
 
 use std::any::Any;
-use std::ffi::{c_char, c_int, c_void, CStr, CString};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tch::Tensor;
 use torch_sys::{C_optimizer, C_tensor};

@@ -1,7 +1,7 @@
 //! Differentiable operations written in Rust.
 
 use std::ffi::{c_char, c_void};
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null;
 
 use tch::Tensor;

@@ -1,7 +1,7 @@
 //! Backwards of several tensors at once, as a whole or in two halves.
 
 use std::ffi::c_void;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{null, null_mut};
 
 use tch::Tensor;
@@ -71,7 +71,7 @@ impl Graph {
     pub fn backward(self, gradients: &[Option<Tensor>]) -> Result<(), Error> {
         let gradients = pointers(gradients);
         // SAFETY: the graph and the tensors are alive.
-        unsafe { ffi::check("backward", ffi::flow_graph_backward(self.0 .0, slice(&gradients))) }
+        unsafe { ffi::check("backward", ffi::flow_graph_backward(self.0.0, slice(&gradients))) }
     }
 
     /// The first half of a backward: the gradients of the inputs, which are leaves, `None` for one
@@ -100,7 +100,7 @@ impl Graph {
             let inputs = slice(&inputs);
             ffi::check(
                 "backward_inputs",
-                ffi::flow_graph_backward_inputs(self.0 .0, gradients, inputs, data, push),
+                ffi::flow_graph_backward_inputs(self.0.0, gradients, inputs, data, push),
             )?;
         }
         Ok((results, WeightGraph(self.0)))
@@ -116,7 +116,7 @@ impl WeightGraph {
     /// Those of hooks, with their text; libtorch's.
     pub fn backward(self) -> Result<(), Error> {
         // SAFETY: the graph is alive.
-        unsafe { ffi::check("backward", ffi::flow_graph_backward_weights(self.0 .0)) }
+        unsafe { ffi::check("backward", ffi::flow_graph_backward_weights(self.0.0)) }
     }
 }
 

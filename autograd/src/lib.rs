@@ -43,17 +43,17 @@ mod random;
 mod recompute;
 
 pub use allocated::allocated_by;
-pub use allocator::{set_cpu_allocator, Block, BlockAllocator};
-pub use cuda::{current_stream, load_cuda, tensor_from_device_memory, torch_device, CudaTensor};
+pub use allocator::{Block, BlockAllocator, set_cpu_allocator};
+pub use cuda::{CudaTensor, current_stream, load_cuda, tensor_from_device_memory, torch_device};
 pub use error::{BoxError, Error};
-pub use function::{custom_function, Forward};
+pub use function::{Forward, custom_function};
 pub use gradient::map_gradient;
 pub use graph::{Graph, WeightGraph};
-pub use hook::{at_end_of_backward, grad_is_exclusive, on_backward, GradHook};
+pub use hook::{GradHook, at_end_of_backward, grad_is_exclusive, on_backward};
 pub use memory::{
     bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_from_memory, tensor_from_raw,
     unsendable, use_count,
 };
 pub use optimizer::{OptimizerState, StateDict};
-pub use random::{with_rng_state, RngState};
+pub use random::{RngState, with_rng_state};
 pub use recompute::{recompute, versions};

@@ -3,8 +3,8 @@
 use flow_kernels::DType;
 use tch::{Device, Kind, Tensor};
 
-use crate::ffi::{self, TensorMemory};
 use crate::Error;
+use crate::ffi::{self, TensorMemory};
 
 /// The dtype that collectives know this kind by, if they do.
 pub fn dtype(kind: Kind) -> Option<DType> {

@@ -1,9 +1,9 @@
 //! The state of tch's optimizers, which tch itself can neither read nor set.
 
 use std::cell::Cell;
-use std::ffi::{c_char, c_void, CStr, CString};
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::size_of;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
 
@@ -11,7 +11,7 @@ use tch::nn::{Optimizer, OptimizerConfig, VarStore};
 use tch::{COptimizer, Device, TchError, Tensor};
 use torch_sys::{C_optimizer, C_tensor};
 
-use crate::{ffi, Error};
+use crate::{Error, ffi};
 
 /// The state that an optimizer keeps from step to step: PyTorch's `optimizer.state_dict()["state"]`.
 #[derive(Debug, Default)]

@@ -1,6 +1,6 @@
 //! The state of libtorch's random number generators.
 
-use std::panic::{catch_unwind, resume_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr::null_mut;
 
 use tch::{Device, Kind, Tensor};

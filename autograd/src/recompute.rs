@@ -1,14 +1,14 @@
 //! Activations that backward computes anew instead of keeping them.
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{BoxError, Error};
 use crate::ffi::panic_text;
-use crate::function::{custom_function_of_needed, Forward};
+use crate::function::{Forward, custom_function_of_needed};
 use crate::graph::Graph;
-use crate::random::{with_rng_state, RngState};
+use crate::random::{RngState, with_rng_state};
 
 /// Runs `compute` on the inputs, and keeps the inputs only: backward runs `compute` again to have
 /// what it needs, with the same random numbers of libtorch: `torch.utils.checkpoint`, reentrant

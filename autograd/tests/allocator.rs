@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::{allocated_by, data_ptr, set_cpu_allocator, Block, BlockAllocator};
+use flow_autograd::{Block, BlockAllocator, allocated_by, data_ptr, set_cpu_allocator};
 use tch::{Device, Kind, Tensor};
 
 const MIN_BYTES: usize = 64 << 10;

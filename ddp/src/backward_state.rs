@@ -5,7 +5,7 @@ use std::time::Instant;
 use flow_autograd::BoxError;
 use tch::{Kind, Tensor};
 
-use crate::bucket::assignment::{assign, Item};
+use crate::bucket::assignment::{Item, assign};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;

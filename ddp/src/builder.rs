@@ -6,18 +6,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
 use flow_comm::{ProcessGroup, ReduceOp};
-use flow_tensor::{cuda_group, ArenaAllocatorGuard, CoalescedBroadcast};
-use tch::nn::{VarStore, Variables};
+use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast, cuda_group};
 use tch::Tensor;
+use tch::nn::{VarStore, Variables};
 
+use crate::bucket::ReducePath;
 use crate::bucket::assignment::Caps;
 use crate::bucket::comm_hook::CommHook;
 use crate::bucket::cpu::CpuPath;
 use crate::bucket::cuda::CudaPath;
-use crate::bucket::ReducePath;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::{Ddp, HeldBuffer};
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;

@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast};
-use tch::nn::{Module, ModuleT};
 use tch::Tensor;
+use tch::nn::{Module, ModuleT};
 
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 use crate::reducer::Reducer;
 use crate::stats::Stats;
 

@@ -63,11 +63,7 @@ impl fmt::Display for GradLayout {
         let Some((_, order)) = &self.strided else { return Ok(()) };
         let order: Vec<i64> =
             order.iter().copied().filter(|&axis| self.shape[axis as usize] != 1).collect();
-        if order.is_sorted() {
-            Ok(())
-        } else {
-            write!(f, " memory order {order:?}")
-        }
+        if order.is_sorted() { Ok(()) } else { write!(f, " memory order {order:?}") }
     }
 }
 

@@ -9,9 +9,9 @@ use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
 use crate::bucket::assignment::Caps;
-use crate::builder::{reduce_path, Allocator};
+use crate::builder::{Allocator, reduce_path};
 use crate::comm_hooks::AllReduce;
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, describe, first_mismatch};
 use crate::options::Options;
 use crate::parameter::Parameter;

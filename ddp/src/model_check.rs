@@ -5,10 +5,10 @@ use std::hash::Hasher;
 
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
-use flow_tensor::{overlaps, OVERLAPS};
+use flow_tensor::{OVERLAPS, overlaps};
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 use crate::grad_layout::GradLayout;
 use crate::options::Options;
 
@@ -127,7 +127,9 @@ pub(crate) fn check_hooks(parameters: &[(String, Tensor)]) -> Result<(), String>
         match GradHook::is_installed(tensor) {
             Ok(false) => {}
             Ok(true) => {
-                return Err(format!("parameter {name} is wrapped in a Ddp already: drop the first"))
+                return Err(format!(
+                    "parameter {name} is wrapped in a Ddp already: drop the first"
+                ));
             }
             Err(error) => return Err(format!("parameter {name}: {error}")),
         }

@@ -1,8 +1,8 @@
 //! An optimizer's step whose errors can be handled.
 
 use flow_comm::trace;
-use tch::nn::Optimizer;
 use tch::Tensor;
+use tch::nn::Optimizer;
 
 use crate::error::{Error, Result};
 use crate::steps::last_step;

@@ -10,14 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
-use flow_comm::{trace, ForkSafe, ProcessGroup, ReduceOp};
+use flow_comm::{ForkSafe, ProcessGroup, ReduceOp, trace};
 use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
 use crate::backward_state::BackwardState;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
 use crate::bucket::{BackwardEvent, ReducePath};
-use crate::error::{job_rank, Error, Result};
+use crate::error::{Error, Result, job_rank};
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::Stats;

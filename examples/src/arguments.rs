@@ -1,7 +1,7 @@
 //! Command lines whose errors are one line.
 
-use clap::error::ErrorKind;
 use clap::Parser;
+use clap::error::ErrorKind;
 
 /// Parses the program's arguments. Help and version go to stdout; a usage error is one line, and exit
 /// code 2.

@@ -3,7 +3,7 @@
 use std::env;
 use std::path::{Path, PathBuf};
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::idx::{self, Idx};
 
@@ -147,9 +147,13 @@ mod tests {
 
     #[test]
     fn labels_must_fit_the_images() {
-        assert!(error(folder(&[1, 2, 3]).path())
-            .ends_with("train-labels-idx1-ubyte has 3 labels for 2 images"));
-        assert!(error(folder(&[1, 10]).path())
-            .ends_with("label 10 of image 1 is not in the interval [0, 9]"));
+        assert!(
+            error(folder(&[1, 2, 3]).path())
+                .ends_with("train-labels-idx1-ubyte has 3 labels for 2 images")
+        );
+        assert!(
+            error(folder(&[1, 10]).path())
+                .ends_with("label 10 of image 1 is not in the interval [0, 9]")
+        );
     }
 }

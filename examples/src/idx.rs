@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::Path;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use flate2::bufread::MultiGzDecoder;
 
 /// The type byte of unsigned bytes.
@@ -84,7 +84,7 @@ fn read_up_to(limit: u64, content: &mut impl Read, path: &Path) -> Result<Vec<u8
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flate2::{write::GzEncoder, Compression};
+    use flate2::{Compression, write::GzEncoder};
     use std::io::Write;
 
     /// Two images of 2 x 3.
@@ -130,8 +130,10 @@ mod tests {
             "is truncated: an array of shape [2, 2, 3] takes 12 bytes after the header, found 4"
         ));
         assert!(error(&plain[..10]).ends_with("is truncated: its header takes 16 bytes, found 10"));
-        assert!(error(&gzipped[..gzipped.len() - 1])
-            .contains("is truncated: its gzip stream ends early"));
+        assert!(
+            error(&gzipped[..gzipped.len() - 1])
+                .contains("is truncated: its gzip stream ends early")
+        );
     }
 
     #[test]
@@ -155,16 +157,20 @@ mod tests {
                 error(&bytes).contains("is no IDX file of bytes in 3 dimensions: it starts with [")
             );
         }
-        assert!(error(b"<!DOCTYPE html>")
-            .ends_with("it starts with [3c, 21, 44, 4f], not [00, 00, 08, 03]"));
+        assert!(
+            error(b"<!DOCTYPE html>")
+                .ends_with("it starts with [3c, 21, 44, 4f], not [00, 00, 08, 03]")
+        );
         assert!(error(b"").ends_with("it starts with [], not [00, 00, 08, 03]"));
     }
 
     #[test]
     fn a_lying_header_does_not_take_memory() {
         let huge = [&[0, 0, 8, 3][..], &[0xff; 12]].concat();
-        assert!(error(&huge)
-            .ends_with("an array of shape [4294967295, 4294967295, 4294967295] is too large"));
+        assert!(
+            error(&huge)
+                .ends_with("an array of shape [4294967295, 4294967295, 4294967295] is too large")
+        );
         let large = [&[0, 0, 8, 3][..], &[0xff; 4], &[0, 0, 0, 1], &[0, 0, 0, 1]].concat();
         assert!(error(&large).ends_with("takes 4294967295 bytes after the header, found 0"));
     }

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use flow::global::init::Init;
 use flow::global::lr_scheduler::LrScheduler;
 use flow::global::random::Generator;
-use flow::global::view::{devices, Array, Job, View};
+use flow::global::view::{Array, Job, View, devices};
 use flow::prelude::*;
 
 use crate::fashion;
@@ -142,11 +142,7 @@ impl Options {
         let rows = self.batch_size.get().div_ceil(parts) as i64;
         let kind = if self.double { Kind::Double } else { Kind::Float };
         let job = job.input("images", [rows, 1, SIDE as i64, SIDE as i64], kind);
-        if with_labels {
-            job.input("labels", [rows], Kind::Int64)
-        } else {
-            job
-        }
+        if with_labels { job.input("labels", [rows], Kind::Int64) } else { job }
     }
 
     /// Runs a training job on the training images, and prints every 20th loss as the documents do.
@@ -215,11 +211,7 @@ impl Options {
     }
 
     fn kind(&self, images: Tensor) -> Tensor {
-        if self.double {
-            images.to_kind(Kind::Double)
-        } else {
-            images
-        }
+        if self.double { images.to_kind(Kind::Double) } else { images }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flow_autograd::{custom_function, BoxError, Forward};
+use flow_autograd::{BoxError, Forward, custom_function};
 use tch::Tensor;
 
 use crate::error::Result;
@@ -10,7 +10,7 @@ use crate::handle::{boxed, spec_of};
 use crate::placement::Placement;
 use crate::record;
 use crate::region::{check, shape};
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 use crate::spec::Spec;
 
 /// A global tensor with this placement and SBP. Differentiable.

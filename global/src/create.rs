@@ -6,8 +6,8 @@ use crate::error::{Error, Result};
 use crate::handle::wrap;
 use crate::placement::Placement;
 use crate::random::{self, Bits, Draw};
-use crate::region::{check, regions, shape, Region};
-use crate::sbp::{filler, Sbp};
+use crate::region::{Region, check, regions, shape};
+use crate::sbp::{Sbp, filler};
 use crate::spec::Spec;
 
 /// All elements are 0.

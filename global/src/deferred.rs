@@ -12,7 +12,7 @@ use crate::handle::{boxed, find_spec, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::replicas;
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, B};
+use crate::sbp::{B, NdSbp};
 use crate::spec::Spec;
 
 /// The leaves of a job whose gradients stay partial.
@@ -154,11 +154,7 @@ pub fn own(gradient: &Tensor, spec: &Arc<Spec>, exclusive: bool) -> Result<Tenso
     let is_boxed = spec_of(gradient)?.id() != spec.id();
     let tensor = boxed(gradient, spec)?;
     let local = local_of(&tensor).map(|local| {
-        if exclusive || is_boxed {
-            local.contiguous()
-        } else {
-            local.contiguous().copy()
-        }
+        if exclusive || is_boxed { local.contiguous() } else { local.contiguous().copy() }
     });
     wrap(local.as_ref(), &tensor, spec.clone(), &tensor.size())
 }
@@ -174,7 +170,7 @@ mod tests {
 
     use super::*;
     use crate::sbp::S;
-    use crate::{distribute, ones, GlobalTensor};
+    use crate::{GlobalTensor, distribute, ones};
 
     /// The gradients before are none, zeros, zeros, and those of the step before.
     fn trained(group: ProcessGroup) {

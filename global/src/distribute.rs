@@ -1,12 +1,12 @@
 //! A model's variables become global, in place.
 
-use tch::{nn, Tensor};
+use tch::{Tensor, nn};
 
 use crate::error::Result;
 use crate::placement::Placement;
 use crate::region::{regions, shape};
 use crate::replicas;
-use crate::sbp::{Sbp, B};
+use crate::sbp::{B, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// Makes all variables of a `VarStore` global tensors on a placement, with the SBP that `sbp` says

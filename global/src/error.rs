@@ -37,7 +37,9 @@ pub enum Error {
         placement: String,
     },
     /// Names that do not fit a placement's axes.
-    #[error("the names {names:?} do not fit the placement {placement}: each axis needs a name of its own")]
+    #[error(
+        "the names {names:?} do not fit the placement {placement}: each axis needs a name of its own"
+    )]
     Names {
         /// The names.
         names: Vec<String>,

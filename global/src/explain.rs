@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::placement::Placement;
-use crate::planner::{cost, pins, Cost, Costs, Pin};
-use crate::sbp::{text, NdSbp, Sbp};
+use crate::planner::{Cost, Costs, Pin, cost, pins};
+use crate::sbp::{NdSbp, Sbp, text};
 use crate::trace::{Action, Call, Phase, Trace};
 
 /// A trace as a table. Its text has a line for each kind of call, then the bytes by kind of boxing,

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::convert::convert;
 use crate::error::Result;
 use crate::handle::{find_spec, local_of};
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 
 /// The gradients of these tensors; tensors without one are left out.
 pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {

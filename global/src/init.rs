@@ -10,12 +10,12 @@
 //! | [`Init::xavier_uniform`], `_normal` | `xavier_uniform_initializer` | `xavier_uniform_` |
 //! | [`Init::kaiming_uniform`], `_normal` | `kaiming_initializer`, MSRA | `kaiming_uniform_` |
 
-use tch::nn::init::NormalOrUniform;
 use tch::Tensor;
+use tch::nn::init::NormalOrUniform;
 
 use crate::error::Result;
-use crate::random::{normal, uniform, Bits, Draw, Generator};
-use crate::region::{regions, Region};
+use crate::random::{Bits, Draw, Generator, normal, uniform};
+use crate::region::{Region, regions};
 use crate::sbp::filler;
 use crate::tensor::GlobalTensor;
 
@@ -232,7 +232,7 @@ fn quantile(probability: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Placement, Sbp, B, S};
+    use crate::{B, Placement, S, Sbp};
 
     fn all(init: Init, shape: &[usize]) -> Vec<f64> {
         init.values(&mut Generator::new(5).draw(), shape, &Region::all(shape))

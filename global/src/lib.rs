@@ -97,7 +97,7 @@ pub use create::{
     arange, arange_start, arange_start_step, empty, eye, full, linspace, manual_seed, normal, ones,
     rand, randint, randn, randperm, rng_state, set_rng_state, zeros,
 };
-pub use deferred::{no_sync, PartialGradients};
+pub use deferred::{PartialGradients, no_sync};
 pub use distribute::{distribute, to_global_in_place, undistribute};
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, ScaledOptimizer};
@@ -107,10 +107,10 @@ pub use like::{
     rand_like, randint_like, randn_like, zeros_like,
 };
 pub use local::{distribute_tensor, from_local};
-pub use nested::{to_global, to_local, Nested};
+pub use nested::{Nested, to_global, to_local};
 pub use placement::{Placement, Ranks};
 pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};
-pub use sbp::{NdSbp, Sbp, B, P, S};
+pub use sbp::{B, NdSbp, P, S, Sbp};
 pub use tensor::GlobalTensor;
 pub use zero::ZeroRedundancyOptimizer;

@@ -14,7 +14,7 @@ use crate::handle::{boxed, empty_like, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::region::{check, regions, shape};
 use crate::runtime::Runtime;
-use crate::sbp::{dual, filler, text, Sbp, B, P};
+use crate::sbp::{B, P, Sbp, dual, filler, text};
 use crate::sequence::{self, digest_of};
 use crate::spec::Spec;
 

@@ -8,7 +8,7 @@ use flow_tensor::ProcessGroup;
 
 use crate::error::{Error, Result};
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 
 /// Ranks of a process group in an array of any number of axes. The order counts: in
 /// `[[0, 2], [1, 3]]` rank 2 follows rank 0 on the second axis.
@@ -304,8 +304,7 @@ mod tests {
                         [\"data\", \"tensor\"]";
         assert_eq!(error, expected);
         let error = mesh.named(["a", "a"]).unwrap_err().to_string();
-        let expected =
-            "the names [\"a\", \"a\"] do not fit the placement [[0, 1], [2, 3]]: each axis \
+        let expected = "the names [\"a\", \"a\"] do not fit the placement [[0, 1], [2, 3]]: each axis \
                         needs a name of its own";
         assert_eq!(error, expected);
     }

@@ -8,8 +8,8 @@
 use std::f64::consts::TAU;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rand_chacha::rand_core::{RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use crate::region::Region;
 use crate::runtime::Runtime;
@@ -135,7 +135,7 @@ pub fn below(bound: u64, [bits, _]: Bits) -> u64 {
 mod tests {
     use super::*;
     use crate::region::regions;
-    use crate::{Placement, Sbp, B, P, S};
+    use crate::{B, P, Placement, S, Sbp};
 
     #[test]
     fn runs_are_as_long_as_they_can_be() {

@@ -18,7 +18,7 @@ use crate::rules::infer::Choice;
 use crate::rules::op::{Input, Op};
 use crate::rules::rule;
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, B};
+use crate::sbp::{B, NdSbp};
 use crate::trace::{Phase, Role, Trace};
 
 /// Runs `body`, and returns the operations on global tensors that this rank has carried out for it,

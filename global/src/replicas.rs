@@ -19,8 +19,8 @@ use crate::error::Result;
 use crate::handle::{boxed, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, B, P};
-use crate::sequence::{self, digest_of, Operation};
+use crate::sbp::{B, NdSbp, P};
+use crate::sequence::{self, Operation, digest_of};
 use crate::spec::Spec;
 
 /// Leaves of a model that were distributed together, on one placement. (The placement itself, which

@@ -9,7 +9,7 @@ use crate::handle::{empty_like, find_spec, local_of, spec_of};
 use crate::local::{from_locals, to_local};
 use crate::placement::Placement;
 use crate::region::{check, shape};
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 use crate::spec::Spec;
 
 /// Global tensors, which are ordinary `tch` tensors: their layout, and how they get another placement

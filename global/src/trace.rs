@@ -9,7 +9,7 @@ use crate::boxing::plan::{Layout, Plan};
 use crate::placement::Placement;
 use crate::rules::infer::Choice;
 use crate::rules::op::{Arg, Input, Op};
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 
 /// Operations on global tensors, in the order in which they ran.
 #[derive(Clone, Debug, Default)]

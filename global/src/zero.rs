@@ -7,8 +7,8 @@ use std::sync::PoisonError;
 use flow_autograd::identity;
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::checkpoint::Result as CheckpointResult;
-use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tch::nn::{Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
@@ -18,7 +18,7 @@ use crate::deferred::Deferred;
 use crate::error::{Error, Result};
 use crate::grad_scaler::ScaledOptimizer;
 use crate::handle::{local_of, spec_of};
-use crate::sbp::{NdSbp, B, S};
+use crate::sbp::{B, NdSbp, S};
 use crate::spec::Spec;
 use crate::tensor::GlobalTensor;
 

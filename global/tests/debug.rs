@@ -5,7 +5,7 @@ mod common;
 
 use common::ranks;
 use flow_global as global;
-use flow_global::{GlobalTensor, Placement, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);

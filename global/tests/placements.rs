@@ -6,9 +6,9 @@ mod ranks;
 
 use flow_global as global;
 use flow_global::explain::Why;
-use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S, Sbp};
 use ranks::{assert_close, ranks};
-use tch::{nn, nn::Module, Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, nn, nn::Module};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 

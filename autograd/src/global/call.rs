@@ -1,6 +1,6 @@
 //! An operation, on its way.
 
-use std::ffi::{c_void, CStr};
+use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::ptr::null;
 

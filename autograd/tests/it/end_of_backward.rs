@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{error_text, loss, parameter};
-use flow_autograd::{at_end_of_backward, on_backward, GradHook};
+use flow_autograd::{GradHook, at_end_of_backward, on_backward};
 use tch::{Kind, Tensor};
 
 #[test]
@@ -22,8 +22,10 @@ fn errors_and_panics_of_the_callback_are_errors_of_backward() {
     })
     .unwrap();
     assert!(error_text(loss(&weight).f_backward()).contains("timed out"));
-    assert!(error_text(loss(&weight).f_backward())
-        .contains("an end-of-backward callback panicked: at step 1"));
+    assert!(
+        error_text(loss(&weight).f_backward())
+            .contains("an end-of-backward callback panicked: at step 1")
+    );
     loss(&weight).f_backward().expect("the next backward works");
     assert_eq!(step.load(SeqCst), 3);
 }
@@ -142,11 +144,7 @@ fn a_tensor_calls_back_in_its_backwards_and_at_the_end_of_its_graph() {
         let (output, counter) = (loss(&weight), calls.clone());
         let hook = move || {
             counter.fetch_add(1, SeqCst);
-            if fails {
-                Err("no".into())
-            } else {
-                Ok(())
-            }
+            if fails { Err("no".into()) } else { Ok(()) }
         };
         on_backward(&output, hook).unwrap();
         output

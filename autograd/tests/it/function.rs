@@ -1,9 +1,9 @@
 //! Custom autograd functions.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use flow_autograd::{custom_function, BoxError, Error, Forward};
+use flow_autograd::{BoxError, Error, Forward, custom_function};
 use tch::{Device, Kind, Tensor};
 
 fn tensor(values: &[f64]) -> Tensor {

@@ -1,9 +1,9 @@
 //! Backwards of several tensors, as a whole and in two halves.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use flow_autograd::{custom_function, Forward, GradHook, Graph};
+use flow_autograd::{Forward, GradHook, Graph, custom_function};
 use tch::{Device, Kind, Tensor};
 
 const OPTIONS: (Kind, Device) = (Kind::Double, Device::Cpu);

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use crate::common::{error_text, loss, parameter};
-use flow_autograd::{at_end_of_backward, grad_is_exclusive, set_grad, Error, GradHook};
+use flow_autograd::{Error, GradHook, at_end_of_backward, grad_is_exclusive, set_grad};
 use tch::{Device, Kind, Tensor};
 
 fn values(tensor: &Tensor) -> Vec<f32> {
@@ -99,11 +99,7 @@ fn removal_frees_the_closure_and_stops_the_calls() {
         let counter = calls.clone();
         let hook = GradHook::install(&weight, move |_| {
             counter.fetch_add(1, SeqCst);
-            if fails {
-                Err("no".into())
-            } else {
-                Ok(())
-            }
+            if fails { Err("no".into()) } else { Ok(()) }
         })
         .unwrap();
         assert_eq!(loss(&weight).f_backward().is_err(), fails);

@@ -1,9 +1,9 @@
 //! Activations that backward computes anew.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use flow_autograd::{recompute, Graph};
+use flow_autograd::{Graph, recompute};
 use flow_harness::runs_apart;
 use tch::{Kind, Tensor};
 

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::pending::Pending;
 use super::progress::Progress;
 use super::{BackwardEvent, Bucket, ReducePath};
-use crate::error::{dtype, failed, job_rank, Error, Result};
+use crate::error::{Error, Result, dtype, failed, job_rank};
 use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 use crate::settings::Settings;

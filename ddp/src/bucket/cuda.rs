@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::pending::Pending;
 use super::{BackwardEvent, Bucket, ReducePath};
-use crate::error::{dtype, failed, Error, Result};
+use crate::error::{Error, Result, dtype, failed};
 use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 use crate::stats::{BucketTimes, PhaseTimes};

@@ -1,8 +1,8 @@
 //! What ranks tell each other around a checkpoint.
 
 use flow_comm::ProcessGroup;
-use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::error::{CheckpointError, Result};
 

@@ -9,8 +9,8 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use flow_comm::ProcessGroup;
-use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::agree::from_rank_0;
 use super::error::{CheckpointError, Result, WRITABLE};

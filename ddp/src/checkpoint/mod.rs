@@ -25,8 +25,8 @@ use flow_autograd::{OptimizerState, StateDict};
 use flow_comm::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tch::nn::{Optimizer, VarStore};
 use tch::Tensor;
+use tch::nn::{Optimizer, VarStore};
 
 use crate::data::sampler::{DistributedSampler, SamplerState};
 use crate::ddp::Ddp;

@@ -11,13 +11,13 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::mpsc::{channel, sync_channel, Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use flow_comm::{ForkSafe, DEFAULT_TIMEOUT};
+use flow_comm::{DEFAULT_TIMEOUT, ForkSafe};
 
 use super::sampler::{DistributedSampler, Order, Taken};
 

@@ -149,9 +149,11 @@ mod tests {
     #[test]
     fn keyed_is_a_bijection_for_every_small_n_and_around_powers_of_two() {
         assert!((0..600).all(|n| is_bijection(n, 7, 3)));
-        assert!((10..18)
-            .flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1])
-            .all(|n| is_bijection(n, 1, 0)));
+        assert!(
+            (10..18)
+                .flat_map(|bits| [(1 << bits) - 1, 1 << bits, (1 << bits) + 1])
+                .all(|n| is_bijection(n, 1, 0))
+        );
     }
 
     #[test]

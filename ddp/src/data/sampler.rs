@@ -2,14 +2,14 @@
 //! `torch.utils.data.DistributedSampler`.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use flow_comm::ProcessGroup;
 
-use super::permutation::{randperm, Index, KeyedPermutation};
+use super::permutation::{Index, KeyedPermutation, randperm};
 
 /// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`,
 /// `r + W`, `r + 2 W`, ... of an order that all ranks share.
@@ -300,11 +300,7 @@ impl DistributedSampler {
     /// may have come that far: the places before it that do not make a whole position of every rank
     /// are then skipped, and the others dealt.
     fn start(&self) -> usize {
-        if self.resumed.load(Ordering::Relaxed) {
-            self.taken.load(Ordering::Relaxed)
-        } else {
-            0
-        }
+        if self.resumed.load(Ordering::Relaxed) { self.taken.load(Ordering::Relaxed) } else { 0 }
     }
 
     /// This rank's number of samples where the first `skipped` places are not dealt out.

@@ -9,7 +9,7 @@ use std::process::Command;
 use flow_ddp::{CheckpointError, Checkpoints, Ddp, DistributedSampler, ProcessGroup};
 use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tempfile::{tempdir, TempDir};
+use tempfile::{TempDir, tempdir};
 
 /// A model with parameters and buffers of several kinds, whose optimizer has done steps.
 struct Training {

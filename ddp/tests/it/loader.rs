@@ -51,7 +51,7 @@ impl Dataset for Numbers {
         }
         match self.bad {
             Some((bad, false)) if indices.contains(&bad) => {
-                return Err(format!("sample {bad} is corrupt").into())
+                return Err(format!("sample {bad} is corrupt").into());
             }
             Some((bad, true)) if indices.contains(&bad) => panic!("sample {bad} is cursed"),
             _ => {}

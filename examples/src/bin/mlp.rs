@@ -48,11 +48,7 @@ fn run(args: &Args) -> Result<()> {
     if args.view == Seen::Consistent {
         // A row of a weight makes one output: each rank has some of the hidden features.
         global::distribute(&vs, placement, |name, _| {
-            if name.starts_with("dense1") {
-                vec![S(0)]
-            } else {
-                vec![B]
-            }
+            if name.starts_with("dense1") { vec![S(0)] } else { vec![B] }
         })?;
     }
     let optimizer = nn::Sgd::default().build(&vs, options.lr)?;

@@ -12,12 +12,12 @@ use anyhow::{Context, Result};
 use flow::ddp::SamplerState;
 use flow::prelude::*;
 use flow_examples::images::{Images, Pixels};
-use flow_examples::options::{write_losses, Options};
+use flow_examples::options::{Options, write_losses};
 use flow_examples::progress::Progress;
 use flow_examples::{fashion, program};
 use serde::{Deserialize, Serialize};
-use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use tch::nn::SequentialT;
+use tch::nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 
 /// The part of a checkpoint beside the model, the optimizer and the sampler.
 #[derive(Clone, Default, Serialize, Deserialize)]

@@ -12,11 +12,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
 use flow::prelude::*;
 use flow_examples::cifar10::{self, Images};
-use flow_examples::options::{write_losses, Training};
+use flow_examples::options::{Training, write_losses};
 use flow_examples::progress::Progress;
 use flow_examples::{fashion, program};
 use tch::vision::mobilenet;

@@ -9,12 +9,12 @@
 //! rank. The program `gpt` trains such a model by tensor and pipeline parallelism, too, and with
 //! checkpoints.
 
-use std::io::{stdout, Write};
+use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use clap::Parser;
 use flow::prelude::*;
 use flow_examples::options::write_losses;

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{launch, program, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launch, program};
 use serde_json::Value;
 
 fn lines(output: &str) -> Vec<Value> {

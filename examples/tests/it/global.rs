@@ -1,6 +1,6 @@
 //! The programs with global tensors give the shapes and the values of OneFlow's documents.
 
-use flow_tests::{launch, launcher, runs_apart, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launch, launcher, runs_apart};
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Kind, Tensor};
 

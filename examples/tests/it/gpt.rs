@@ -11,9 +11,9 @@ use std::thread;
 
 use clap::Parser;
 use flow::prelude::ProcessGroup;
-use flow_tests::{launch, launcher, on_fake_cuda, python, Finished, Process, TEST_TIMEOUT};
+use flow_tests::{Finished, Process, TEST_TIMEOUT, launch, launcher, on_fake_cuda, python};
 use serde_json::Value;
-use tempfile::{tempdir, TempDir};
+use tempfile::{TempDir, tempdir};
 
 #[allow(dead_code)] // main()
 #[path = "../../src/bin/gpt/main.rs"]

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::common::noise::write_noise;
 use crate::common::{accuracies, data};
-use flow_tests::{instruction_sets, launch, launcher, program, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, instruction_sets, launch, launcher, program};
 use tempfile::tempdir;
 
 /// The losses of 20 steps in double precision in which `ranks` ranks have batches of `batch` images

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::noise::write_noise;
-use flow_tests::{assert_contains, launcher, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains, launcher};
 
 /// Writes CIFAR-10's six files, of `records` records each, with pixels that are no noise: bars
 /// whose place is the class.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use flow_tests::{launcher, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launcher};
 use tempfile::tempdir;
 
 /// The losses of a training on the text in `folder`, and the loss of the part that was held out.

@@ -1,6 +1,6 @@
 //! The example of a communication hook measures what it says it measures.
 
-use flow_tests::{launcher, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launcher};
 
 #[test]
 fn the_noise_scale_is_the_one_that_is_known() {

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{assert_contains, program, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains, program};
 
 /// The end of OneFlow's documented example, which takes two ranks that found each other.
 fn trains(mut command: Command) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::noise::write_noise;
-use flow_tests::{launcher, program, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launcher, program};
 use serde_json::Value;
 
 const STEPS: usize = 500;

@@ -1,6 +1,6 @@
 //! OneFlow's documented example, to the digit.
 
-use flow_tests::{instruction_sets, launch, launcher, on_fake_cuda, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, instruction_sets, launch, launcher, on_fake_cuda};
 
 /// What OneFlow's documentation shows for each rank; from step 300 on the loss no longer changes.
 const DOCUMENTED: [[&str; 6]; 2] = [

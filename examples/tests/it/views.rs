@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::noise::{write_noise, write_stripes};
-use flow_tests::{launcher, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, launcher};
 
 /// What a program prints when `ranks` ranks run it on the data in `folder`, and the losses of its
 /// six steps.

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use flow_comm::{Buffer, Peers, ReduceOp};
 use tch::{Device, Kind, Tensor};
 
-use super::memory::{self, resolved, runs, view, Part};
+use super::memory::{self, Part, resolved, runs, view};
 use super::packed;
 use super::phases::{Exchange, Reduce, Shares};
 use super::plan::{Layout, Plan};
@@ -19,10 +19,10 @@ use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::kinds::real;
 use crate::placement::Placement;
-use crate::region::{regions, Region};
+use crate::region::{Region, regions};
 use crate::runtime::Runtime;
-use crate::sbp::{neutral, text, NdSbp, Sbp, B};
-use crate::sequence::{digest_of, Operation};
+use crate::sbp::{B, NdSbp, Sbp, neutral, text};
+use crate::sequence::{Operation, digest_of};
 
 /// Partial values of at most so many bytes are read by all ranks: one step is faster than two.
 pub const SMALL: usize = 16 << 10;

@@ -5,11 +5,11 @@
 use flow_tensor::{ProcessGroup, TensorCollectives};
 use tch::{Device, Kind, Tensor};
 
-use super::memory::{sizes, Part};
+use super::memory::{Part, sizes};
 use super::phases::{Exchange, Reduce};
 use super::plan::Copy;
 use crate::error::Result;
-use crate::region::{are_rows, Region};
+use crate::region::{Region, are_rows};
 
 /// Both phases at once.
 pub fn all_reduce(

@@ -7,7 +7,7 @@ use flow_tensor::{ProcessGroup, ReduceOp};
 use super::plan::{Copy, Layout, Plan};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
-use crate::region::{are_rows, Region};
+use crate::region::{Region, are_rows};
 use crate::sequence;
 
 /// Ranks that do something together.

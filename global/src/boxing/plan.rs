@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 use flow_comm::ReduceOp;
 
 use crate::placement::Placement;
-use crate::region::{regions, Region};
-use crate::sbp::{neutral, NdSbp, Sbp};
+use crate::region::{Region, regions};
+use crate::sbp::{NdSbp, Sbp, neutral};
 
 /// The layout of a tensor: on which ranks, and how on each axis.
 #[derive(Clone, Copy, Debug)]

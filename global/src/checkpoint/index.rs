@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::safetensors;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::region::{regions, Region};
-use crate::sbp::{Sbp, B};
+use crate::region::{Region, regions};
+use crate::sbp::{B, Sbp};
 
 /// All tensors of a checkpoint, by name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -4,10 +4,10 @@ use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use flow_ddp::checkpoint::{files, CheckpointError, Result};
+use flow_ddp::checkpoint::{CheckpointError, Result, files};
 
 use super::contents::{Contents, MODEL};
-use super::safetensors::{size, Header};
+use super::safetensors::{Header, size};
 use super::shards::Reader;
 use crate::region::Region;
 

@@ -30,10 +30,10 @@ use std::path::{Path, PathBuf};
 
 use flow_autograd::OptimizerState;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
-use flow_ddp::checkpoint::{json, Folder, Result};
+use flow_ddp::checkpoint::{Folder, Result, json};
 use flow_tensor::ProcessGroup;
-use serde::de::DeserializeOwned;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use tch::nn::{Optimizer, VarStore};
 
 use contents::{Contents, FORMAT, INDEX};
@@ -42,7 +42,7 @@ pub use flow_ddp::CheckpointError;
 use index::Index;
 pub use merge::merge;
 pub use resume::ShardedCheckpoint;
-use shards::{file_name, Entry};
+use shards::{Entry, file_name};
 
 use crate::create::rng_state;
 use crate::placement::Placement;

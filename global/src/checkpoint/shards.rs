@@ -10,9 +10,9 @@ use flow_ddp::checkpoint::{CheckpointError, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::index::{Index, Saved};
-use super::safetensors::{dtype, size, Header, TensorInfo};
+use super::safetensors::{Header, TensorInfo, dtype, size};
 use crate::placement::Placement;
-use crate::region::{self, regions, Region};
+use crate::region::{self, Region, regions};
 use crate::sbp::NdSbp;
 
 /// Bytes between two pieces that are read along with them: less than a disk reads at once.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
-use tempfile::{tempdir, TempDir};
+use tempfile::{TempDir, tempdir};
 
 #[path = "../../tests/it/common/pytorch.rs"]
 mod pytorch;
@@ -14,10 +14,10 @@ use pytorch::pytorch;
 
 use super::contents::{Contents, FORMAT, INDEX, MODEL};
 use super::safetensors::DTYPES;
-use super::shards::{file_name, Entry};
-use super::{merge, CheckpointError, ShardedCheckpoint, ShardedCheckpoints};
+use super::shards::{Entry, file_name};
+use super::{CheckpointError, ShardedCheckpoint, ShardedCheckpoints, merge};
 use crate::region::Region;
-use crate::{NdSbp, Placement, Sbp, B, S};
+use crate::{B, NdSbp, Placement, S, Sbp};
 
 /// Runs `body` on each of so many ranks.
 fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {

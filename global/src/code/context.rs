@@ -10,10 +10,10 @@ use crate::boxing::plan::Layout;
 use crate::error::{Error, Result};
 use crate::handle::{local_of, wrap};
 use crate::placement::Placement;
-use crate::region::{regions, shape, Region};
+use crate::region::{Region, regions, shape};
 use crate::rules::infer::Choice;
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, Sbp, B, P};
+use crate::sbp::{B, NdSbp, P, Sbp};
 use crate::spec::Spec;
 
 /// Carries out an operation on a rank of the placement.

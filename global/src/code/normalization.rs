@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::wide;
-use crate::sbp::{NdSbp, B, P, S};
+use crate::sbp::{B, NdSbp, P, S};
 
 /// A batch as batch norm sees it.
 struct Batch {

@@ -161,7 +161,7 @@ fn integers(
     let has_low = if is_like { overload.starts_with("low") } else { overload == "from" };
     let (low, high) = match context.argument(1) {
         Argument::Tensor(_) => {
-            return Err(context.fail("the limit must be a number: read the tensor first"))
+            return Err(context.fail("the limit must be a number: read the tensor first"));
         }
         Argument::Int(low) if has_low => (low, context.int(2).unwrap_or(greatest(kind))),
         Argument::Int(high) => (0, high),

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::{kind_of, real, wide};
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 
 /// Dimensions that are an argument; all if it is missing or empty.
 fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::rules::op::{Arg, Op};
 use crate::runtime::Runtime;
-use crate::sbp::{text, NdSbp, Sbp};
+use crate::sbp::{NdSbp, Sbp, text};
 use crate::sequence::Operation;
 use crate::spec::Spec;
 

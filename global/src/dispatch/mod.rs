@@ -26,8 +26,8 @@ mod written;
 
 use std::sync::Arc;
 
-use flow_autograd::global::{Call, Dispatcher, FastCall, LeafGradient, LocalResult};
 use flow_autograd::BoxError;
+use flow_autograd::global::{Call, Dispatcher, FastCall, LeafGradient, LocalResult};
 use flow_tensor::TensorCollectives;
 use tch::Tensor;
 

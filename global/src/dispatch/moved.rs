@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::handle::find_spec;
 use crate::placement::Placement;
 use crate::policy;
-use crate::sbp::{NdSbp, B};
+use crate::sbp::{B, NdSbp};
 use crate::spec::Spec;
 
 /// Whether the inputs of this operation may be moved. `copy_` is a move by nature.

@@ -2,7 +2,7 @@
 
 use flow_autograd::global::{Call, Node};
 
-use super::op::{op_of, Written};
+use super::op::{Written, op_of};
 use super::plan::ExecutionPlan;
 use crate::error::Result;
 use crate::placement::Placement;

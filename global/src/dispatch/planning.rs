@@ -7,7 +7,7 @@ use flow_autograd::global::{Argument, Call};
 use tch::Kind;
 
 use super::agreed;
-use super::op::{op_of, Written};
+use super::op::{Written, op_of};
 use super::plan::{ExecutionPlan, InputSource, OutputLayout};
 use crate::boxing::execute::Boxing;
 use crate::boxing::plan::Layout;
@@ -17,11 +17,11 @@ use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::policy;
 use crate::region::{regions, shape};
-use crate::rules::infer::{infer, Choice};
+use crate::rules::infer::{Choice, infer};
 use crate::rules::op::Op;
 use crate::rules::{reads_without_gaps, rule};
 use crate::runtime::Runtime;
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 use crate::spec::Spec;
 
 /// Operations that would change the sizes of a tensor, or its memory.

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::local::from_local;
 use crate::region::{regions, shape};
-use crate::sbp::{NdSbp, Sbp, B, P, S};
+use crate::sbp::{B, NdSbp, P, S, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// Samples of this class do not count, as in libtorch.
@@ -33,7 +33,7 @@ pub fn parallel_cross_entropy(logits: &Tensor, target: &Tensor) -> Result<Tensor
                      dimension, and these have {:?}",
                     target.size()
                 ),
-            })
+            });
         }
     };
     let classes = S(samples.len());

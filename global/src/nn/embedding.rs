@@ -2,7 +2,7 @@
 
 use std::borrow::Borrow;
 
-use tch::{nn, Tensor};
+use tch::{Tensor, nn};
 
 use super::{pinned, summed, variable, with_axis};
 use crate::code::indexing::found;
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::local::from_local;
 use crate::placement::Placement;
 use crate::region::{regions, shape};
-use crate::sbp::{Sbp, B, P, S};
+use crate::sbp::{B, P, S, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// An embedding, each rank of which has the vectors of a part of the vocabulary.

@@ -5,12 +5,12 @@
 
 use std::borrow::Borrow;
 
-use tch::{nn, Tensor};
+use tch::{Tensor, nn};
 
 use super::{pinned, summed, variable};
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::sbp::{NdSbp, Sbp, B, S};
+use crate::sbp::{B, NdSbp, S, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// A linear layer, each rank of which computes a part of the outputs.

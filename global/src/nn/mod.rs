@@ -22,15 +22,15 @@ mod embedding;
 mod linear;
 
 pub use cross_entropy::parallel_cross_entropy;
-pub use embedding::{vocab_embedding, VocabEmbedding};
-pub use linear::{column_linear, row_linear, ColumnLinear, RowLinear};
+pub use embedding::{VocabEmbedding, vocab_embedding};
+pub use linear::{ColumnLinear, RowLinear, column_linear, row_linear};
 
-use tch::{nn, Tensor};
+use tch::{Tensor, nn};
 
 use crate::create;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// A new variable: one axis has this SBP, the others B. No rank makes more than its part.
@@ -47,7 +47,7 @@ fn variable(
             return Err(Error::Unsupported {
                 operation: "a layer of global::nn".to_owned(),
                 reason: format!("the placement {placement} has no axis {axis}; axes count from 0"),
-            })
+            });
         }
     }
     let mut tensor = create::zeros(sizes, path.kind(), placement, &sbp)?;

@@ -17,7 +17,7 @@ use crate::region::part;
 use crate::rules::infer::share;
 use crate::rules::op::Signature;
 use crate::rules::rule;
-use crate::sbp::{NdSbp, Sbp, B, S};
+use crate::sbp::{B, NdSbp, S, Sbp};
 use crate::trace::{Action, Call, Role};
 
 /// States that are kept.

@@ -2,13 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::cost::{flops, local, Cost, Costs};
+use super::cost::{Cost, Costs, flops, local};
 use crate::boxing::plan::Layout;
 use crate::placement::Placement;
 use crate::rules::infer::infer;
 use crate::rules::op::Op;
-use crate::sbp::{NdSbp, B};
-use crate::trace::{received, Action, Call, Role, Trace};
+use crate::sbp::{B, NdSbp};
+use crate::trace::{Action, Call, Role, Trace, received};
 
 /// The number of an SBP.
 pub(super) type Code = u16;

@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use super::beam::{decide, domain, Decided};
+use super::beam::{Decided, decide, domain};
 use super::cost::local;
 use super::replay::{Code, Given, Replay};
-use crate::sbp::{NdSbp, B};
+use crate::sbp::{B, NdSbp};
 use crate::trace::{Phase, Role, Trace, Value};
 
 /// Values that get the same: a weight in all equal layers.

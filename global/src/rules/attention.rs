@@ -1,7 +1,7 @@
 //! Scaled dot-product attention: samples or heads are split.
 
 use super::op::{Arg, Op, Rule, Signature};
-use crate::sbp::{Sbp, B, P};
+use crate::sbp::{B, P, Sbp};
 
 pub const RULES: &[Rule] = &[Rule { names: ATTENTION, signatures: attention }];
 

@@ -1,7 +1,7 @@
 //! Embeddings, and elements by their indices.
 
 use super::op::{Input, Op, Rule, Signature};
-use crate::sbp::{Sbp, B, P, S};
+use crate::sbp::{B, P, S, Sbp};
 
 pub const RULES: &[Rule] = &[
     Rule { names: &["embedding"], signatures: embedding },

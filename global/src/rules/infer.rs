@@ -8,7 +8,7 @@ use super::op::{Op, Signature};
 use super::{bears_empty, rule};
 use crate::placement::Placement;
 use crate::region::part;
-use crate::sbp::{NdSbp, Sbp, B};
+use crate::sbp::{B, NdSbp, Sbp};
 
 /// The SBPs that were chosen for an operation.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -26,11 +26,7 @@ pub fn keeps_terms(from: Kind, to: Kind) -> bool {
 
 /// The kind that libtorch's sum of a kind has.
 pub fn of_sum(kind: Kind) -> Kind {
-    if is_integer(kind) || kind == Kind::Bool {
-        Kind::Int64
-    } else {
-        kind
-    }
+    if is_integer(kind) || kind == Kind::Bool { Kind::Int64 } else { kind }
 }
 
 impl Op<'_> {

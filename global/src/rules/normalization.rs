@@ -1,7 +1,7 @@
 //! Normalizations. Batch norm over a split batch takes the statistics of all ranks, as SyncBatchNorm.
 
 use super::op::{Input, Op, Rule, Signature};
-use crate::sbp::{Sbp, B, P, S};
+use crate::sbp::{B, P, S, Sbp};
 
 pub const RULES: &[Rule] = &[
     Rule { names: &["native_layer_norm"], signatures: layer_norm },
@@ -53,11 +53,7 @@ fn group_norm_backward(op: &Op) -> Vec<Signature> {
 
 /// SBP of an input that may be missing.
 fn optional(op: &Op, input: usize, sbp: Sbp) -> Sbp {
-    if op.inputs.get(input).is_some_and(Input::is_defined) {
-        sbp
-    } else {
-        B
-    }
+    if op.inputs.get(input).is_some_and(Input::is_defined) { sbp } else { B }
 }
 
 fn batch_norm(op: &Op) -> Vec<Signature> {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use tch::Kind;
 
 use crate::kinds::is_float;
-use crate::sbp::{Sbp, B};
+use crate::sbp::{B, Sbp};
 
 /// An operation of libtorch (`aten::`) that is to run on global tensors.
 #[derive(Clone, Debug)]

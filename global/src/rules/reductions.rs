@@ -1,7 +1,7 @@
 //! Operations over dimensions: sums, means, extremes, norms, sorting, softmax.
 
 use super::op::{Arg, Op, Rule, Signature};
-use crate::sbp::{Sbp, B, P, S};
+use crate::sbp::{B, P, S, Sbp};
 use flow_comm::ReduceOp;
 
 pub const RULES: &[Rule] = &[

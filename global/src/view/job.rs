@@ -7,12 +7,12 @@ use tch::nn::{self, Optimizer};
 use tch::{Kind, Tensor};
 
 use super::placeholder::Placeholder;
-use super::{variables, Array, View};
+use super::{Array, View, variables};
 use crate::error::{Error, Result};
 use crate::local::distribute_tensor;
 use crate::lr_scheduler::LrScheduler;
 use crate::placement::Placement;
-use crate::sbp::{Sbp, B, S};
+use crate::sbp::{B, S, Sbp};
 use crate::tensor::GlobalTensor;
 
 /// A model that all ranks call together, to train it or to predict with it.

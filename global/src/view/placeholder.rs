@@ -106,8 +106,7 @@ mod tests {
                         each an array";
         let list = |count| (0..count).map(|_| zeros(&[4, 3])).collect::<Vec<_>>();
         assert_eq!(error(View::Mirrored, list(3)), expected);
-        let expected =
-            "the input images: a mirrored job takes a list with an array for each rank, \
+        let expected = "the input images: a mirrored job takes a list with an array for each rank, \
                         but got one array";
         assert_eq!(error(View::Mirrored, zeros(&[4, 3])), expected);
         let expected = "the input images: a consistent job takes one array, but got a list";

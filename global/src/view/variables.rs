@@ -5,9 +5,9 @@ use std::io;
 use std::path::Path;
 
 use flow_ddp::checkpoint::agree::agree;
-use flow_ddp::checkpoint::{files, CheckpointError};
+use flow_ddp::checkpoint::{CheckpointError, files};
 use flow_tensor::{ProcessGroup, TensorCollectives};
-use tch::{nn, Tensor};
+use tch::{Tensor, nn};
 
 use super::View;
 use crate::distribute::distribute;

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global as global;
-use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S, Sbp};
 use flow_tensor::ReduceOp;
-use tch::{nn, Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, nn};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 

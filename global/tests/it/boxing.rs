@@ -1,10 +1,10 @@
 //! Plans of boxing, carried out on numbers in one process: every pair of layouts gives the tensor
 //! that was there before, with no more bytes than the pair needs.
 
-use crate::common::{gather, indices, sbps, scatter, Local};
+use crate::common::{Local, gather, indices, sbps, scatter};
 use flow_global::boxing::plan::{Layout, Plan};
-use flow_global::region::{regions, Region};
-use flow_global::{Placement, Sbp, B, P, S};
+use flow_global::region::{Region, regions};
+use flow_global::{B, P, Placement, S, Sbp};
 
 /// Carries out a plan.
 fn run(shape: &[usize], plan: &Plan, from: Layout, to: Layout, locals: &[Local]) -> Vec<Local> {

@@ -9,7 +9,7 @@ use crate::common::ranks::ranks;
 use flow_autograd::OptimizerState;
 use flow_ddp::{Ddp, DistributedSampler};
 use flow_global::checkpoint::{CheckpointError, ShardedCheckpoints};
-use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, NdSbp, P, Placement, S, Sbp, distribute, distribute_tensor};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};

@@ -5,7 +5,7 @@ use crate::common::ranks::ranks;
 use flow_ddp::{DistributedSampler, SamplerState};
 use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::{
-    distribute, distribute_tensor, manual_seed, randn, GlobalTensor, NdSbp, Placement, B, S,
+    B, GlobalTensor, NdSbp, Placement, S, distribute, distribute_tensor, manual_seed, randn,
 };
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};

@@ -2,8 +2,8 @@
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::{
-    clip_grad_norm, clip_grad_value, distribute_tensor, record, GlobalTensor, Placement, Sbp, B, P,
-    S,
+    B, GlobalTensor, P, Placement, S, Sbp, clip_grad_norm, clip_grad_value, distribute_tensor,
+    record,
 };
 use tch::{Device, Kind, Tensor};
 

@@ -2,7 +2,7 @@
 //! code runs, on CPUs too, and gives what the native one gives.
 
 use crate::common::ranks::{assert_close, ranks};
-use flow_global::{distribute_tensor, GlobalTensor, Placement, S};
+use flow_global::{GlobalTensor, Placement, S, distribute_tensor};
 use tch::{Device, Kind, Tensor};
 
 const OPTIONS: (Kind, Device) = (Kind::Double, Device::Cpu);

@@ -3,7 +3,7 @@
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::{
-    distribute, distribute_tensor, no_sync, randn, GlobalTensor, Placement, Sbp, B, P, S,
+    B, GlobalTensor, P, Placement, S, Sbp, distribute, distribute_tensor, no_sync, randn,
 };
 use flow_tensor::{ProcessGroup, ReduceOp};
 use tch::nn::{self, Module, VarStore};

@@ -2,11 +2,11 @@
 //! that was there before.
 
 use crate::common::ranks::ranks;
-use crate::common::{gather, sbps, scatter, Local};
+use crate::common::{Local, gather, sbps, scatter};
 use flow_global::boxing::execute::Boxing;
 use flow_global::boxing::plan::Layout;
 use flow_global::region::regions;
-use flow_global::{Groups, Placement, Sbp, B, P, S};
+use flow_global::{B, Groups, P, Placement, S, Sbp};
 use flow_tensor::{ProcessGroup, ReduceOp};
 use tch::{Device, Kind, Tensor};
 

@@ -9,11 +9,11 @@ use std::process::Command;
 
 use crate::common::ranks::ranks;
 use flow_ddp::{Ddp, DistributedSampler};
-use flow_global::checkpoint::{merge, ShardedCheckpoints};
+use flow_global::checkpoint::{ShardedCheckpoints, merge};
 use flow_global::view::{Job, View};
-use flow_global::{distribute, Placement, B};
+use flow_global::{B, Placement, distribute};
 use flow_tensor::ProcessGroup;
-use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tempfile::tempdir;

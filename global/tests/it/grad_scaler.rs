@@ -2,8 +2,8 @@
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::{
-    distribute, distribute_tensor, GlobalTensor, GradScaler, Placement, Sbp, ScaledOptimizer,
-    ZeroRedundancyOptimizer, B, P, S,
+    B, GlobalTensor, GradScaler, P, Placement, S, Sbp, ScaledOptimizer, ZeroRedundancyOptimizer,
+    distribute, distribute_tensor,
 };
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::common::ranks::ranks;
-use flow_global::{distribute, distribute_tensor, GlobalTensor, Placement, Sbp, B, S};
+use flow_global::{B, GlobalTensor, Placement, S, Sbp, distribute, distribute_tensor};
 use flow_harness::runs_apart;
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};

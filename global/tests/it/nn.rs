@@ -4,11 +4,11 @@ use std::collections::HashMap;
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::nn::{
-    column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
+    ColumnLinear, RowLinear, column_linear, parallel_cross_entropy, row_linear, vocab_embedding,
 };
-use flow_global::{distribute_tensor, record, GlobalTensor, Placement, Sbp, B, S};
+use flow_global::{B, GlobalTensor, Placement, S, Sbp, distribute_tensor, record};
 use tch::nn::Module;
-use tch::{nn, Device, Kind, Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor, nn};
 
 const EXACT: f64 = 1e-12;
 

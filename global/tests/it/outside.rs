@@ -2,7 +2,7 @@
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global as global;
-use flow_global::{GlobalTensor, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S, Sbp};
 use flow_tensor::ReduceOp;
 use tch::{Device, Kind, Tensor};
 
@@ -89,8 +89,7 @@ fn a_dummy_of_another_kind_is_an_error_of_all_ranks() {
         let kind = if group.rank() == 1 { Kind::Float } else { Kind::Double };
         let local = Tensor::ones([2, 3], (kind, Device::Cpu));
         let error = local.to_global(&placement, [S(0)]).unwrap_err().to_string();
-        let expected =
-            "to_global: the tensors of rank 2 and rank 1 differ in kind; convert one by \
+        let expected = "to_global: the tensors of rank 2 and rank 1 differ in kind; convert one by \
                         to_kind (a rank outside the placement passes any tensor of that kind)";
         assert_eq!(error, expected);
         let global = local.to_kind(Kind::Double).to_global(&placement, [S(0)]).unwrap();
@@ -131,13 +130,8 @@ fn conj_and_neg_bits() {
         let plain = Tensor::complex(&numbers(&[4, 6]), &(numbers(&[4, 6]) * 3));
         let same = |found: &Tensor, expected: &Tensor| {
             assert_eq!((found.is_conj(), found.is_neg()), (expected.is_conj(), expected.is_neg()));
-            let [found, expected] = [found.full().unwrap(), expected.shallow_clone()].map(|one| {
-                if one.is_complex() {
-                    one.resolve_conj().view_as_real()
-                } else {
-                    one
-                }
-            });
+            let [found, expected] = [found.full().unwrap(), expected.shallow_clone()]
+                .map(|one| if one.is_complex() { one.resolve_conj().view_as_real() } else { one });
             assert_close(&found, &expected.resolve_neg(), 1e-12);
         };
         for sbp in [S(0), S(1), B, P] {
@@ -176,9 +170,5 @@ fn conj_and_neg_bits() {
 
 fn own_of(plain: &Tensor, is_conj: bool) -> Tensor {
     let own = plain.narrow(0, 0, 2);
-    if is_conj {
-        own.conj().resolve_conj()
-    } else {
-        own
-    }
+    if is_conj { own.conj().resolve_conj() } else { own }
 }

@@ -1,11 +1,11 @@
 //! Traced steps: what explain makes of them, and what the planner chooses.
 
-use crate::common::models::{megatron, mlp, Gpt, Update};
+use crate::common::models::{Gpt, Update, megatron, mlp};
 use crate::common::tape::Tape;
 use flow_global::explain::Table;
-use flow_global::planner::{auto_sbp, cost, ChosenSbps, Costs};
+use flow_global::planner::{ChosenSbps, Costs, auto_sbp, cost};
 use flow_global::trace::Trace;
-use flow_global::{Error, Placement, Sbp, B, S};
+use flow_global::{B, Error, Placement, S, Sbp};
 
 const SMALL: Gpt = Gpt {
     samples: 2,

@@ -5,10 +5,10 @@ use std::sync::Mutex;
 
 use crate::common::ranks::ranks;
 use flow_global::explain::Table;
-use flow_global::planner::{auto_sbp, cost, Costs};
+use flow_global::planner::{Costs, auto_sbp, cost};
 use flow_global::trace::{Action, Phase, Trace};
 use flow_global::{
-    distribute, distribute_tensor, explain, record, GlobalTensor, Placement, Sbp, B, P, S,
+    B, GlobalTensor, P, Placement, S, Sbp, distribute, distribute_tensor, explain, record,
 };
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::common::ranks::ranks;
 use flow_global as global;
-use flow_global::{GlobalTensor, Placement, B, P, S};
+use flow_global::{B, GlobalTensor, P, Placement, S};
 use tch::{Kind, Tensor};
 
 /// Runs `body` on two ranks, each with `x` split, and with `w`, which all have. It returns an error on
@@ -164,7 +164,9 @@ fn a_value_that_one_rank_reads_while_others_go_on() {
             }
             full(&x.relu())
         }),
-        &["operation 2 is aten::_local_scalar_dense([] P) on rank 0, aten::relu([4, 6] S(0)) on rank 1"],
+        &[
+            "operation 2 is aten::_local_scalar_dense([] P) on rank 0, aten::relu([4, 6] S(0)) on rank 1",
+        ],
     );
 }
 

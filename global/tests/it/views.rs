@@ -6,8 +6,8 @@ use crate::common::ranks::ranks;
 use flow_global::init::Init;
 use flow_global::lr_scheduler::LrScheduler;
 use flow_global::random::Generator;
-use flow_global::view::{devices, Array, Job, View};
-use flow_global::{distribute, GlobalTensor, Placement, B, S};
+use flow_global::view::{Array, Job, View, devices};
+use flow_global::{B, GlobalTensor, Placement, S, distribute};
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
@@ -225,8 +225,7 @@ fn what_a_job_cannot_do_is_an_error() {
         let one = devices(&group, 1).unwrap();
         let vs = nn::VarStore::new(Device::Cpu);
         let error = Job::predict(View::Mirrored, &one, &vs, |_| Ok(Tensor::new())).err().unwrap();
-        let expected =
-            "a mirrored job: the placement [0] has 1 of 2 ranks, and every rank needs a \
+        let expected = "a mirrored job: the placement [0] has 1 of 2 ranks, and every rank needs a \
                         model; use View::Consistent, or a group of these ranks only";
         assert_eq!(error.to_string(), expected);
 
@@ -247,8 +246,7 @@ fn what_a_job_cannot_do_is_an_error() {
         distribute(&vs, &two, |_, _| vec![B]).unwrap();
         assert!(w.is_global());
         let error = Job::predict(View::Mirrored, &two, &vs, |_| Ok(Tensor::new())).err().unwrap();
-        let expected =
-            "a mirrored job: the variable w is global; use View::Consistent, or another \
+        let expected = "a mirrored job: the variable w is global; use View::Consistent, or another \
                         VarStore";
         assert_eq!(error.to_string(), expected);
     });

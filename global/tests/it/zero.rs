@@ -4,8 +4,8 @@ use crate::common::ranks::{assert_close, ranks};
 use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::nn::{column_linear, row_linear};
 use flow_global::{
-    clip_grad_norm, distribute, distribute_tensor, GlobalTensor, Placement,
-    ZeroRedundancyOptimizer, B, S,
+    B, GlobalTensor, Placement, S, ZeroRedundancyOptimizer, clip_grad_norm, distribute,
+    distribute_tensor,
 };
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};

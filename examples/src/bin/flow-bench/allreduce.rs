@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use flow_comm::{Buffer, ProcessGroup, ReduceOp};
 use serde_json::json;
 
-use crate::sizes::{size_name, Sizes};
+use crate::sizes::{Sizes, size_name};
 use crate::timing::{mean, median, microseconds, repetitions, time};
 
 const TIME_PER_SIZE: Duration = Duration::from_millis(300);

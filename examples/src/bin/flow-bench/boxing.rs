@@ -7,10 +7,10 @@
 
 use std::time::Instant;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use clap::Args;
 use flow::global::boxing::plan::{Layout, Plan};
-use flow::global::{distribute_tensor, GlobalTensor, Placement, Sbp, B, P, S};
+use flow::global::{B, GlobalTensor, P, Placement, S, Sbp, distribute_tensor};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};

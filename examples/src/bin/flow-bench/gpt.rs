@@ -7,9 +7,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use clap::Args;
-use flow::global::{self, nn as split, GlobalTensor, Placement, B};
+use flow::global::{self, B, GlobalTensor, Placement, nn as split};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::nn::{self, Adam, ModuleT, Optimizer, OptimizerConfig, VarStore};

@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use clap::Args;
-use flow_autograd::{current_stream, CudaTensor};
+use flow_autograd::{CudaTensor, current_stream};
 use flow_comm::DType;
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;

@@ -11,7 +11,7 @@ use flow_comm::env::Membership;
 use multiversion::multiversion;
 use serde_json::json;
 
-use crate::sizes::{size_name, Sizes};
+use crate::sizes::{Sizes, size_name};
 use crate::timing::{median, microseconds, repetitions, time};
 
 const THREADS: usize = 2;

@@ -3,9 +3,9 @@
 use std::convert::Infallible;
 
 use clap::ValueEnum;
+use tch::Tensor;
 use tch::nn::{self, Module, SequentialT};
 use tch::vision::{mobilenet, resnet};
-use tch::Tensor;
 
 /// Width and heads of the GPT block.
 const WIDTH: i64 = 1024;

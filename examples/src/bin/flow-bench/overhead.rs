@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::Result;
 use clap::Args;
-use flow::global::{distribute, distribute_tensor, Placement, B, S};
+use flow::global::{B, Placement, S, distribute, distribute_tensor};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
 use tch::nn::{self, Module, OptimizerConfig};

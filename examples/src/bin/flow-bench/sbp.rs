@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
-use flow::global::{self, GlobalTensor, Placement, B, S};
+use flow::global::{self, B, GlobalTensor, Placement, S};
 use flow_ddp::{Ddp, DeviceKind, ProcessGroup, TensorCollectives};
 use tch::nn::{ModuleT, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};

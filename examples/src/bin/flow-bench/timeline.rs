@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use flow_ddp::Stats;
-use serde_json::{json, Value};
+use serde_json::{Value, json};
 
 /// Writes the last backward: a row for itself and one for each bucket, from its last gradient to
 /// the end of its reduction.

@@ -12,7 +12,7 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     show::values(group, "x", &x)?;
     show::values(group, "w", &w)?;
     show::all(group, "out", &out)?; // [4, 8], S(0) and S(1): each rank has [2, 4]
-                                    // The other way round, by the names of the axes.
+    // The other way round, by the names of the axes.
     let placement = placement.named(["model", "data"])?;
     let x = x.to_global(&placement, placement.sbp([("data", S(0))])?)?;
     let w = w.to_global(&placement, placement.sbp([("model", S(1))])?)?;

@@ -16,7 +16,7 @@ pub fn run(group: &ProcessGroup) -> anyhow::Result<()> {
     show::all(group, "terms", &terms)?; // [2, 5], the sum
     let copies = local.to_global(&placement, [B])?;
     show::all(group, "copies", &copies)?; // [2, 5], what rank 0 has
-                                          // Boxing: the same tensor, lying otherwise.
+    // Boxing: the same tensor, lying otherwise.
     show::all(group, "split to broadcast", &split.to_global(&placement, [B])?)?;
     show::all(group, "split to columns", &split.to_global(&placement, [S(1)])?)?;
     show::all(group, "terms to broadcast", &terms.to_global(&placement, [B])?)?;

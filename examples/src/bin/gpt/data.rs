@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use flow::global::from_local;
 use flow::prelude::*;
 use flow_examples::text;

@@ -1,14 +1,14 @@
 //! A rank's part of the job: model, pipeline and optimizer.
 
-use std::sync::atomic::AtomicU64;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
-use anyhow::{bail, Result};
+use anyhow::{Result, bail};
 use flow::global::{self, ZeroRedundancyOptimizer};
 use flow::pipeline::Pipeline;
-use flow::prelude::{nn, Mesh, Placement, ProcessGroup, TensorCollectives};
+use flow::prelude::{Mesh, Placement, ProcessGroup, TensorCollectives, nn};
 
-use super::model::{Stage, DATA};
+use super::model::{DATA, Stage};
 use super::options::Options;
 
 /// A rank's part of a job.

@@ -26,7 +26,7 @@ mod train;
 
 use std::process::ExitCode;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use flow::global::checkpoint::ShardedCheckpoints;
 use flow::prelude::{ProcessGroup, TensorCollectives};
 use flow_examples::program;

@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow::global::nn::{
-    column_linear, parallel_cross_entropy, row_linear, vocab_embedding, ColumnLinear, RowLinear,
-    VocabEmbedding,
+    ColumnLinear, RowLinear, VocabEmbedding, column_linear, parallel_cross_entropy, row_linear,
+    vocab_embedding,
 };
 use flow::global::{Result, Sbp};
 use flow::plan::{Model, Transformer};
 use flow::prelude::*;
-use flow_autograd::{recompute, BoxError};
+use flow_autograd::{BoxError, recompute};
 
 /// Tokens are bytes.
 const VOCABULARY: i64 = 256;

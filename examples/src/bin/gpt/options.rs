@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, ValueEnum};
 use flow::plan::schedule::ScheduleKind;

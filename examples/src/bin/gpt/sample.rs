@@ -1,8 +1,8 @@
 //! Text that a trained model makes.
 
-use std::io::{stdout, Write};
+use std::io::{Write, stdout};
 
-use anyhow::{bail, ensure, Result};
+use anyhow::{Result, bail, ensure};
 use flow::global::checkpoint::ShardedCheckpoint;
 use flow::prelude::*;
 use flow_examples::options::Options as Training;

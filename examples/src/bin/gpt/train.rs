@@ -3,12 +3,12 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
+use flow::global::GlobalTensor;
 use flow::global::checkpoint::{ShardedCheckpoint, ShardedCheckpoints};
 use flow::global::lr_scheduler::LrScheduler;
-use flow::global::GlobalTensor;
-use flow::prelude::{nn, ReduceOp, Tensor, TensorCollectives, B};
-use flow_examples::options::{write_losses, Options as Training};
+use flow::prelude::{B, ReduceOp, Tensor, TensorCollectives, nn};
+use flow_examples::options::{Options as Training, write_losses};
 use serde::{Deserialize, Serialize};
 
 use super::data::Text;

@@ -5,9 +5,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use flow_tests::{job, program, rank, Process};
+use flow_tests::{Process, job, program, rank};
 
-use super::job::{alone, error, kill, run, until, Folder, LONG};
+use super::job::{Folder, LONG, alone, error, kill, run, until};
 
 #[test]
 fn a_folder_that_cannot_be_written_is_an_error() {

@@ -6,9 +6,9 @@ use std::process::Command;
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 
-use flow_tests::{assert_contains, launcher, program, Finished, Process};
-use rustix::process::{kill_process, Pid, Signal};
-use tempfile::{tempdir, TempDir};
+use flow_tests::{Finished, Process, assert_contains, launcher, program};
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::{TempDir, tempdir};
 
 use crate::common::noise::write_noise;
 

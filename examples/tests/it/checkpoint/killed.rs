@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use flow_tests::{assert_contains, Process};
+use flow_tests::{Process, assert_contains};
 
-use super::job::{command, error, run, Folder, LONG};
+use super::job::{Folder, LONG, command, error, run};
 
 #[test]
 fn killed_three_times_it_ends_with_the_same_weights() {

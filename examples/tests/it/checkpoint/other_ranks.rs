@@ -4,9 +4,9 @@ use std::fs;
 use std::net::TcpListener;
 use std::thread;
 
-use flow_tests::{assert_contains, launcher, Process};
+use flow_tests::{Process, assert_contains, launcher};
 
-use super::job::{alone, command, has, kill, run, Folder, LONG};
+use super::job::{Folder, LONG, alone, command, has, kill, run};
 use crate::common::{accuracies, data};
 
 /// Three ranks go on where two were killed, and one where three were.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use super::job::{error, run, Folder};
+use super::job::{Folder, error, run};
 use crate::common::noise::write_noise;
 
 #[test]

@@ -11,11 +11,7 @@ pub fn write_noise(folder: &Path, train: u32, test: u32) {
 /// The same with dark images that have a bright stripe of two columns, whose place is the label.
 pub fn write_stripes(folder: &Path, train: u32, test: u32) {
     write(folder, train, test, |noise, column, label| {
-        if column / 2 == usize::from(label) {
-            255 - noise / 4
-        } else {
-            noise / 4
-        }
+        if column / 2 == usize::from(label) { 255 - noise / 4 } else { noise / 4 }
     });
 }
 

@@ -6,8 +6,8 @@ pub mod ranks;
 pub mod tape;
 
 use flow_global::boxing::plan::Layout;
-use flow_global::region::{regions, Region};
-use flow_global::{Sbp, B, P, S};
+use flow_global::region::{Region, regions};
+use flow_global::{B, P, S, Sbp};
 
 /// A rank's part of a tensor, row-major.
 pub type Local = Vec<i64>;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use flow_global::trace::Trace;
-use flow_global::{Placement, Sbp, B};
+use flow_global::{B, Placement, Sbp};
 
 use super::tape::Tape;
 
@@ -67,11 +67,7 @@ impl Gpt {
         let mut x = tape.input("x", &whole, data);
         let before = vec![B; placement.axes()];
         let pins = |tape: &mut Tape, x, is_before: bool| {
-            if self.is_pinned {
-                tape.pin(x, &before, is_before.then_some(&before))
-            } else {
-                x
-            }
+            if self.is_pinned { tape.pin(x, &before, is_before.then_some(&before)) } else { x }
         };
         for block in 0..self.blocks {
             let weight = |tape: &mut Tape, name: &str, shape: &[usize]| {

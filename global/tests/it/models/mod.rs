@@ -3,7 +3,7 @@
 
 mod training;
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use flow_global::Placement;
 use flow_tensor::ProcessGroup;

@@ -1,9 +1,9 @@
 //! Layouts that once gave wrong results, with the right values.
 
-use flow_global::{GlobalTensor, NdSbp, Placement, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, NdSbp, P, Placement, S, Sbp};
 use tch::{Device, Kind, Tensor};
 
-use super::cases::case::{case, normal, Case, Outputs};
+use super::cases::case::{Case, Outputs, case, normal};
 use super::cases::check::{Check, Own};
 use crate::common::ranks::ranks;
 

@@ -7,7 +7,7 @@ mod runner;
 
 use std::collections::BTreeSet;
 
-use self::cases::case::{difference, Case};
+use self::cases::case::{Case, difference};
 use self::cases::cases;
 use self::runner::{Place, Ranks};
 use flow_global::Placement;

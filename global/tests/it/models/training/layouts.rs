@@ -1,6 +1,6 @@
 //! How a network and its batches lie on a mesh.
 
-use flow_global::{NdSbp, Sbp, B, P, S};
+use flow_global::{B, NdSbp, P, S, Sbp};
 
 /// The SBP of a variable, by its name and number of dimensions.
 type Weight = dyn Fn(&str, usize) -> NdSbp + Sync;
@@ -47,11 +47,7 @@ fn channel_parallel(name: &str) -> Sbp {
 
 /// Along the first dimension, if there is one.
 fn split(dims: usize) -> Sbp {
-    if dims > 0 {
-        S(0)
-    } else {
-        B
-    }
+    if dims > 0 { S(0) } else { B }
 }
 
 /// Layouts of any network on one axis.

@@ -6,7 +6,7 @@ mod networks;
 use std::sync::OnceLock;
 
 use flow_autograd::OptimizerState;
-use flow_global::{distribute, distribute_tensor, GlobalTensor, Placement, B};
+use flow_global::{B, GlobalTensor, Placement, distribute, distribute_tensor};
 use flow_tensor::ProcessGroup;
 use layouts::Layout;
 use networks::Network;

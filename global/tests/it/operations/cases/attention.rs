@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{bools, case, normal, options, Case, Input};
+use super::case::{Case, Input, bools, case, normal, options};
 
 const COVERS: &[&str] = &[
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, ints, normal, options, positive, read, Case};
+use super::case::{Case, case, ints, normal, options, positive, read};
 
 const DOUBLE: Kind = Kind::Double;
 

@@ -254,11 +254,7 @@ impl Case {
             .zip(&self.inputs)
             .map(|(tensor, input)| {
                 let leaf = tensor.detach();
-                if input.is_leaf {
-                    leaf.set_requires_grad(true)
-                } else {
-                    leaf
-                }
+                if input.is_leaf { leaf.set_requires_grad(true) } else { leaf }
             })
             .collect();
         let outputs = (self.run)(&leaves);

@@ -2,15 +2,15 @@
 
 use std::any::Any;
 use std::cell::Cell;
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use flow_global::region::regions;
-use flow_global::{GlobalTensor, NdSbp, Placement, Result, Sbp, B, P, S};
+use flow_global::{B, GlobalTensor, NdSbp, P, Placement, Result, S, Sbp};
 use flow_tensor::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use super::case::{difference, weight, Case, Evaluation};
+use super::case::{Case, Evaluation, difference, weight};
 
 /// A case on plain tensors.
 pub struct Check<'a> {
@@ -215,11 +215,7 @@ fn sbps(tensor: &Tensor, mesh: &[usize]) -> Vec<NdSbp> {
 }
 
 fn gcd(one: usize, other: usize) -> usize {
-    if other == 0 {
-        one
-    } else {
-        gcd(other, one % other)
-    }
+    if other == 0 { one } else { gcd(other, one % other) }
 }
 
 thread_local! {

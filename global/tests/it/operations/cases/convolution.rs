@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, normal, Case, Input};
+use super::case::{Case, Input, case, normal};
 
 pub fn cases() -> Vec<Case> {
     [convolutions(), samplings()].into_iter().flatten().collect()

@@ -5,7 +5,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, normal, options, positive, Case, Input};
+use super::case::{Case, Input, case, normal, options, positive};
 
 pub fn cases() -> Vec<Case> {
     [constants(), random()].into_iter().flatten().collect()

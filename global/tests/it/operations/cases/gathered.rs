@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, ints, normal, Case, Input};
+use super::case::{Case, Input, case, ints, normal};
 
 fn lstm_inputs() -> [Input; 5] {
     [normal([4, 3, 6]), normal([8, 6]), normal([8, 2]), normal([8]), normal([8])]

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use super::case::{between, bools, case, ints, normal, options, positive, Case};
+use super::case::{Case, between, bools, case, ints, normal, options, positive};
 
 pub fn cases() -> Vec<Case> {
     [of_tensors(), of_views(), outs(), shapes()].into_iter().flatten().collect()

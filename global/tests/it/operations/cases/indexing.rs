@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{bools, case, ints, normal, Case};
+use super::case::{Case, bools, case, ints, normal};
 
 const INDEX: &[&str] = &["index"];
 const PUT: &[&str] = &["index_put"];

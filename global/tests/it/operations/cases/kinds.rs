@@ -3,7 +3,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, whole, Case};
+use super::case::{Case, case, whole};
 
 const KINDS: [Kind; 6] =
     [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Uint8];

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use super::case::{between, case, ints, normal, positive, Case, Input};
+use super::case::{Case, Input, between, case, ints, normal, positive};
 
 const NLL: &[&str] = &["nll_loss_forward", "nll_loss_backward"];
 const NLL_2D: &[&str] = &["nll_loss2d_forward", "nll_loss2d_backward"];

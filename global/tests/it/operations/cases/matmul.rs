@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{case, normal, Case};
+use super::case::{Case, case, normal};
 
 pub fn cases() -> Vec<Case> {
     let product = |x: &[Tensor]| x[0].matmul(&x[1]);

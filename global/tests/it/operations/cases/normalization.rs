@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::case::{case, normal, positive, Case};
+use super::case::{Case, case, normal, positive};
 
 const LAYER: &[&str] = &["native_layer_norm", "native_layer_norm_backward"];
 const GROUP: &[&str] = &["native_group_norm", "native_group_norm_backward"];

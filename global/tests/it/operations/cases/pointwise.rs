@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{between, bools, case, ints, normal, positive, Case, Input};
+use super::case::{Case, Input, between, bools, case, ints, normal, positive};
 
 pub fn cases() -> Vec<Case> {
     [functions(), comparisons(), of_two(), scalars(), kinds(), constants()]

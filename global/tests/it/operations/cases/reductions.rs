@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{between, bools, case, ints, normal, options, positive, Case};
+use super::case::{Case, between, bools, case, ints, normal, options, positive};
 
 pub fn cases() -> Vec<Case> {
     [sums(), extremes(), moments(), orders(), softmaxes()].into_iter().flatten().collect()

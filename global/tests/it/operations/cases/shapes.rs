@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::case::{between, case, normal, Case};
+use super::case::{Case, between, case, normal};
 
 pub fn cases() -> Vec<Case> {
     let shapes = [

@@ -2,7 +2,7 @@
 
 use tch::{IndexOp, Kind, Tensor};
 
-use super::case::{bools, case, ints, normal, Case, Input};
+use super::case::{Case, Input, bools, case, ints, normal};
 
 pub fn cases() -> Vec<Case> {
     [moved(), reshaped(), parts(), joined(), chains()].into_iter().flatten().collect()
