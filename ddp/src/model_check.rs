@@ -1,10 +1,9 @@
 //! Whether a model can be wrapped, and whether all ranks wrap the same one.
 
 use std::collections::HashMap;
-use std::hash::Hasher;
 
 use flow_autograd::GradHook;
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, digest};
 use flow_tensor::{OVERLAPS, overlaps};
 use tch::{Device, Kind, Tensor};
 
@@ -19,12 +18,10 @@ pub(crate) fn first_mismatch(
     lines: &[String],
 ) -> flow_comm::Result<Option<String>> {
     let text = lines.join("\n");
-    let mut hasher = fnv::FnvHasher::default();
-    hasher.write(text.as_bytes());
-    let digest = [hasher.finish() as i64, text.len() as i64];
-    let mut digests = vec![0i64; 2 * group.world_size()];
-    group.all_gather(&digest, &mut digests)?;
-    if digests.chunks(2).all(|d| d == &digests[..2]) {
+    let own = [digest(&text) as i64];
+    let mut digests = vec![0i64; group.world_size()];
+    group.all_gather(&own, &mut digests)?;
+    if digests.iter().all(|other| *other == digests[0]) {
         return Ok(None);
     }
     // Only now are the texts themselves worth sending.
