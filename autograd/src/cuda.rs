@@ -44,8 +44,8 @@ pub fn load_cuda() -> Result<(), Error> {
             "{error}; scripts/setup --cuda gets a libtorch with CUDA, or set LIBTORCH to one"
         ))
     })?;
-    let (found, seen) =
-        (Device::count().map_err(|error| Error::NoCuda(error.to_string()))?, Cuda::device_count());
+    let found = Device::count().map_err(|error| Error::NoCuda(error.to_string()))?;
+    let seen = Cuda::device_count();
     if found > 0 && seen <= 0 {
         return Err(Error::NoCuda(format!(
             "the driver has {found} GPUs and libtorch none: choose the device before any other \
@@ -92,12 +92,11 @@ impl CudaTensor {
     ///
     /// The tensor is not on a GPU, not contiguous, or of a kind that collectives do not know.
     pub fn new(tensor: &Tensor) -> Result<Self, Error> {
-        let unknown =
-            || Error::UnfitMemory(format!("tensors of {:?} cannot be sent", tensor.kind()));
-        Ok(Self {
-            dtype: crate::dtype(tensor.kind()).ok_or_else(unknown)?,
-            ..Self::as_bytes(tensor)?
-        })
+        let kind = tensor.kind();
+        let Some(dtype) = crate::dtype(kind) else {
+            return Err(Error::UnfitMemory(format!("tensors of {kind:?} cannot be sent")));
+        };
+        Ok(Self { dtype, ..Self::as_bytes(tensor)? })
     }
 
     /// The tensor as a buffer of bytes, of whatever kind it is: see [`CudaTensor::new`].

@@ -107,7 +107,7 @@ pub type VisitText = unsafe extern "C" fn(data: *mut c_void, text: *const c_char
 
 pub type PushTensor = unsafe extern "C" fn(tensors: *mut c_void, tensor: *mut C_tensor);
 
-extern "C" {
+unsafe extern "C" {
     pub fn flow_push_tensor(tensors: *mut TensorList, tensor: *const C_tensor) -> *mut c_char;
     pub fn flow_apply_function(
         inputs: TensorSlice,

@@ -166,15 +166,20 @@ where
 ///
 /// The slice must be valid.
 unsafe fn handles(slice: TensorSlice) -> Vec<Option<Tensor>> {
-    let handle = |&tensor: &*const C_tensor| {
-        // SAFETY: the tensor is C++'s, and alive.
-        (!tensor.is_null()).then(|| unsafe { ffi::borrow(tensor) }.shallow_clone())
-    };
     if slice.count == 0 {
         return Vec::new();
     }
+    let mut handles = Vec::new();
     // SAFETY: the caller's promise.
-    unsafe { std::slice::from_raw_parts(slice.tensors, slice.count) }.iter().map(handle).collect()
+    for &tensor in unsafe { std::slice::from_raw_parts(slice.tensors, slice.count) } {
+        handles.push(if tensor.is_null() {
+            None
+        } else {
+            // SAFETY: the tensor is C++'s, and alive.
+            Some(unsafe { ffi::borrow(tensor) }.shallow_clone())
+        });
+    }
+    handles
 }
 
 fn defined(tensors: Vec<Option<Tensor>>) -> Result<Vec<Tensor>, BoxError> {

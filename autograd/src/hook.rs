@@ -37,14 +37,13 @@ impl Slot {
     fn call(&self, parameter: &Tensor) -> Result<(), BoxError> {
         // A clone, so that the hook itself may drop its GradHook.
         let Some(hook) = self.lock().clone() else { return Ok(()) };
-        let result = match hook.try_lock() {
+        match hook.try_lock() {
             Ok(mut hook) => hook(parameter),
             Err(TryLockError::Poisoned(hook)) => hook.into_inner()(parameter),
             Err(TryLockError::WouldBlock) => {
                 Err("a gradient hook was called again before it returned".into())
             }
-        };
-        result
+        }
     }
 }
 

@@ -80,29 +80,24 @@ impl OptimizerState for Optimizer {
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
         const OPERATION: &str = "OptimizerState::load_state";
-        let unfit = |reason: String| Error::Libtorch { operation: OPERATION, reason };
         let optimizer = c_optimizer(self, OPERATION)?;
         let own = parameters(optimizer, OPERATION)?;
         let saved = &state.parameters;
         if let Some(number) = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i))
         {
-            let name = |parameters: &[String]| match parameters.get(number) {
-                Some(parameter) => parameter.clone(),
-                None => "none".into(),
-            };
-            return Err(unfit(format!(
-                "parameter {number} is {} in the state, {} was expected",
-                name(saved),
-                name(&own)
-            )));
+            let found = saved.get(number).map_or("none", String::as_str);
+            let expected = own.get(number).map_or("none", String::as_str);
+            let reason =
+                format!("parameter {number} is {found} in the state, {expected} was expected");
+            return Err(Error::Libtorch { operation: OPERATION, reason });
         }
-        let name = |(name, _): &(String, Tensor)| CString::new(name.as_str());
-        let names: Vec<CString> = state
-            .tensors
-            .iter()
-            .map(name)
-            .collect::<Result<_, _>>()
-            .map_err(|_| unfit("a name in the state has a zero byte".into()))?;
+        let mut names = Vec::new();
+        for (name, _) in &state.tensors {
+            names.push(CString::new(name.as_str()).map_err(|_| Error::Libtorch {
+                operation: OPERATION,
+                reason: "a name in the state has a zero byte".into(),
+            })?);
+        }
         let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
         let tensors: Vec<*const C_tensor> =
             state.tensors.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
@@ -201,13 +196,16 @@ fn c_optimizer(optimizer: &Optimizer, operation: &'static str) -> Result<*mut C_
         }
     }
 
-    let find = || {
+    let place = *PLACE.get_or_init(|| {
         let noted = Noted(Cell::new(null_mut()));
         let probe = (&noted).build(&VarStore::new(Device::Cpu), 0.0).ok()?;
         words(&probe).iter().position(|&word| word == noted.0.get())
-    };
-    let place = *PLACE.get_or_init(find);
-    let unknown =
-        || Error::Libtorch { operation, reason: "this version of tch is not known".into() };
-    Ok(words(optimizer)[place.ok_or_else(unknown)?])
+    });
+    match place {
+        Some(place) => Ok(words(optimizer)[place]),
+        None => {
+            let reason = "this version of tch is not known".into();
+            Err(Error::Libtorch { operation, reason })
+        }
+    }
 }

@@ -19,18 +19,11 @@ impl RngState {
     ///
     /// libtorch has no such device.
     pub fn of(device: Device) -> Result<Self, Error> {
-        let of_device = |device| {
-            let like = empty(device)?;
-            let mut state = null_mut();
-            // SAFETY: the tensor is alive, and `state` is writable.
-            let state = unsafe {
-                ffi::check("RngState::of", ffi::flow_rng_state(like.as_ptr(), &mut state))?;
-                Tensor::from_ptr(state)
-            };
-            Ok((device, state))
-        };
-        let other = (device != Device::Cpu).then_some(device);
-        Ok(Self([Device::Cpu].into_iter().chain(other).map(of_device).collect::<Result<_, _>>()?))
+        let mut states = vec![(Device::Cpu, state(Device::Cpu)?)];
+        if device != Device::Cpu {
+            states.push((device, state(device)?));
+        }
+        Ok(Self(states))
     }
 
     /// Has the generators go on from here.
@@ -65,8 +58,17 @@ pub fn with_rng_state<T>(state: &RngState, draw: impl FnOnce() -> T) -> Result<T
     Ok(result.unwrap_or_else(|panic| resume_unwind(panic)))
 }
 
+fn state(device: Device) -> Result<Tensor, Error> {
+    let like = empty(device)?;
+    let mut state = null_mut();
+    // SAFETY: the tensor is alive, and `state` is writable.
+    unsafe {
+        ffi::check("RngState::of", ffi::flow_rng_state(like.as_ptr(), &mut state))?;
+        Ok(Tensor::from_ptr(state))
+    }
+}
+
 fn empty(device: Device) -> Result<Tensor, Error> {
-    let libtorch =
-        |error: tch::TchError| Error::Libtorch { operation: "RngState", reason: error.to_string() };
-    Tensor::f_empty([0], (Kind::Float, device)).map_err(libtorch)
+    Tensor::f_empty([0], (Kind::Float, device))
+        .map_err(|error| Error::Libtorch { operation: "RngState", reason: error.to_string() })
 }

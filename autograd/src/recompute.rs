@@ -41,16 +41,10 @@ where
 {
     let device = inputs.first().map_or(Device::Cpu, |input| input.device());
     let state = RngState::of(device)?;
-    // A panic would leave libtorch's grad mode, and its generators, as they are in there.
-    let compute = move |inputs: &[Tensor]| match catch_unwind(AssertUnwindSafe(|| compute(inputs)))
-    {
-        Ok(outputs) => outputs,
-        Err(panic) => Err(format!("recompute panicked: {}", panic_text(panic.as_ref())).into()),
-    };
     let outputs: Result<_, BoxError> = tch::no_grad(|| {
         let inputs: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
         let before = versions(&inputs);
-        let outputs = compute(&inputs)?;
+        let outputs = run(&compute, &inputs)?;
         if versions(&inputs) == before {
             Ok(outputs)
         } else {
@@ -73,25 +67,43 @@ where
             // In a backward in halves, `any` stands for the leaves that are not inputs.
             let of_leaves = needed[saved.len()];
             let needed = &needed[..saved.len()];
-            let leaf = |((saved, &requires_grad), &needed): ((&Tensor, &bool), &bool)| {
-                saved.detach().set_requires_grad(requires_grad && needed)
-            };
-            let leaves = saved.iter().zip(&requires_grad).zip(needed).map(leaf);
-            let inputs: Vec<Tensor> = leaves.collect();
-            let outputs = tch::with_grad(|| with_rng_state(&state, || compute(&inputs)))??;
+            let mut inputs = Vec::new();
+            for ((saved, &requires_grad), &needed) in saved.iter().zip(&requires_grad).zip(needed) {
+                inputs.push(saved.detach().set_requires_grad(requires_grad && needed));
+            }
+            let outputs = tch::with_grad(|| with_rng_state(&state, || run(&compute, &inputs)))??;
             let graph = Graph::of(&outputs)?;
+            let mut results = Vec::new();
             if of_leaves {
                 graph.backward(gradients)?;
-                let gradient = |input: &Tensor| Some(input.grad()).filter(Tensor::defined);
-                return Ok(inputs.iter().map(gradient).chain([None]).collect());
+                results
+                    .extend(inputs.iter().map(|input| Some(input.grad()).filter(Tensor::defined)));
+            } else {
+                let leaves: Vec<&Tensor> =
+                    inputs.iter().filter(|leaf| leaf.requires_grad()).collect();
+                let mut of_leaves = graph.backward_inputs(gradients, &leaves)?.0.into_iter();
+                for input in &inputs {
+                    let gradient = if input.requires_grad() { of_leaves.next() } else { None };
+                    results.push(gradient.flatten());
+                }
             }
-            let leaves: Vec<&Tensor> = inputs.iter().filter(|leaf| leaf.requires_grad()).collect();
-            let mut of_inputs = graph.backward_inputs(gradients, &leaves)?.0.into_iter();
-            let gradient =
-                |input: &Tensor| input.requires_grad().then(|| of_inputs.next()).flatten()?;
-            Ok(inputs.iter().map(gradient).chain([None]).collect())
+            // Nothing for `any`.
+            results.push(None);
+            Ok(results)
         },
     )
+}
+
+/// Runs `compute`, and makes its panic an error: it would leave libtorch's grad mode, and its
+/// generators, as they are in there.
+fn run<F>(compute: &F, inputs: &[Tensor]) -> Result<Vec<Tensor>, BoxError>
+where
+    F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError>,
+{
+    match catch_unwind(AssertUnwindSafe(|| compute(inputs))) {
+        Ok(outputs) => outputs,
+        Err(panic) => Err(format!("recompute panicked: {}", panic_text(panic.as_ref())).into()),
+    }
 }
 
 /// How often tensors have been changed in place; None for those of which libtorch does not count it,

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::gradients::{gradients, is_partial, own, reduced};
 use crate::handle::find_spec;
-use crate::sbp::B;
+use crate::region::is_first;
 use crate::tensor::GlobalTensor;
 
 /// Scales the gradients of these tensors so that the norm of all of them together is at most
@@ -77,16 +77,14 @@ pub fn clip_grad_value(tensors: &[Tensor], value: f64) -> Result<()> {
 
 /// The norm of all elements of these tensors, on every rank.
 fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
-    let is_extreme = order.is_infinite();
     let mut world = None;
     // Those that this rank answers for, and those that are no rank's own.
     let mut own_norms = Vec::new();
     let mut plain_norms = Vec::new();
     for gradient in gradients {
-        let of = |tensor: &Tensor| tensor.f_norm_scalaropt_dtype(order, Kind::Double);
         let Some(spec) = find_spec(gradient) else {
             if gradient.numel() > 0 {
-                plain_norms.push(of(gradient)?);
+                plain_norms.push(gradient.f_norm_scalaropt_dtype(order, Kind::Double)?);
             }
             continue;
         };
@@ -96,42 +94,40 @@ fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
         let whole = reduced(gradient)?;
         let Some(position) = placement.position(runtime.rank()) else { continue };
         // Of copies, the first one counts.
-        let sbp = whole.sbp()?;
-        let at = placement.coordinates(position);
-        let is_first = sbp.iter().zip(at).all(|(&sbp, at)| sbp != B || at == 0);
-        match own(&whole) {
-            Some(own) if is_first && own.numel() > 0 => own_norms.push(of(&own)?),
-            _ => {}
+        let counts = is_first(placement, &whole.sbp()?, position);
+        if let Some(own) = own(&whole).filter(|own| counts && own.numel() > 0) {
+            own_norms.push(own.f_norm_scalaropt_dtype(order, Kind::Double)?);
         }
     }
-    let none = if order == f64::NEG_INFINITY { f64::INFINITY } else { 0.0 };
-    // Norms as what can be added up: powers.
-    let total = |norms: &[Tensor]| -> Result<f64> {
-        if norms.is_empty() {
-            return Ok(none);
-        }
-        let norm = Tensor::f_stack(norms, 0)?;
-        let norm = norm.f_norm_scalaropt_dtype(order, Kind::Double)?;
-        let norm = norm.f_double_value(&[])?;
-        Ok(if is_extreme { norm } else { norm.powf(order) })
-    };
     let op = match order {
         f64::INFINITY => ReduceOp::Max,
         f64::NEG_INFINITY => ReduceOp::Min,
         _ => ReduceOp::Sum,
     };
-    let mut sum = total(&own_norms)?;
+    let mut sum = total(&own_norms, order)?;
     if let Some(world) = world {
         let mut number = Tensor::from(sum).to_device(world.device());
         world.all_reduce_tensor(&mut number, op)?;
         sum = number.f_double_value(&[])?;
     }
-    let plain = total(&plain_norms)?;
+    let plain = total(&plain_norms, order)?;
     Ok(match op {
         ReduceOp::Max => sum.max(plain),
         ReduceOp::Min => sum.min(plain),
         _ => (sum + plain).powf(1.0 / order),
     })
+}
+
+/// Norms as one number that can be added up with that of others, which for a finite order is a power
+/// of their norm.
+fn total(norms: &[Tensor], order: f64) -> Result<f64> {
+    if norms.is_empty() {
+        return Ok(if order == f64::NEG_INFINITY { f64::INFINITY } else { 0.0 });
+    }
+    let norm = Tensor::f_stack(norms, 0)?;
+    let norm = norm.f_norm_scalaropt_dtype(order, Kind::Double)?;
+    let norm = norm.f_double_value(&[])?;
+    Ok(if order.is_infinite() { norm } else { norm.powf(order) })
 }
 
 fn fail(reason: &str) -> Error {

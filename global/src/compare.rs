@@ -2,6 +2,7 @@
 
 use std::sync::OnceLock;
 
+use flow_comm::digest;
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
@@ -9,7 +10,7 @@ use crate::line::line;
 use crate::placement::Placement;
 use crate::policy;
 use crate::runtime::Runtime;
-use crate::sequence::{self, digest_of};
+use crate::sequence;
 
 /// Whether `FLOW_GLOBAL_DEBUG` is 1.
 pub fn is_on() -> bool {
@@ -27,8 +28,8 @@ pub fn operations(operation: &str, placement: &Placement, runtime: &Runtime) -> 
     if ranks.len() < 2 {
         return Ok(());
     }
-    let own = digest_of(placement);
-    let words = [own, sequence::digest(groups, own), sequence::count(groups, own) as u64];
+    let own = digest(placement);
+    let words = [own, sequence::digest_of(groups, own), sequence::count(groups, own) as u64];
     let all = gather(placement, runtime, &words)?;
     if all.iter().all(|words| words[..2] == all[0][..2]) {
         return Ok(());
@@ -63,9 +64,11 @@ pub fn values(
     let all = gather(placement, runtime, &words)?;
     for (index, (what, _)) in given.iter().enumerate() {
         for group in positions {
-            let differs = |position: &&usize| all[**position][index] != all[group[0]][index];
-            let others: Vec<usize> =
-                group.iter().filter(differs).map(|&position| ranks[position]).collect();
+            let others: Vec<usize> = group
+                .iter()
+                .filter(|&&position| all[position][index] != all[group[0]][index])
+                .map(|&position| ranks[position])
+                .collect();
             if !others.is_empty() {
                 let at = line().map_or(String::new(), |line| format!(" at {line},"));
                 let first = ranks[group[0]];
@@ -89,14 +92,14 @@ fn gather(placement: &Placement, runtime: &Runtime, own: &[u64]) -> Result<Vec<V
     let mut all = vec![0_i64; own.len() * ranks.len()];
     group.all_gather(&own[..], &mut all[..]).map_err(|error| {
         let group = Some((&group, ranks));
-        sequence::explained(error.into(), &runtime.groups, group, digest_of(placement))
+        sequence::explained(error.into(), &runtime.groups, group, digest(placement))
     })?;
-    let words = |words: &[i64]| words.iter().map(|&word| word as u64).collect();
-    Ok(all.chunks(own.len()).map(words).collect())
+    let words: Vec<u64> = all.into_iter().map(|word| word as u64).collect();
+    Ok(words.chunks(own.len()).map(<[u64]>::to_vec).collect())
 }
 
 /// The digest of a plain tensor's kind, sizes and bytes.
 pub fn digest_of_tensor(tensor: &Tensor) -> Result<u64> {
     let own = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
-    Ok(digest_of((own.kind() as i64, own.size(), flow_autograd::bytes(&own)?)))
+    Ok(digest(&(own.kind() as i64, own.size(), flow_autograd::bytes(&own)?)))
 }

@@ -10,7 +10,7 @@ use crate::handle::{boxed, spec_of};
 use crate::placement::Placement;
 use crate::record;
 use crate::region::{check, shape};
-use crate::sbp::{B, NdSbp, Sbp};
+use crate::sbp::{Sbp, reduced};
 use crate::spec::Spec;
 
 /// A global tensor with this placement and SBP. Differentiable.
@@ -57,8 +57,7 @@ pub fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>
         return Ok(Some(gradient.shallow_clone()));
     }
     // Partial values are not made of a gradient: its tensor may be partial, the gradient need not.
-    let sbp = to.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
-    let sbp: NdSbp = sbp.collect();
+    let sbp = reduced(to.sbp());
     Ok(Some(converted(gradient, &Spec::of(to.placement(), &sbp)?)?))
 }
 

@@ -1,6 +1,8 @@
 //! New global tensors: constants, ranges, and random numbers by logical element.
 
-use tch::{Device, Kind, Scalar, Tensor};
+use std::ops::Range;
+
+use tch::{Device, Kind, Scalar, TchError, Tensor};
 
 use crate::error::{Error, Result};
 use crate::handle::wrap;
@@ -135,14 +137,19 @@ pub fn arange_start_step(
         let range = &region.0[0];
         match whole.as_deref() {
             Some(&[start, _, step]) => {
-                let at = |index: usize| start.saturating_add((index as i64).saturating_mul(step));
-                Tensor::f_arange_start_step(at(range.start), at(range.end), step, options)
+                let first = nth(start, step, range.start);
+                Tensor::f_arange_start_step(first, nth(start, step, range.end), step, options)
             }
             _ => Tensor::f_arange_start_step(start, end, step, options)?
                 .f_narrow(0, range.start as i64, range.len() as i64)?
                 .f_contiguous(),
         }
     })
+}
+
+/// The number after `index` steps from `start`.
+fn nth(start: i64, step: i64, index: usize) -> i64 {
+    start.saturating_add((index as i64).saturating_mul(step))
 }
 
 /// The whole number that a scalar is.
@@ -178,13 +185,15 @@ pub fn linspace(
 /// The SBP does not fit the placement or the shape.
 pub fn eye(size: i64, kind: Kind, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor> {
     create(&[size, size], kind, placement, sbp.as_ref(), |_, region, (_, device)| {
-        let index = |dim: usize| {
-            let range = &region.0[dim];
-            let options = (Kind::Int64, device);
-            Tensor::f_arange_start(range.start as i64, range.end as i64, options)
-        };
-        index(0)?.f_unsqueeze(1)?.f_eq_tensor(&index(1)?)?.f_to_kind(kind)
+        let rows = indices(&region.0[0], device)?;
+        let columns = indices(&region.0[1], device)?;
+        rows.f_unsqueeze(1)?.f_eq_tensor(&columns)?.f_to_kind(kind)
     })
+}
+
+/// The whole numbers of a range.
+fn indices(range: &Range<usize>, device: Device) -> std::result::Result<Tensor, TchError> {
+    Tensor::f_arange_start(range.start as i64, range.end as i64, (Kind::Int64, device))
 }
 
 /// Normally distributed with mean 0 and variance 1. An element has the same value for every placement

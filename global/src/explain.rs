@@ -86,8 +86,8 @@ impl Table {
 
 impl Row {
     fn is_like(&self, other: &Self) -> bool {
-        let key = |row: &Self| (row.phase, row.why);
-        key(self) == key(other)
+        self.phase == other.phase
+            && self.why == other.why
             && self.name == other.name
             && self.inputs == other.inputs
             && self.outputs == other.outputs
@@ -138,18 +138,24 @@ fn kind(placement: &Placement, from: &[Sbp], to: &[Sbp], is_same: bool) -> Strin
     if !is_same {
         return "to another placement".to_string();
     }
-    let axes = from.iter().zip(to).zip(placement.shape());
-    let name = |((from, to), _): ((&Sbp, &Sbp), &usize)| match (from, to) {
-        _ if from == to => None,
-        (_, Sbp::Partial(_)) => Some("to partial"),
-        (Sbp::Broadcast, _) => Some("slice"),
-        (Sbp::Partial(_), Sbp::Broadcast) => Some("all-reduce"),
-        (Sbp::Partial(_), Sbp::Split(_)) => Some("reduce-scatter"),
-        (Sbp::Split(_), Sbp::Broadcast) => Some("all-gather"),
-        (Sbp::Split(_), Sbp::Split(_)) => Some("all-to-all"),
-    };
-    let names: Vec<_> = axes.filter(|(_, &ranks)| ranks > 1).filter_map(name).collect();
+    let mut names = Vec::new();
+    for ((from, to), &ranks) in from.iter().zip(to).zip(placement.shape()) {
+        if ranks > 1 && from != to {
+            names.push(kind_on_axis(*from, *to));
+        }
+    }
     names.join(" + ")
+}
+
+fn kind_on_axis(from: Sbp, to: Sbp) -> &'static str {
+    match (from, to) {
+        (_, Sbp::Partial(_)) => "to partial",
+        (Sbp::Broadcast, _) => "slice",
+        (Sbp::Partial(_), Sbp::Broadcast) => "all-reduce",
+        (Sbp::Partial(_), Sbp::Split(_)) => "reduce-scatter",
+        (Sbp::Split(_), Sbp::Broadcast) => "all-gather",
+        (Sbp::Split(_), Sbp::Split(_)) => "all-to-all",
+    }
 }
 
 /// As in `1.5 MiB`.

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::convert::convert;
 use crate::error::Result;
 use crate::handle::{find_spec, local_of};
-use crate::sbp::{B, NdSbp, Sbp};
+use crate::sbp;
 
 /// The gradients of these tensors; tensors without one are left out.
 pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
@@ -31,7 +31,5 @@ pub fn reduced(gradient: &Tensor) -> Result<Tensor> {
     let Some(spec) = find_spec(gradient).filter(|_| is_partial(gradient)) else {
         return Ok(gradient.shallow_clone());
     };
-    let whole = |sbp: Sbp| if sbp.is_partial() { B } else { sbp };
-    let sbp: NdSbp = spec.sbp().iter().copied().map(whole).collect();
-    convert(gradient, spec.placement(), &sbp)
+    convert(gradient, spec.placement(), &sbp::reduced(spec.sbp()))
 }

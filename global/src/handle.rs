@@ -63,10 +63,8 @@ pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     }
     let sizes = tensor.size();
     let shape = shape(&sizes);
-    let (old, new) = (
-        Layout { placement: from.placement(), sbp: from.sbp() },
-        Layout { placement: to.placement(), sbp: to.sbp() },
-    );
+    let old = Layout { placement: from.placement(), sbp: from.sbp() };
+    let new = Layout { placement: to.placement(), sbp: to.sbp() };
     let runtime = to.placement().runtime()?;
     let boxing = Boxing::between(runtime, &shape, old, new);
     sequence::note(&runtime.groups, boxing.operation());

@@ -125,21 +125,26 @@ impl Init {
 
     /// The values of a region of a tensor of this shape, row-major.
     pub fn values(&self, draw: &mut Draw, shape: &[usize], region: &Region) -> Vec<f64> {
-        let mut values = |value: &dyn Fn(Bits) -> f64| draw.region(shape, region, value);
         match *self {
             Init::Constant(value) => vec![value; region.elements()],
-            Init::Uniform { low, high } => values(&|bits| low + (high - low) * uniform(bits)),
-            Init::Normal { mean, deviation } => values(&|bits| mean + deviation * normal(bits)),
+            Init::Uniform { low, high } => {
+                draw.region(shape, region, |bits| low + (high - low) * uniform(bits))
+            }
+            Init::Normal { mean, deviation } => {
+                draw.region(shape, region, |bits| mean + deviation * normal(bits))
+            }
             Init::TruncatedNormal { mean, deviation } => {
-                values(&|bits| mean + deviation * truncated_normal(bits))
+                draw.region(shape, region, |bits| mean + deviation * truncated_normal(bits))
             }
             Init::VarianceScaling { scale, fan, distribution } => {
                 let deviation = (scale / fan.of(shape)).sqrt();
                 match distribution {
-                    NormalOrUniform::Normal => values(&|bits| deviation * normal(bits)),
+                    NormalOrUniform::Normal => {
+                        draw.region(shape, region, |bits| deviation * normal(bits))
+                    }
                     NormalOrUniform::Uniform => {
                         let bound = 3_f64.sqrt() * deviation;
-                        values(&|bits| bound * (2.0 * uniform(bits) - 1.0))
+                        draw.region(shape, region, |bits| bound * (2.0 * uniform(bits) - 1.0))
                     }
                 }
             }
@@ -151,12 +156,12 @@ impl Fan {
     /// The fan of a weight of this shape; a dimension that it lacks counts as 1.
     pub fn of(self, shape: &[usize]) -> f64 {
         let kernel: usize = shape.iter().skip(2).product();
-        let features = |dim: usize| shape.get(dim).copied().unwrap_or(1) as f64;
-        let fans = [features(1), features(0)].map(|features| features * kernel as f64);
+        let into = shape.get(1).copied().unwrap_or(1) * kernel;
+        let out = shape.first().copied().unwrap_or(1) * kernel;
         match self {
-            Fan::In => fans[0],
-            Fan::Out => fans[1],
-            Fan::Average => (fans[0] + fans[1]) / 2.0,
+            Fan::In => into as f64,
+            Fan::Out => out as f64,
+            Fan::Average => (into + out) as f64 / 2.0,
         }
     }
 }
@@ -217,16 +222,21 @@ fn quantile(probability: f64) -> f64 {
             1.0,
         ],
     ];
-    let ratio = |[numerator, denominator]: [[f64; 8]; 2], x: f64| {
-        let polynomial = |terms: [f64; 8]| terms.into_iter().fold(0.0, |sum, term| sum * x + term);
-        polynomial(numerator) / polynomial(denominator)
-    };
     let centred = probability - 0.5;
     if centred.abs() <= 0.425 {
         return centred * ratio(CENTRE, 0.180_625 - centred * centred);
     }
     let tail = probability.min(1.0 - probability);
     ratio(TAILS, (-tail.ln()).sqrt() - 1.6).copysign(centred)
+}
+
+/// The ratio of two polynomials, whose highest terms come first.
+fn ratio([numerator, denominator]: [[f64; 8]; 2], x: f64) -> f64 {
+    polynomial(numerator, x) / polynomial(denominator, x)
+}
+
+fn polynomial(terms: [f64; 8], x: f64) -> f64 {
+    terms.into_iter().fold(0.0, |sum, term| sum * x + term)
 }
 
 #[cfg(test)]

@@ -65,9 +65,11 @@ fn is_file_of_library(file: &Path) -> bool {
         }
         _ => false,
     });
-    let is_crate = |name: &str| name.starts_with("tch-0") || name.starts_with("torch-sys-0");
-    let is_source = |pair: &[&str]| is_crate(pair[0]) && pair[1] == "src";
-    is_ours || parts.contains(&"rustc") || parts.windows(2).any(is_source)
+    let is_of_tch = parts.windows(2).any(|pair| {
+        let is_crate = pair[0].starts_with("tch-0") || pair[0].starts_with("torch-sys-0");
+        is_crate && pair[1] == "src"
+    });
+    is_ours || is_of_tch || parts.contains(&"rustc")
 }
 
 /// Whether a function is one of Rust's that no library has.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use flow_autograd::custom_function;
+use flow_comm::digest;
 use flow_tensor::TensorCollectives;
 use tch::Tensor;
 
@@ -15,7 +16,7 @@ use crate::placement::Placement;
 use crate::region::{check, regions, shape};
 use crate::runtime::Runtime;
 use crate::sbp::{B, P, Sbp, dual, filler, text};
-use crate::sequence::{self, digest_of};
+use crate::sequence;
 use crate::spec::Spec;
 
 /// A dimension more than any tensor has.
@@ -90,7 +91,7 @@ fn compare_locals(
         local.kind(),
         text(sbp)
     );
-    let asked = digest_of((shape, placement, sbp, local.kind() as i64, is_part));
+    let asked = digest(&(shape, placement, sbp, local.kind() as i64, is_part));
     let sizes = [(sizes, asked)];
     let remedy = "each rank gives its part of the same tensor";
     compare::values("from_local", (placement, &[all]), runtime, &sizes, remedy)?;
@@ -179,7 +180,7 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
             let group = runtime.groups.group(&ranks)?;
             group.broadcast_tensor(&mut own, 0).map_err(|error| {
                 let group = Some((&group, &ranks[..]));
-                sequence::explained(error.into(), &runtime.groups, group, digest_of(placement))
+                sequence::explained(error.into(), &runtime.groups, group, digest(placement))
             })?;
         }
     }
@@ -204,7 +205,7 @@ impl Given {
         words.resize(3 + MAX_DIMS, 0);
         let all =
             runtime.world().all_gather_tensor(&Tensor::from_slice(&words)).map_err(|error| {
-                sequence::explained(error.into(), &runtime.groups, None, digest_of(placement))
+                sequence::explained(error.into(), &runtime.groups, None, digest(placement))
             })?;
         let all = Vec::<Vec<i64>>::try_from(all)?;
         Ok(all.iter().map(|words| Self::from_words(words)).collect())
@@ -236,9 +237,10 @@ fn logical_shape(given: &[Given], placement: &Placement, sbp: &[Sbp]) -> Result<
         let axes: Vec<usize> =
             (0..sbp.len()).filter(|&axis| sbp[axis] == Sbp::Split(dim)).collect();
         if !axes.is_empty() {
-            let parts = &groups(placement, &axes)[0];
-            let of_dim = |&position: &usize| locals[position].shape.get(dim).copied().unwrap_or(0);
-            *size = parts.iter().map(of_dim).sum();
+            *size = 0;
+            for &position in &groups(placement, &axes)[0] {
+                *size += locals[position].shape.get(dim).copied().unwrap_or(0);
+            }
         }
     }
     for (position, region) in regions(placement, sbp, &logical).iter().enumerate() {

@@ -29,9 +29,10 @@ impl PartialEq for Placement {
     fn eq(&self, other: &Self) -> bool {
         let one = &*self.0;
         let other = &*other.0;
-        let group = |inner: &Inner| inner.runtime.as_ref().map(Arc::as_ptr);
         std::ptr::eq(one, other)
-            || (one.ranks == other.ranks && one.shape == other.shape && group(one) == group(other))
+            || (one.ranks == other.ranks
+                && one.shape == other.shape
+                && one.runtime.as_ref().map(Arc::as_ptr) == other.runtime.as_ref().map(Arc::as_ptr))
     }
 }
 
@@ -152,8 +153,9 @@ impl Placement {
     /// Not one name for each axis, or a name twice.
     pub fn named(self, names: impl IntoIterator<Item = impl Into<String>>) -> Result<Self> {
         let names: Vec<String> = names.into_iter().map(Into::into).collect();
-        let is_repeated = |(index, name)| names[..index].contains(name);
-        if names.len() != self.axes() || names.iter().enumerate().any(is_repeated) {
+        let mut named = names.iter().enumerate();
+        let is_repeated = named.any(|(index, name)| names[..index].contains(name));
+        if names.len() != self.axes() || is_repeated {
             return Err(Error::Names { names, placement: self.to_string() });
         }
         let ranks = self.0.ranks.clone();

@@ -88,16 +88,16 @@ impl Draw {
 fn runs(shape: &[usize], region: &Region) -> Vec<(usize, usize)> {
     let mut runs = vec![(0, 1)];
     for (range, &size) in region.0.iter().zip(shape) {
-        let is_whole = *range == (0..size);
-        let inner = |(start, count): (usize, usize)| -> Vec<(usize, usize)> {
-            if is_whole {
-                vec![(start * size, count * size)]
+        let mut inner = Vec::new();
+        for (start, count) in runs {
+            if *range == (0..size) {
+                inner.push((start * size, count * size));
             } else {
                 let begins = start..start + count;
-                begins.map(|begin| (begin * size + range.start, range.len())).collect()
+                inner.extend(begins.map(|begin| (begin * size + range.start, range.len())));
             }
-        };
-        runs = runs.into_iter().flat_map(inner).collect();
+        }
+        runs = inner;
     }
     runs.retain(|&(_, count)| count > 0);
     runs

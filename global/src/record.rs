@@ -108,10 +108,11 @@ fn current(runtime: &Arc<Runtime>) -> Option<Arc<Mutex<Recorder>>> {
         lock(&own).runtime.get_or_insert_with(|| runtime.clone());
         return Some(own);
     }
-    let records = |recorder: &&Arc<Mutex<Recorder>>| {
+    let recorders = lock(&RECORDERS);
+    let of_rank = recorders.iter().find(|recorder| {
         lock(recorder).runtime.as_ref().is_some_and(|of| Arc::ptr_eq(of, runtime))
-    };
-    lock(&RECORDERS).iter().find(records).cloned()
+    });
+    of_rank.cloned()
 }
 
 /// Whether [`operation`] is to be called.
@@ -222,12 +223,15 @@ impl Recorder {
         if let Some(&known) = id.and_then(|id| self.ids.get(&id)) {
             return Ok(known);
         }
-        let is_own = |(leaf, _): &&(Tensor, usize)| {
-            globals().is_ok_and(|globals| id.is_some() && globals.id(&leaf.grad()) == id)
-        };
-        if let (Some(id), Some(&(_, known))) = (id, self.reduced.iter().find(is_own)) {
-            self.ids.insert(id, known);
-            return Ok(known);
+        if let Some(id) = id {
+            let globals = globals()?;
+            let mut reduced = self.reduced.iter();
+            if let Some(&(_, known)) =
+                reduced.find(|(leaf, _)| globals.id(&leaf.grad()) == Some(id))
+            {
+                self.ids.insert(id, known);
+                return Ok(known);
+            }
         }
         let is_weight = id.is_some() && tensor.requires_grad() && tensor.is_leaf();
         let role = if is_weight { Role::Weight } else { Role::Input };
@@ -257,16 +261,13 @@ impl Recorder {
             ids.push(tensor.as_ref().map(|tensor| self.value(tensor, placement)).transpose()?);
         }
         let broadcast = vec![B; placement.axes()];
-        let sbp = |tensor: &Option<Tensor>| {
+        let mut sbps = Vec::new();
+        for tensor in returned {
             let spec = tensor.as_ref().and_then(find_spec);
-            spec.map_or_else(|| broadcast.clone(), |spec| spec.sbp().to_vec())
-        };
-        let choice = Choice {
-            inputs: wanted.to_vec(),
-            outputs: returned.iter().map(sbp).collect(),
-            shapes: Vec::new(),
-            has_code: false,
-        };
+            sbps.push(spec.map_or_else(|| broadcast.clone(), |spec| spec.sbp().to_vec()));
+        }
+        let choice =
+            Choice { inputs: wanted.to_vec(), outputs: sbps, shapes: Vec::new(), has_code: false };
         let results: Vec<_> = returned.iter().map(|tensor| Some(input(tensor.as_ref()?))).collect();
         let choice = rule(op.name).map(|_| &choice);
         let outputs = self.trace.call(op, placement, &ids, choice, &results, phase(node));

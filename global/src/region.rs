@@ -45,6 +45,13 @@ impl Region {
     }
 }
 
+/// Whether a position is the first of those that have the same region: it answers for that.
+pub fn is_first(placement: &Placement, sbp: &[Sbp], position: usize) -> bool {
+    sbp.iter()
+        .zip(placement.coordinates(position))
+        .all(|(&sbp, at)| sbp != Sbp::Broadcast || at == 0)
+}
+
 /// Part `index` of `parts` of `total` elements: the first `total % parts` have one more, as
 /// OneFlow's BalancedSplitter and torch's `tensor_split` cut.
 pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
@@ -81,15 +88,16 @@ pub fn check(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Result<()> 
 /// The region that each position of a placement has of a tensor of this shape. Axes split one after the other,
 /// each what the one before has left.
 pub fn regions(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Vec<Region> {
-    let region = |position| {
-        let coordinates = placement.coordinates(position);
-        let axes = sbp.iter().zip(placement.shape()).zip(coordinates);
-        axes.fold(Region::all(shape), |region, ((sbp, &extent), index)| match sbp.dim() {
-            Some(dim) => region.part(dim, extent, index),
-            None => region,
+    (0..placement.ranks().len())
+        .map(|position| {
+            let coordinates = placement.coordinates(position);
+            let axes = sbp.iter().zip(placement.shape()).zip(coordinates);
+            axes.fold(Region::all(shape), |region, ((sbp, &extent), index)| match sbp.dim() {
+                Some(dim) => region.part(dim, extent, index),
+                None => region,
+            })
         })
-    };
-    (0..placement.ranks().len()).map(region).collect()
+        .collect()
 }
 
 /// Whether regions follow each other as the rows of a whole.

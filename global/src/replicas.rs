@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::BoxError;
+use flow_comm::digest;
 use flow_ddp::GradReducer;
 use rustc_hash::FxHashMap;
 use tch::Tensor;
@@ -20,7 +21,7 @@ use crate::handle::{boxed, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp, P};
-use crate::sequence::{self, Operation, digest_of};
+use crate::sequence::{self, Operation};
 use crate::spec::Spec;
 
 /// Leaves of a model that were distributed together, on one placement. (The placement itself, which
@@ -73,14 +74,15 @@ struct Reducer {
 impl Replicas {
     /// For leaves of one placement.
     fn new(leaves: &[(String, Tensor)]) -> Arc<Self> {
-        let leaf = |(name, tensor): &(String, Tensor)| {
-            let local = local_of(tensor).filter(|local| local.numel() > 0)?;
+        let mut own = Vec::new();
+        for (name, tensor) in leaves {
+            let local = local_of(tensor).filter(|local| local.numel() > 0);
+            let Some(local) = local else { continue };
             let shadow = local.detach().set_requires_grad(true);
             let identity = flow_autograd::identity(tensor);
-            Some(Mutex::new(Leaf { name: name.clone(), identity, local, shadow }))
-        };
-        let leaves = leaves.iter().filter_map(leaf).collect();
-        Arc::new(Self { leaves, state: Mutex::default() })
+            own.push(Mutex::new(Leaf { name: name.clone(), identity, local, shadow }));
+        }
+        Arc::new(Self { leaves: own, state: Mutex::default() })
     }
 
     /// Where the leaves' locals are in memory: no two are at one place.
@@ -121,7 +123,7 @@ impl Replicas {
         let mut state = self.state();
         let Some(&(reducer, member)) = state.places.get(&index) else {
             let pairs = own.sbp().iter().zip(now.sbp()).enumerate();
-            let axes = pairs.filter(|(_, (&own, &now))| own == B && now == P);
+            let axes = pairs.filter(|&(_, (&own, &now))| own == B && now == P);
             let axes: Vec<usize> = axes.map(|(axis, _)| axis).collect();
             if !axes.is_empty() {
                 state.noted.insert(index, axes);
@@ -201,13 +203,13 @@ impl Replicas {
             let text = format!("buckets for the gradients of {}", names.join(", "));
             let operation = Operation::new(placement, ("buckets", &axes, names), text, false);
             sequence::note(&runtime.groups, &operation);
-            let parameter = |&leaf: &usize| {
+            let mut parameters = Vec::new();
+            for &leaf in &members {
                 let leaf = self.leaf(leaf);
-                (leaf.name.clone(), leaf.shadow.shallow_clone())
-            };
-            let buckets = GradReducer::new(&group, members.iter().map(parameter).collect());
-            let buckets = buckets.map_err(|error| {
-                let of = digest_of(placement);
+                parameters.push((leaf.name.clone(), leaf.shadow.shallow_clone()));
+            }
+            let buckets = GradReducer::new(&group, parameters).map_err(|error| {
+                let of = digest(placement);
                 let group = Some((&group, &ranks[..]));
                 sequence::explained(error.into(), &runtime.groups, group, of)
             })?;

@@ -54,7 +54,7 @@ pub(crate) fn neutral(op: ReduceOp) -> Option<f64> {
 /// reductions all have the values. Inner axes come first: they reduce to what the outer ones reduce.
 pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
     let axes = sbp.iter().zip(coordinates).rev();
-    axes.filter(|(_, &at)| at > 0).find_map(|(&sbp, _)| match sbp {
+    axes.filter(|&(_, &at)| at > 0).find_map(|(&sbp, _)| match sbp {
         Sbp::Partial(op) => neutral(op),
         _ => None,
     })
@@ -62,12 +62,17 @@ pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
 
 /// The SBP of the gradient of locals: each copy has a partial gradient, each partial sum all of it.
 pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
-    let one = |&sbp: &Sbp| match sbp {
+    let axes = sbp.iter().map(|sbp| match *sbp {
         Sbp::Broadcast => P,
         Sbp::Partial(_) => B,
         split => split,
-    };
-    sbp.iter().map(one).collect()
+    });
+    axes.collect()
+}
+
+/// The SBP after the reduction of partial values: B on partial axes.
+pub(crate) fn reduced(sbp: &[Sbp]) -> NdSbp {
+    sbp.iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect()
 }
 
 /// `S(0)`, and `[S(0), B]` on several axes.

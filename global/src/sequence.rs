@@ -5,13 +5,13 @@
 //! they part.
 
 use std::cell::RefCell;
-use std::hash::{Hash, Hasher};
+use std::hash::Hash;
 use std::sync::Arc;
 use std::time::Duration;
 
 use flow_autograd::global::Node;
+use flow_comm::digest;
 use flow_tensor::ProcessGroup;
-use rustc_hash::FxHasher;
 
 use crate::error::Error;
 use crate::groups::Groups;
@@ -38,8 +38,8 @@ impl Operation {
     /// tensor as it is, as autograd does with the gradient of a leaf where something else uses it,
     /// which may be so on some ranks only.
     pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
-        let placement = digest_of(placement);
-        let digest = digest_of(what);
+        let placement = digest(placement);
+        let digest = digest(&what);
         Arc::new(Self { placement, digest, text, is_copy })
     }
 
@@ -53,13 +53,6 @@ impl Operation {
     pub fn placement(&self) -> u64 {
         self.placement
     }
-}
-
-/// The digest of a value, the same on all ranks.
-pub fn digest_of(value: impl Hash) -> u64 {
-    let mut hasher = FxHasher::default();
-    value.hash(&mut hasher);
-    hasher.finish()
 }
 
 /// The operations of this thread on a placement.
@@ -82,10 +75,7 @@ pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
         return false;
     }
     SEQUENCES.with_borrow_mut(|all| {
-        let is_own = |one: &&mut Sequence| {
-            one.placement == operation.placement && one.groups == groups.number()
-        };
-        match all.iter_mut().find(is_own) {
+        match all.iter_mut().find(|sequence| sequence.is_of(groups, operation.placement)) {
             Some(sequence) => sequence.add(operation),
             None => {
                 if all.len() == MAX_PLACEMENTS {
@@ -104,6 +94,17 @@ pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
 }
 
 impl Sequence {
+    fn is_of(&self, groups: &Groups, placement: u64) -> bool {
+        self.placement == placement && self.groups == groups.number()
+    }
+
+    /// The last operations, each with the digest after it.
+    fn last(&self) -> Vec<(u64, String)> {
+        let first = (self.count + 1).saturating_sub(KEPT).max(1);
+        let entries = (first..=self.count).map(|number| &self.last[number % KEPT]);
+        entries.map(|(digest, operation)| (*digest, operation.text.clone())).collect()
+    }
+
     fn add(&mut self, operation: &Arc<Operation>) {
         self.count += 1;
         self.digest =
@@ -117,7 +118,7 @@ impl Sequence {
 }
 
 /// The digest of what this thread has done on a placement.
-pub fn digest(groups: &Groups, placement: u64) -> u64 {
+pub fn digest_of(groups: &Groups, placement: u64) -> u64 {
     with(groups, placement, |sequence| sequence.digest).unwrap_or(0)
 }
 
@@ -127,10 +128,8 @@ pub fn count(groups: &Groups, placement: u64) -> usize {
 }
 
 fn with<T>(groups: &Groups, placement: u64, read: impl FnOnce(&Sequence) -> T) -> Option<T> {
-    SEQUENCES.with_borrow(|all| {
-        let is_own = |one: &&Sequence| one.placement == placement && one.groups == groups.number();
-        all.iter().find(is_own).map(read)
-    })
+    SEQUENCES
+        .with_borrow(|all| all.iter().find(|sequence| sequence.is_of(groups, placement)).map(read))
 }
 
 /// The error of a collective of a placement's ranks, with what this rank, and the others if they do
@@ -191,15 +190,8 @@ struct Report {
 
 /// What this thread has done on a placement, and where the program is.
 fn own(groups: &Groups, placement: u64) -> Report {
-    let last = |sequence: &Sequence| {
-        let first = (sequence.count + 1).saturating_sub(KEPT).max(1);
-        let operation = |number: usize| {
-            let (digest, operation) = &sequence.last[number % KEPT];
-            (*digest, operation.text.clone())
-        };
-        (sequence.count, (first..=sequence.count).map(operation).collect())
-    };
-    let (count, last) = with(groups, placement, last).unwrap_or_default();
+    let done = with(groups, placement, |sequence| (sequence.count, sequence.last()));
+    let (count, last) = done.unwrap_or_default();
     Report { count, line: line(), last }
 }
 
@@ -208,6 +200,11 @@ impl Report {
     fn operation(&self, number: usize) -> Option<&(u64, String)> {
         let first = self.count + 1 - self.last.len();
         self.last.get(number.checked_sub(first)?)
+    }
+
+    /// The digest after operation `number`, if it is known.
+    fn digest(&self, number: usize) -> Option<u64> {
+        self.operation(number).map(|(digest, _)| *digest)
     }
 
     /// Where the rank is.
@@ -226,19 +223,18 @@ impl Report {
 fn parting(reports: &[(usize, Report)]) -> Option<String> {
     let last = reports.iter().map(|(_, report)| report.count).max()?;
     let first = reports.iter().map(|(_, report)| report.count + 1 - report.last.len()).max()?;
-    let differs = |&number: &usize| {
-        let mut digests = reports.iter().map(|(_, report)| report.operation(number));
-        let digest = |operation: Option<&(u64, String)>| operation.map(|(digest, _)| *digest);
-        let one = digests.next().map(digest);
-        digests.any(|other| Some(digest(other)) != one)
-    };
-    let number = (first..=last).find(differs)?;
-    let one = |(rank, report): &(usize, Report)| match report.operation(number) {
-        Some((_, text)) => format!("{text} on rank {rank}"),
-        None => format!("still to come on rank {rank}"),
-    };
+    let number = (first..=last).find(|&number| {
+        let of_first = reports[0].1.digest(number);
+        reports.iter().any(|(_, report)| report.digest(number) != of_first)
+    })?;
     // What was before may differ already.
     let since = if number == first && first > 1 { " or an earlier one" } else { "" };
-    let all: Vec<String> = reports.iter().map(one).collect();
+    let all: Vec<String> = reports
+        .iter()
+        .map(|(rank, report)| match report.operation(number) {
+            Some((_, text)) => format!("{text} on rank {rank}"),
+            None => format!("still to come on rank {rank}"),
+        })
+        .collect();
     Some(format!("operation {number}{since} is {}", all.join(", ")))
 }

@@ -35,8 +35,8 @@ impl Spec {
         let key = (ranks, shape, placement.names().to_vec(), sbp.to_vec());
         let specs = &placement.runtime()?.part::<Specs>().0;
         let mut specs = specs.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = || (NEXT.fetch_add(1, Ordering::Relaxed), Weak::new());
-        let (id, known) = specs.entry(key).or_insert_with(new);
+        let (id, known) =
+            specs.entry(key).or_insert_with(|| (NEXT.fetch_add(1, Ordering::Relaxed), Weak::new()));
         Ok(known.upgrade().unwrap_or_else(|| {
             let spec = Arc::new(Self { id: *id, placement: placement.clone(), sbp: sbp.to_vec() });
             *known = Arc::downgrade(&spec);

@@ -172,20 +172,22 @@ impl Trace {
         (phase, node): (Phase, Option<u64>),
     ) -> Vec<Option<usize>> {
         let broadcast = vec![B; placement.axes()];
-        let chosen = |of: fn(&Choice) -> &Vec<NdSbp>, index: usize| {
-            choice.and_then(|choice| of(choice).get(index)).unwrap_or(&broadcast).clone()
-        };
-        let boxed = (0..inputs.len()).map(|index| chosen(|choice| &choice.inputs, index)).collect();
+        let mut boxed = Vec::new();
+        for index in 0..inputs.len() {
+            let chosen = choice.and_then(|choice| choice.inputs.get(index));
+            boxed.push(chosen.unwrap_or(&broadcast).clone());
+        }
         let mut outputs = Vec::new();
         for (index, tensor) in results.iter().enumerate() {
             let written = inputs.first().filter(|_| op.in_place && index == 0);
+            let chosen = choice.and_then(|choice| choice.outputs.get(index));
             outputs.push(match (written, tensor) {
                 (Some(&written), _) => written,
                 (None, None) => None,
                 (None, Some(tensor)) => Some(self.add(Value {
                     tensor: tensor.clone(),
                     placement: placement.clone(),
-                    sbp: chosen(|choice| &choice.outputs, index),
+                    sbp: chosen.unwrap_or(&broadcast).clone(),
                     name: String::new(),
                     role: Role::Result,
                 })),
@@ -305,15 +307,18 @@ impl Trace {
 
     fn source(&self, value: usize, depth: usize) -> String {
         let name = &self.values[value].name;
-        let makes = |call: &&Call| !call.in_place && call.outputs.contains(&Some(value));
-        let Some(call) = self.calls.iter().find(makes).filter(|_| name.is_empty()) else {
-            return if name.is_empty() { "a tensor" } else { name }.to_string();
+        if !name.is_empty() {
+            return name.clone();
+        }
+        let mut calls = self.calls.iter().filter(|call| !call.in_place);
+        let Some(call) = calls.find(|call| call.outputs.contains(&Some(value))) else {
+            return "a tensor".to_string();
         };
         let inputs: Vec<_> = call.inputs.iter().flatten().collect();
         let weights = inputs.iter().filter_map(|&&input| self.weight(input));
         match (weights.collect::<Vec<_>>().join(", "), &inputs[..]) {
             (weights, _) if !weights.is_empty() => format!("{} of {weights}", call.name),
-            (_, [&input]) if depth > 0 => {
+            (_, &[&input]) if depth > 0 => {
                 format!("{} of {}", call.name, self.source(input, depth - 1))
             }
             _ => call.name.clone(),
@@ -326,8 +331,8 @@ impl Trace {
         if *role != Role::Result {
             return Some(&name[..]).filter(|_| *role == Role::Weight);
         }
-        let makes = |call: &&Call| call.outputs.contains(&Some(value));
-        match self.calls.iter().find(makes)?.inputs[..] {
+        let call = self.calls.iter().find(|call| call.outputs.contains(&Some(value)))?;
+        match call.inputs[..] {
             [Some(input)] if input < value => self.weight(input),
             _ => None,
         }
@@ -336,38 +341,44 @@ impl Trace {
     /// The gradient of each value, where the trace shows it: what enters the backward of the call
     /// that made the value.
     pub fn gradients(&self) -> Vec<Option<usize>> {
-        let mut maker = vec![None; self.values.len()];
+        let mut maker: Vec<Option<&Call>> = vec![None; self.values.len()];
         let mut backward = HashMap::<u64, Vec<&Call>>::new();
         for call in &self.calls {
-            if let (Phase::Backward, Some(node)) = (call.phase, call.node) {
+            if call.phase == Phase::Backward
+                && let Some(node) = call.node
+            {
                 backward.entry(node).or_default().push(call);
             }
             for &output in call.outputs.iter().flatten().filter(|_| !call.in_place) {
                 maker[output] = Some(call);
             }
         }
-        let gradient = |(id, value): (usize, &Value)| {
-            let made: &Call = maker[id].filter(|call| call.phase == Phase::Forward)?;
-            let enters = |&input: &usize| {
+        let mut gradients = vec![None; self.values.len()];
+        for (id, value) in self.values.iter().enumerate() {
+            let Some(made) = maker[id].filter(|call| call.phase == Phase::Forward) else {
+                continue;
+            };
+            let Some(calls) = made.node.and_then(|node| backward.get(&node)) else { continue };
+            let mut inputs = calls.iter().flat_map(|call| call.inputs.iter().flatten()).copied();
+            gradients[id] = inputs.find(|&input| {
                 let comes_from = maker[input].filter(|call| call.phase == Phase::Backward);
                 comes_from.is_some_and(|call| call.node != made.node)
                     && self.values[input].tensor.shape == value.tensor.shape
-            };
-            let calls = backward.get(&made.node?)?.iter();
-            calls.flat_map(|call| call.inputs.iter().flatten()).copied().find(enters)
-        };
-        self.values.iter().enumerate().map(gradient).collect()
+            });
+        }
+        gradients
     }
 }
 
 impl Call {
     /// The operation, as rules see it.
     pub fn op(&self, values: &[Value]) -> Op<'_> {
-        let tensor = |input: &Option<usize>| {
-            input.map_or_else(Input::absent, |id| values[id].tensor.clone())
-        };
         let args = self.args.iter().map(Argument::borrow).collect();
-        let inputs = self.inputs.iter().map(tensor).collect();
+        let inputs = self
+            .inputs
+            .iter()
+            .map(|input| input.map_or_else(Input::absent, |id| values[id].tensor.clone()))
+            .collect();
         Op::new(&self.name, &self.overload, args, inputs, self.outputs.len(), self.in_place)
     }
 }

@@ -83,8 +83,10 @@ impl ZeroRedundancyOptimizer {
         let parameters = vs.trainable_variables().into_iter();
         // One may have several names.
         let parameters: Vec<_> = parameters.filter(|one| seen.insert(identity(one))).collect();
-        let sharded = |parameter: &Tensor| Ok((parameter.shallow_clone(), shard(parameter, axis)?));
-        let pairs: Vec<_> = parameters.iter().map(sharded).collect::<Result<_>>()?;
+        let mut pairs = Vec::new();
+        for parameter in &parameters {
+            pairs.push((parameter.shallow_clone(), shard(parameter, axis)?));
+        }
         let shards = with_shards(vs, &pairs);
         let optimizer = config.build(&shards, learning_rate)?;
         let deferred = Deferred::new(&parameters)?;
@@ -193,8 +195,10 @@ impl ZeroRedundancyOptimizer {
 
     /// Whether a rank has a gradient, for each parameter.
     fn is_trained(&self) -> Result<Vec<bool>> {
-        let has = |(one, shard): &(Tensor, Tensor)| one.grad().defined() || shard.grad().defined();
-        let mut trained: Vec<i64> = self.pairs.iter().map(|pair| i64::from(has(pair))).collect();
+        let mut trained = Vec::new();
+        for (parameter, shard) in &self.pairs {
+            trained.push(i64::from(parameter.grad().defined() || shard.grad().defined()));
+        }
         if let Some(world) = &self.world {
             world.all_reduce(&mut trained, ReduceOp::Max)?;
         }
@@ -290,7 +294,9 @@ fn sharded(spec: &Spec, axis: usize, sizes: &[i64]) -> NdSbp {
     let dims = sizes.iter().enumerate().rev();
     let free = dims.filter(|&(dim, &size)| size >= ranks && !sbp.contains(&S(dim)));
     let largest = free.max_by_key(|&(_, size)| size).map(|(dim, _)| S(dim));
-    if let (B, Some(split)) = (sbp[axis], largest) {
+    if sbp[axis] == B
+        && let Some(split) = largest
+    {
         sbp[axis] = split;
     }
     sbp
@@ -306,26 +312,29 @@ fn with_shards(vs: &VarStore, pairs: &[(Tensor, Tensor)]) -> VarStore {
         named.iter().map(|(name, tensor)| (identity(tensor), *name)).collect();
     let of: HashMap<usize, &Tensor> = pairs.iter().map(|(one, of)| (identity(one), of)).collect();
     let shards = VarStore::new(vs.device());
-    let add = |name: &str, group: usize, tensor: &Tensor, trainable: bool| {
-        let mut parts: Vec<&str> = name.split('.').collect();
-        let last = parts.pop().unwrap_or_default();
-        let path = parts.into_iter().fold(shards.root(), |path, part| path / part);
-        let _ = path.set_group(group).add(last, tensor.shallow_clone(), trainable);
-    };
     let mut trained = HashSet::new();
     for variable in &variables.trainable_variables {
         let parameter = identity(&variable.tensor);
-        if let (Some(&name), Some(shard)) = (names.get(&parameter), of.get(&parameter)) {
-            if trained.insert(name) {
-                add(name, variable.group, shard, true);
-            }
+        if let Some(&name) = names.get(&parameter)
+            && let Some(shard) = of.get(&parameter)
+            && trained.insert(name)
+        {
+            add(&shards, name, variable.group, shard, true);
         }
     }
     for (name, tensor) in named {
         if !trained.contains(name) {
-            add(name, 0, tensor, false);
+            add(&shards, name, 0, tensor, false);
         }
     }
     drop(variables);
     shards
+}
+
+/// Adds a variable by its whole name, `layer.weight`.
+fn add(vs: &VarStore, name: &str, group: usize, tensor: &Tensor, trainable: bool) {
+    let mut parts: Vec<&str> = name.split('.').collect();
+    let last = parts.pop().unwrap_or_default();
+    let path = parts.into_iter().fold(vs.root(), |path, part| path / part);
+    let _ = path.set_group(group).add(last, tensor.shallow_clone(), trainable);
 }

@@ -6,14 +6,14 @@ mod common;
 use common::ranks;
 use flow_global as global;
 use flow_global::{B, GlobalTensor, P, Placement, S};
+use flow_harness::runs_apart;
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
+const DEBUG: &[(&str, &str)] = &[("FLOW_GLOBAL_DEBUG", "1")];
 
 /// What the ranks get as the result of `body`, on two ranks, each with a split tensor.
 fn run(body: impl Fn(usize, &Tensor) -> Result<Tensor, tch::TchError> + Sync) -> Vec<String> {
-    // Before any operation on a global tensor reads it.
-    std::env::set_var("FLOW_GLOBAL_DEBUG", "1");
     let texts = std::sync::Mutex::new(vec![String::new(); 2]);
     ranks(2, |group| {
         let placement = Placement::all(&group).unwrap();
@@ -38,13 +38,16 @@ fn all_say(texts: &[String], expected: &[&str]) {
 
 #[test]
 fn the_first_operation_that_differs() {
+    if runs_apart(the_first_operation_that_differs, DEBUG) {
+        return;
+    }
     // Nothing is boxed.
     let texts = run(|rank, x| if rank == 0 { x.f_relu() } else { x.f_tanh() });
     all_say(
         &texts,
         &[
             "operation 1 is aten::relu([4, 6] S(0)) on rank 0, aten::tanh([4, 6] S(0)) on rank 1",
-            "at tests/debug.rs:42",
+            "at tests/debug.rs:45",
             "all ranks must run the same operations",
         ],
     );
@@ -52,6 +55,9 @@ fn the_first_operation_that_differs() {
 
 #[test]
 fn plain_tensors() {
+    if runs_apart(plain_tensors, DEBUG) {
+        return;
+    }
     let bias = |rank: usize| Tensor::from_slice(&[0_f32, 1.0, 2.0, 3.0, 4.0, rank as f32]);
     all_say(
         &run(|rank, x| x.f_add(&bias(rank))),
@@ -66,6 +72,9 @@ fn plain_tensors() {
 
 #[test]
 fn numbers() {
+    if runs_apart(numbers, DEBUG) {
+        return;
+    }
     all_say(
         &run(|rank, x| x.f_nan_to_num(0.5 + rank as f64, None, None)),
         &["aten::nan_to_num: argument 1, ", "differs from rank 0's on the ranks [1]"],
@@ -75,8 +84,10 @@ fn numbers() {
 /// What is B is compared as well.
 #[test]
 fn operations_that_need_no_other_rank() {
+    if runs_apart(operations_that_need_no_other_rank, DEBUG) {
+        return;
+    }
     ranks(2, |group| {
-        std::env::set_var("FLOW_GLOBAL_DEBUG", "1");
         let placement = Placement::all(&group).unwrap();
         let w = global::ones([4, 6], Kind::Float, &placement, [B]).unwrap();
         let result = if group.rank() == 0 { w.f_relu() } else { w.f_tanh() };
@@ -89,6 +100,9 @@ fn operations_that_need_no_other_rank() {
 /// rank.
 #[test]
 fn ranks_that_have_run_more_and_less() {
+    if runs_apart(ranks_that_have_run_more_and_less, DEBUG) {
+        return;
+    }
     let texts = run(|rank, x| {
         let placement = x.placement().unwrap();
         let w = global::ones([4, 6], Kind::Float, &placement, [B]).unwrap();
@@ -105,6 +119,9 @@ fn ranks_that_have_run_more_and_less() {
 
 #[test]
 fn tensors_that_are_distributed() {
+    if runs_apart(tensors_that_are_distributed, DEBUG) {
+        return;
+    }
     let own = |rank: usize| Tensor::from_slice(&[0_f32, 1.0, 2.0, rank as f32]);
     let distribute = |tensor: &Tensor, x: &Tensor| {
         let placement = x.placement().unwrap();
@@ -133,6 +150,9 @@ fn tensors_that_are_distributed() {
 
 #[test]
 fn locals() {
+    if runs_apart(locals, DEBUG) {
+        return;
+    }
     let made = |local: Tensor, x: &Tensor, sizes: [i64; 1], sbp: global::Sbp| {
         let tensor = global::from_local(&local, sizes, &x.placement().unwrap(), [sbp]);
         tensor.map_err(|error| tch::TchError::Convert(error.to_string()))

@@ -123,7 +123,7 @@ pub struct Callbacks {
 
 pub type VisitResult = unsafe extern "C" fn(data: *mut c_void, tensor: *const C_tensor);
 
-extern "C" {
+unsafe extern "C" {
     pub fn flow_global_register(callbacks: Callbacks) -> *mut c_char;
     pub fn flow_global_spec(tensor: *const C_tensor) -> *const c_void;
     pub fn flow_global_local(tensor: *const C_tensor) -> *mut C_tensor;

@@ -187,8 +187,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
     /// The operation's own.
     pub fn run_with(&mut self, tensors: &[Option<Tensor>]) -> Result<(), Error> {
         assert!(tensors.len() == self.view.tensor_count, "the call has other tensors");
-        let pointer = |tensor: &Option<Tensor>| tensor.as_ref().map_or(null(), Tensor::as_ptr);
-        let tensors: Vec<_> = tensors.iter().map(pointer).collect();
+        let tensors: Vec<_> =
+            tensors.iter().map(|tensor| tensor.as_ref().map_or(null(), Tensor::as_ptr)).collect();
         let count = tensors.len();
         let tensors = tensors.as_ptr();
         // SAFETY: the call and the tensors are alive.
@@ -258,11 +258,10 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
 
     /// Autograd's node of this operation. To be asked before [`Call::run`].
     pub fn node(&self) -> Node {
-        let requires_grad =
-            |tensor: Option<Tensor>| tensor.is_some_and(|tensor| tensor.requires_grad());
         // SAFETY: the function only reads the thread's state.
         let is_noted = unsafe { ffi::flow_grad_mode() };
-        Node::now(is_noted && (0..self.tensors()).any(|tensor| requires_grad(self.tensor(tensor))))
+        let mut tensors = (0..self.tensors()).filter_map(|index| self.tensor(index));
+        Node::now(is_noted && tensors.any(|tensor| tensor.requires_grad()))
     }
 
     /// The argument that a return is, if the operation writes and returns it.

@@ -120,11 +120,13 @@ impl Folder {
             self.damaged.pop_first();
         }
         let path = self.checkpoint(step);
-        let failed = |error| CheckpointError::write(&path)(error);
-        if path.try_exists().map_err(failed)? && !self.is_checkpoint(&path).map_err(failed)? {
+        let is_there = path.try_exists().map_err(CheckpointError::write(&path))?;
+        if is_there && !self.is_checkpoint(&path).map_err(CheckpointError::write(&path))? {
             return Err(CheckpointError::Foreign { lacks: self.lacks(), path });
         }
-        remove(&partial).and_then(|()| fs::create_dir(&partial)).map_err(failed)?;
+        remove(&partial)
+            .and_then(|()| fs::create_dir(&partial))
+            .map_err(CheckpointError::write(path))?;
         Ok(partial)
     }
 
@@ -154,11 +156,11 @@ impl Folder {
     /// it would take the space that the next one needs. Rank 0 does; on the others nothing happens.
     pub fn abandon(&self) {
         let partial = self.path.join(PARTIAL);
-        if self.lock.is_some() {
-            if let Err(error) = remove(&partial) {
-                // The next `begin` tries again.
-                log::warn!("cannot remove {}: {error}", partial.display());
-            }
+        if self.lock.is_some()
+            && let Err(error) = remove(&partial)
+        {
+            // The next `begin` tries again.
+            log::warn!("cannot remove {}: {error}", partial.display());
         }
     }
 
@@ -216,9 +218,8 @@ impl Folder {
         let mut newest = vec![-1i64; self.group.world_size()];
         self.group.all_gather(&[own], &mut newest)?;
         let Some(rank) = newest.iter().position(|&step| step > newest[0]) else { return Ok(()) };
-        let name = |step: i64| if step < 0 { "none".to_owned() } else { format!("step-{step}") };
-        let seen = name(newest[rank]);
-        let by_rank_0 = name(newest[0]);
+        let seen = name_of(newest[rank]);
+        let by_rank_0 = name_of(newest[0]);
         Err(CheckpointError::NotShared { path: self.path.clone(), rank, seen, by_rank_0 })
     }
 
@@ -232,10 +233,10 @@ impl Folder {
         let mut steps = Vec::new();
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
-            if let Some(step) = step_of(&entry.file_name()) {
-                if self.is_checkpoint(&entry.path())? {
-                    steps.push(step);
-                }
+            if let Some(step) = step_of(&entry.file_name())
+                && self.is_checkpoint(&entry.path())?
+            {
+                steps.push(step);
             }
         }
         steps.sort_unstable_by_key(|&step| Reverse(step));
@@ -286,18 +287,19 @@ impl Folder {
     /// Keeps the damaged checkpoint of `step` under another name.
     fn set_aside(&self, step: usize) -> Result<()> {
         let path = self.checkpoint(step);
-        let set_aside = || {
-            for number in 1.. {
-                let number = if number == 1 { String::new() } else { format!(".{number}") };
-                let aside = self.path.join(format!("step-{step}.damaged{number}"));
-                if !aside.try_exists()? {
-                    fs::rename(&path, aside)?;
-                    break;
-                }
+        self.rename_aside(&path, step).map_err(CheckpointError::file("rename", &path, WRITABLE))
+    }
+
+    fn rename_aside(&self, path: &Path, step: usize) -> io::Result<()> {
+        for number in 1.. {
+            let number = if number == 1 { String::new() } else { format!(".{number}") };
+            let aside = self.path.join(format!("step-{step}.damaged{number}"));
+            if !aside.try_exists()? {
+                fs::rename(path, aside)?;
+                break;
             }
-            sync(&self.path)
-        };
-        set_aside().map_err(CheckpointError::file("rename", &path, WRITABLE))
+        }
+        sync(&self.path)
     }
 
     /// Removes the checkpoint of `step`.
@@ -310,6 +312,11 @@ impl Folder {
             .and_then(|()| remove(&removed))
             .map_err(CheckpointError::file("remove", path, WRITABLE))
     }
+}
+
+/// The name of a rank's newest checkpoint; -1 stands for none.
+fn name_of(step: i64) -> String {
+    if step < 0 { "none".to_owned() } else { format!("step-{step}") }
 }
 
 /// The step in a checkpoint's name. Another program's may be `step-0100`.

@@ -152,11 +152,8 @@ impl Checkpoints {
             return Ok(());
         }
         let path = self.folder.checkpoint(step);
-        let unfit = |what: String, reason: String| {
-            CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
-        };
         let optimizer =
-            optimizer.state().map_err(|error| unfit("the optimizer".into(), error.to_string()))?;
+            optimizer.state().map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
         let state = SavedState {
             format: FORMAT,
             world_size: self.group.world_size(),
@@ -166,20 +163,12 @@ impl Checkpoints {
             state,
         };
         let state = json::<SavedState<S>>(&state)
-            .map_err(|reason| unfit("the program's state".into(), reason))?;
+            .map_err(|reason| unfit("the program's state", &path, reason))?;
         let model: Vec<_> = vs.variables().into_iter().collect();
         let partial = self.folder.begin(step)?;
-        let write = || {
-            for (tensors, file) in [(&model, MODEL), (&optimizer.tensors, OPTIMIZER)] {
-                tensors::write(tensors, &partial.join(file))
-                    .map_err(|(what, reason)| unfit(what, reason))?;
-            }
-            let file = partial.join(STATE);
-            std::fs::write(&file, &state).map_err(CheckpointError::write(file))?;
-            sums::write(&partial).map_err(CheckpointError::write(&path))
-        };
-        let saved = write().and_then(|()| self.folder.commit(step));
-        saved.inspect_err(|_| self.folder.abandon())
+        write(&partial, &path, &model, &optimizer.tensors, &state)
+            .and_then(|()| self.folder.commit(step))
+            .inspect_err(|_| self.folder.abandon())
     }
 
     /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -207,26 +196,52 @@ impl Checkpoints {
         path: PathBuf,
         [state, model, optimizer]: [Vec<u8>; 3],
     ) -> Result<Checkpoint<S>> {
-        let other = |what: &'static str| {
-            let path = path.clone();
-            move |reason: String| CheckpointError::Other { path, what, reason }
-        };
-        let format = |value: &serde_json::Value| value.get("format").and_then(|f| f.as_u64());
-        let state: SavedState<S> = serde_json::from_slice::<serde_json::Value>(&state)
-            .map_err(|error| error.to_string())
-            .and_then(|value| match format(&value) {
-                Some(format) if format == u64::from(FORMAT) => Ok(value),
-                _ => Err(format!("it has not format {FORMAT} of Flow's checkpoints")),
-            })
-            .and_then(|_| serde_json::from_slice(&state).map_err(|error| error.to_string()))
-            .map_err(other("program"))?;
+        let state: SavedState<S> =
+            parse_state(&state).map_err(|reason| of_other("program", &path, reason))?;
         let SavedState { world_size, threads, optimizer: parameters, sampler, state, .. } = state;
-        let model = tensors::read(&model).map_err(other("program"))?.into_iter().collect();
-        let tensors = tensors::read(&optimizer).map_err(other("program"))?;
+        let model = tensors::read(&model).map_err(|reason| of_other("program", &path, reason))?;
+        let model = model.into_iter().collect();
+        let tensors =
+            tensors::read(&optimizer).map_err(|reason| of_other("program", &path, reason))?;
         let optimizer = StateDict { parameters, tensors };
         let group = self.group.clone();
         Ok(Checkpoint { state, path, world_size, threads, sampler, model, optimizer, group })
     }
+}
+
+fn unfit(what: &str, path: &Path, reason: String) -> CheckpointError {
+    CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
+}
+
+fn of_other(what: &'static str, path: &Path, reason: String) -> CheckpointError {
+    CheckpointError::Other { path: path.to_path_buf(), what, reason }
+}
+
+/// Writes the files of the checkpoint `path` into the folder `partial`.
+fn write(
+    partial: &Path,
+    path: &Path,
+    model: &[(String, Tensor)],
+    optimizer: &[(String, Tensor)],
+    state: &[u8],
+) -> Result<()> {
+    for (tensors, file) in [(model, MODEL), (optimizer, OPTIMIZER)] {
+        tensors::write(tensors, &partial.join(file))
+            .map_err(|(what, reason)| unfit(&what, path, reason))?;
+    }
+    let file = partial.join(STATE);
+    std::fs::write(&file, state).map_err(CheckpointError::write(file))?;
+    sums::write(partial).map_err(CheckpointError::write(path))
+}
+
+/// Reads `state.json`. The format comes first: the rest may be of another one.
+fn parse_state<S: DeserializeOwned>(text: &[u8]) -> Result<SavedState<S>, String> {
+    let value: serde_json::Value =
+        serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if value.get("format").and_then(serde_json::Value::as_u64) != Some(u64::from(FORMAT)) {
+        return Err(format!("it has not format {FORMAT} of Flow's checkpoints"));
+    }
+    serde_json::from_slice(text).map_err(|error| error.to_string())
 }
 
 impl<S> Checkpoint<S> {
@@ -243,15 +258,13 @@ impl<S> Checkpoint<S> {
         optimizer: &mut Optimizer,
         sampler: &mut DistributedSampler,
     ) -> Result<()> {
-        let failed = |cause| CheckpointError::Sampler { path: self.path.clone(), cause };
-        sampler.resume(&self.sampler).map_err(failed)?;
-        let other = |what: &'static str| {
-            move |reason: String| CheckpointError::Other { path: self.path.clone(), what, reason }
-        };
-        self.load_model(vs).map_err(other("model"))?;
+        sampler
+            .resume(&self.sampler)
+            .map_err(|cause| CheckpointError::Sampler { path: self.path.clone(), cause })?;
+        self.load_model(vs).map_err(|reason| of_other("model", &self.path, reason))?;
         optimizer
             .load_state(&self.optimizer)
-            .map_err(|error| other("optimizer")(error.to_string()))?;
+            .map_err(|error| of_other("optimizer", &self.path, error.to_string()))?;
 
         let here = (self.group.world_size(), tch::get_num_threads());
         if self.group.rank() == 0 && here != (self.world_size, self.threads) {

@@ -26,15 +26,10 @@ pub fn write(folder: &Path) -> io::Result<()> {
 
 /// The contents of files in `folder`, if they have their sums.
 pub fn read<const N: usize>(folder: &Path, names: [&str; N]) -> Result<[Vec<u8>; N]> {
-    let read = |name: &str| {
-        let file = folder.join(name);
-        let remedy = "see that the disk can be read, or move the checkpoint away";
-        fs::read(&file).map_err(CheckpointError::file("read", file, remedy))
-    };
-    let sums = String::from_utf8_lossy(&read(SUMS)?).into_owned();
+    let sums = String::from_utf8_lossy(&read_file(folder, SUMS)?).into_owned();
     let mut contents = [const { Vec::new() }; N];
     for (name, bytes) in names.iter().zip(&mut contents) {
-        *bytes = read(name)?;
+        *bytes = read_file(folder, name)?;
         let line = format!("{}  {name}", sum(&bytes[..]).unwrap_or_default());
         if !sums.lines().any(|known| known == line) {
             let reason = format!("it has not the sum that is in {SUMS}");
@@ -42,6 +37,12 @@ pub fn read<const N: usize>(folder: &Path, names: [&str; N]) -> Result<[Vec<u8>;
         }
     }
     Ok(contents)
+}
+
+fn read_file(folder: &Path, name: &str) -> Result<Vec<u8>> {
+    let file = folder.join(name);
+    let remedy = "see that the disk can be read, or move the checkpoint away";
+    fs::read(&file).map_err(CheckpointError::file("read", file, remedy))
 }
 
 /// The SHA-256 of a file's bytes, in hexadecimal digits.

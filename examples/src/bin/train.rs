@@ -29,7 +29,8 @@ impl Module for Model {
 fn main() -> anyhow::Result<()> {
     // OneFlow's digits come from an update without fused multiply-add; libtorch's fastest kernels
     // fuse.
-    std::env::set_var("ATEN_CPU_CAPABILITY", "default");
+    // SAFETY: the program has no other thread yet.
+    unsafe { std::env::set_var("ATEN_CPU_CAPABILITY", "default") };
 
     let args: Args = flow_examples::arguments::parse();
     let group = ProcessGroup::from_env()?;

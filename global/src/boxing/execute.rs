@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::sync::{Arc, OnceLock};
 
-use flow_comm::{Buffer, Peers, ReduceOp};
+use flow_comm::{Buffer, Peers, ReduceOp, digest};
 use tch::{Device, Kind, Tensor};
 
 use super::memory::{self, Part, resolved, runs, view};
@@ -22,7 +22,7 @@ use crate::placement::Placement;
 use crate::region::{Region, regions};
 use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp, Sbp, neutral, text};
-use crate::sequence::{Operation, digest_of};
+use crate::sequence::Operation;
 
 /// Partial values of at most so many bytes are read by all ranks: one step is faster than two.
 pub const SMALL: usize = 16 << 10;
@@ -99,7 +99,7 @@ impl Boxing {
             from,
             to,
             held: regions(from.placement, from.sbp, shape),
-            digest: digest_of(what),
+            digest: digest(&what),
             placement: (from.placement == to.placement).then(|| operation.placement()),
         };
         let position = from.placement.position(rank);
@@ -237,18 +237,22 @@ impl Boxing {
                 Reduced::All => return Ok(result.map(|result| result.tensor)),
             }
         }
-        let copy_own = |result: Option<&Part>| {
-            if let (Some(source), Some(result)) = (&source, result) {
-                self.own.iter().for_each(|region| source.copy(region, result));
-            }
-        };
         match &self.exchange {
             Some(exchange) => exchange
-                .run(groups, (kind, device), source.as_ref(), result.as_mut(), copy_own)
+                .run(groups, (kind, device), source.as_ref(), result.as_mut(), &self.own)
                 .map_err(|error| exchange.members.explained(error, groups))?,
-            None => copy_own(result.as_ref()),
+            None => copy_all(&self.own, source.as_ref(), result.as_ref()),
         }
         Ok(result.map(|result| result.tensor))
+    }
+}
+
+/// Copies regions that this rank has, and needs.
+fn copy_all(regions: &[Region], source: Option<&Part>, result: Option<&Part>) {
+    let Some(source) = source else { return };
+    let Some(result) = result else { return };
+    for region in regions {
+        source.copy(region, result);
     }
 }
 
@@ -263,23 +267,33 @@ fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
 /// before those of outer axes, also if they stay partial in the end; new ones are made after those of
 /// outer axes.
 fn between<'a>(from: Layout<'a>, to: Layout<'a>) -> Option<(&'a Placement, NdSbp)> {
-    let is_kept = |axis: usize| from.placement == to.placement && from.sbp[axis] == to.sbp[axis];
-    // The last axis that is partial by another reduction than the first one that changes.
-    let last = |layout: Layout<'a>, is_counted: fn(Sbp) -> bool| {
-        let is_partial =
-            |&axis: &usize| is_counted(layout.sbp[axis]) && layout.placement.shape()[axis] > 1;
-        let partial: Vec<usize> = (0..layout.sbp.len()).filter(is_partial).collect();
-        let first = *partial.iter().find(|&&axis| !is_kept(axis))?;
-        let differs = |axis: &usize| *axis > first && layout.sbp[*axis] != layout.sbp[first];
-        let has_other = partial.iter().any(differs);
-        let last = *partial.iter().rfind(|&axis| has_other && (*axis > first))?;
-        let mut between = layout.sbp.to_vec();
-        between[last] = B;
-        Some((layout.placement, between))
-    };
-    // New maxima, minima and means are copies.
-    let is_made = |sbp: Sbp| matches!(sbp, Sbp::Partial(op) if neutral(op).is_some());
-    last(from, Sbp::is_partial).or_else(|| last(to, is_made))
+    without_last(from, to, Sbp::is_partial).or_else(|| without_last(to, from, has_terms))
+}
+
+/// Whether new partial values are terms: maxima, minima and means are copies.
+fn has_terms(sbp: Sbp) -> bool {
+    matches!(sbp, Sbp::Partial(op) if neutral(op).is_some())
+}
+
+/// The layout with its last partial axis B, if that, or one before it, has another reduction than
+/// the first axis that changes. `is_counted` says which SBPs are partial.
+fn without_last<'a>(
+    layout: Layout<'a>,
+    other: Layout,
+    is_counted: fn(Sbp) -> bool,
+) -> Option<(&'a Placement, NdSbp)> {
+    let Layout { placement, sbp } = layout;
+    let partial: Vec<usize> = (0..sbp.len())
+        .filter(|&axis| is_counted(sbp[axis]) && placement.shape()[axis] > 1)
+        .collect();
+    let moves = placement != other.placement;
+    let first = *partial.iter().find(|&&axis| moves || sbp[axis] != other.sbp[axis])?;
+    if !partial.iter().any(|&axis| axis > first && sbp[axis] != sbp[first]) {
+        return None;
+    }
+    let mut between = sbp.to_vec();
+    between[*partial.last()?] = B;
+    Some((placement, between))
 }
 
 /// What a reduction gives.
@@ -304,28 +318,23 @@ impl Reduce {
         };
         let part = if is_small { Some(&self.held) } else { self.own.as_ref() };
         if groups.reads_peers && device == Device::Cpu {
-            let read = |peers: &Peers| {
-                let (Some(part), Some(target)) = (part, &target) else { return };
-                let mut memory = target.memory();
-                let size = kind.elt_size_in_bytes();
-                let to = memory.bytes_mut();
-                runs(part, &self.held, &target.region, |from, at, length| {
-                    peers.reduce(
-                        from..from + length,
-                        self.op,
-                        &mut to[at * size..(at + length) * size],
-                    );
-                });
-                let others = self.members.ranks.len() - 1;
-                groups.count(others * part.elements() * size);
-            };
             let counts = vec![self.held.elements(); self.members.ranks.len()];
-            if group.read_peers(&terms.memory(), &counts, self.members.agreed(groups), read)? {
+            let agreed = self.members.agreed(groups);
+            let is_read = group.read_peers(&terms.memory(), &counts, agreed, |peers| {
+                if let Some(part) = part
+                    && let Some(target) = &target
+                {
+                    self.reduce_from(peers, groups, part, target);
+                }
+            })?;
+            if is_read {
                 return Ok(if is_small { Reduced::All } else { Reduced::Part(target) });
             }
         }
         let group = &group.with_layout(self.members.agreed(groups));
-        if let (true, Some(result)) = (self.is_all_reduce, result) {
+        if self.is_all_reduce
+            && let Some(result) = result
+        {
             packed::all_reduce(group, self, terms, result)?;
             return Ok(Reduced::All);
         }
@@ -338,49 +347,72 @@ impl Reduce {
             (sum, _) => sum,
         }))
     }
+
+    /// Reduces a part of what the members have into `target`, by reading their memory.
+    fn reduce_from(&self, peers: &Peers, groups: &Groups, part: &Region, target: &Part) {
+        let mut memory = target.memory();
+        let size = target.element_size();
+        let to = memory.bytes_mut();
+        runs(part, &self.held, &target.region, |from, at, length| {
+            peers.reduce(from..from + length, self.op, &mut to[at * size..(at + length) * size]);
+        });
+        let others = self.members.ranks.len() - 1;
+        groups.count(others * part.elements() * size);
+    }
 }
 
 impl Exchange {
-    /// `copy_own` copies what this rank has itself: while other ranks read its memory, where they can.
+    /// Regions `own` are copied from `source`: while other ranks read its memory, where they can.
     fn run(
         &self,
         groups: &Groups,
         (kind, device): (Kind, Device),
         source: Option<&Part>,
         result: Option<&mut Part>,
-        copy_own: impl Fn(Option<&Part>),
+        own: &[Region],
     ) -> Result<()> {
-        let (group, rank, size) =
-            (self.members.group(groups)?, groups.rank(), kind.elt_size_in_bytes());
+        let group = self.members.group(groups)?;
+        let rank = groups.rank();
+        let size = kind.elt_size_in_bytes();
         let received = self.copies.iter().filter(|copy| copy.to == rank);
         groups.count(received.map(|copy| copy.region.elements()).sum::<usize>() * size);
         if groups.reads_peers && device == Device::Cpu {
             let units = if flow_autograd::dtype(kind).is_some() { 1 } else { size };
-            let count =
-                |shown: &Option<Region>| shown.as_ref().map_or(0, |shown| shown.elements() * units);
-            let counts: Vec<usize> = self.shown.iter().map(count).collect();
+            let counts: Vec<usize> = self.counts().map(|count| count * units).collect();
             let shows = counts[group.rank()] > 0;
             let nothing = Part::empty(&Region::all(&[0]), (kind, device));
-            let own = source.filter(|_| shows).unwrap_or(&nothing).memory();
-            let read = |peers: &Peers| {
-                copy_own(result.as_deref());
-                let Some(result) = &result else { return };
-                let mut own = result.memory();
-                let to = own.bytes_mut();
-                for copy in self.copies.iter().filter(|copy| copy.to == rank) {
-                    let member = self.members.ranks.iter().position(|&other| other == copy.from);
-                    let Some(member) = member else { continue };
-                    let Some(shown) = &self.shown[member] else { continue };
-                    let from = (peers.bytes(member), shown);
-                    memory::copy(&copy.region, from, (to, &result.region), size);
+            let shown = source.filter(|_| shows).unwrap_or(&nothing).memory();
+            let agreed = self.members.agreed(groups);
+            let is_read = group.read_peers(&shown, &counts, agreed, |peers| {
+                copy_all(own, source, result.as_deref());
+                if let Some(result) = &result {
+                    self.copy_from(peers, rank, result);
                 }
-            };
-            if group.read_peers(&own, &counts, self.members.agreed(groups), read)? {
+            })?;
+            if is_read {
                 return Ok(());
             }
         }
-        copy_own(result.as_deref());
+        copy_all(own, source, result.as_deref());
         let group = &group.with_layout(self.members.agreed(groups));
         packed::exchange(group, self, (rank, kind, device), source, result)
+    }
+
+    /// The number of elements that each member shows.
+    pub fn counts(&self) -> impl Iterator<Item = usize> {
+        self.shown.iter().map(|shown| shown.as_ref().map_or(0, Region::elements))
+    }
+
+    /// Copies what `rank` needs into its result, by reading the members' memory.
+    fn copy_from(&self, peers: &Peers, rank: usize, result: &Part) {
+        let mut memory = result.memory();
+        let to = memory.bytes_mut();
+        for copy in self.copies.iter().filter(|copy| copy.to == rank) {
+            let member = self.members.ranks.iter().position(|&other| other == copy.from);
+            let Some(member) = member else { continue };
+            let Some(shown) = &self.shown[member] else { continue };
+            let from = (peers.bytes(member), shown);
+            memory::copy(&copy.region, from, (to, &result.region), result.element_size());
+        }
     }
 }

@@ -106,26 +106,17 @@ pub fn runs(region: &Region, from: &Region, to: &Region, mut run: impl FnMut(usi
     }
     // Up to `cut`, dimensions are walked through; after it, both have them whole.
     let dims = region.0.len();
-    let is_whole = |&dim: &usize| {
-        let length = region.0[dim].len();
-        length == from.0[dim].len() && length == to.0[dim].len()
-    };
-    let cut = (0..dims).rev().find(|dim| !is_whole(dim)).unwrap_or(0);
-    let length: usize = region.0[cut.min(dims)..].iter().map(ExactSizeIterator::len).product();
-    let place = |whole: &Region| {
-        let steps = (0..dims).rev().scan(1, |step, dim| {
-            let own = *step;
-            *step *= whole.0[dim].len();
-            Some(own)
-        });
-        let mut steps: Vec<usize> = steps.collect();
-        steps.reverse();
-        let starts = region.0.iter().zip(&whole.0).zip(&steps);
-        let start: usize =
-            starts.map(|((range, all), step)| (range.start - all.start) * step).sum();
-        (start, steps)
-    };
-    let ((mut one, from_steps), (mut other, to_steps)) = (place(from), place(to));
+    let cut = (0..dims)
+        .rfind(|&dim| {
+            let length = region.0[dim].len();
+            length != from.0[dim].len() || length != to.0[dim].len()
+        })
+        .unwrap_or(0);
+    let length: usize = region.0[cut..].iter().map(ExactSizeIterator::len).product();
+    let from_steps = steps(from);
+    let to_steps = steps(to);
+    let mut one = offset(region, from, &from_steps);
+    let mut other = offset(region, to, &to_steps);
     let mut at = vec![0; cut];
     loop {
         run(one, other, length);
@@ -146,6 +137,23 @@ pub fn runs(region: &Region, from: &Region, to: &Region, mut run: impl FnMut(usi
             at[dim] = 0;
         }
     }
+}
+
+/// How many elements lie between neighbours along each dimension of a contiguous tensor that has
+/// this region.
+fn steps(region: &Region) -> Vec<usize> {
+    let dims = region.0.len();
+    let mut steps = vec![1; dims];
+    for dim in (1..dims).rev() {
+        steps[dim - 1] = steps[dim] * region.0[dim].len();
+    }
+    steps
+}
+
+/// Where a region begins in a contiguous tensor that has region `whole`.
+fn offset(region: &Region, whole: &Region, steps: &[usize]) -> usize {
+    let starts = region.0.iter().zip(&whole.0).zip(steps);
+    starts.map(|((range, whole), step)| (range.start - whole.start) * step).sum()
 }
 
 #[cfg(test)]

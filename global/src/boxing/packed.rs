@@ -49,9 +49,10 @@ pub fn exchange(
     mut result: Option<&mut Part>,
 ) -> Result<()> {
     let nothing = Tensor::empty([0], (kind, device));
-    if let (true, Some(result)) = (exchange.is_all_gather, &mut result) {
-        let rows = |shown: &Option<Region>| shown.as_ref().map_or(0, Region::elements);
-        let counts: Vec<usize> = exchange.shown.iter().map(rows).collect();
+    if exchange.is_all_gather
+        && let Some(result) = &mut result
+    {
+        let counts: Vec<usize> = exchange.counts().collect();
         let shows = counts[group.rank()] > 0;
         let own = source.filter(|_| shows).map_or(nothing, |source| source.tensor.view([-1]));
         let all = group.all_gather_v_tensor(&own, &counts)?;
@@ -59,21 +60,17 @@ pub fn exchange(
         return Ok(());
     }
     let ranks = &exchange.members.ranks;
-    let between = |from: usize, to: usize| {
-        exchange.copies.iter().filter(move |copy| copy.from == from && copy.to == to)
-    };
-    let elements = |copies: &mut dyn Iterator<Item = &Copy>| -> usize {
-        copies.map(|copy| copy.region.elements()).sum()
-    };
-    let sent = ranks.iter().flat_map(|&to| between(rank, to));
-    let sent = side_by_side(sent.filter_map(|copy| Some(source?.view(&copy.region))).collect());
-    let sent = if sent.defined() { sent } else { nothing };
-    let sends: Vec<usize> = ranks.iter().map(|&to| elements(&mut between(rank, to))).collect();
-    let receives: Vec<usize> =
-        ranks.iter().map(|&from| elements(&mut between(from, rank))).collect();
+    let copies = &exchange.copies;
+    let mut parts = Vec::new();
+    for copy in ranks.iter().flat_map(|&to| between(copies, rank, to)) {
+        parts.extend(source.map(|source| source.view(&copy.region)));
+    }
+    let sent = if parts.is_empty() { nothing } else { side_by_side(parts) };
+    let sends: Vec<usize> = ranks.iter().map(|&to| elements(copies, rank, to)).collect();
+    let receives: Vec<usize> = ranks.iter().map(|&from| elements(copies, from, rank)).collect();
     let received = group.all_to_all_v_tensor(&sent, &sends, &receives)?;
     let mut start = 0;
-    for copy in ranks.iter().flat_map(|&from| between(from, rank)) {
+    for copy in ranks.iter().flat_map(|&from| between(copies, from, rank)) {
         let Some(result) = &result else { break };
         let length = copy.region.elements() as i64;
         let part = received.narrow(0, start, length).view(&sizes(&copy.region)[..]);
@@ -81,6 +78,16 @@ pub fn exchange(
         start += length;
     }
     Ok(())
+}
+
+/// The copies from one rank to another.
+fn between(copies: &[Copy], from: usize, to: usize) -> impl Iterator<Item = &Copy> {
+    copies.iter().filter(move |copy| copy.from == from && copy.to == to)
+}
+
+/// How many elements one rank sends to another.
+fn elements(copies: &[Copy], from: usize, to: usize) -> usize {
+    between(copies, from, to).map(|copy| copy.region.elements()).sum()
 }
 
 /// All elements one after the other; undefined without any tensor.

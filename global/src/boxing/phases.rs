@@ -179,7 +179,7 @@ impl Members {
 
     /// The digest that all must agree on: of this boxing and the operations before it.
     pub fn agreed(&self, groups: &Groups) -> u64 {
-        let before = self.placement.map_or(0, |placement| sequence::digest(groups, placement));
+        let before = self.placement.map_or(0, |placement| sequence::digest_of(groups, placement));
         self.digest ^ before
     }
 

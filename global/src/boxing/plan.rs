@@ -101,34 +101,39 @@ impl Plan {
         let mut own = self.copies.iter().filter(|copy| copy.from == rank || copy.to == rank);
         let first = own.next()?;
         let others = own.next();
-        let is_slice = self.reduction.is_none() && others.is_none() && first.from == first.to;
-        let is_all = || self.results.contains(&first.region);
-        (is_slice && is_all()).then_some(&first.region)
+        let is_slice = self.reduction.is_none()
+            && others.is_none()
+            && first.from == first.to
+            && self.results.contains(&first.region);
+        is_slice.then_some(&first.region)
     }
 
     /// How many elements all ranks together receive from others.
     pub fn received(&self) -> usize {
-        let reduced = self.reduction.iter().flat_map(|reduction| {
-            let parts = |group: &Vec<usize>| -> usize {
-                let parts = group.iter().filter_map(|&position| reduction.parts[position].as_ref());
-                parts.map(Region::elements).sum()
-            };
-            reduction.groups.iter().map(move |group| (group.len() - 1) * parts(group))
-        });
+        let reduced = self.reduction.as_ref().map_or(0, Reduction::received);
         let copied = self.copies.iter().filter(|copy| copy.from != copy.to);
-        reduced.sum::<usize>() + copied.map(|copy| copy.region.elements()).sum::<usize>()
+        reduced + copied.map(|copy| copy.region.elements()).sum::<usize>()
+    }
+}
+
+impl Reduction {
+    /// How many elements all ranks together receive from others: each rank of a group those of its
+    /// part, from each other.
+    fn received(&self) -> usize {
+        let mut received = 0;
+        for group in &self.groups {
+            let parts = group.iter().filter_map(|&position| self.parts[position].as_ref());
+            received += (group.len() - 1) * parts.map(Region::elements).sum::<usize>();
+        }
+        received
     }
 }
 
 /// The SBPs as plans know them. On an axis of one rank all are B. New partial values that may be
 /// copies, as for a maximum, are B, too.
 fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
-    let plain = |layout: Layout| -> NdSbp {
-        let axes = layout.sbp.iter().zip(layout.placement.shape());
-        axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
-    };
-    let old = plain(from);
-    let mut new = plain(to);
+    let old = without_single(from);
+    let mut new = without_single(to);
     let is_same = from.placement == to.placement;
     for (axis, sbp) in new.iter_mut().enumerate() {
         let is_new = !is_same || old[axis] != *sbp;
@@ -137,6 +142,12 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
         }
     }
     (old, new)
+}
+
+/// The SBP of a layout, but B on axes of one rank.
+fn without_single(layout: Layout) -> NdSbp {
+    let axes = layout.sbp.iter().zip(layout.placement.shape());
+    axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
 }
 
 /// The axes that have to do with partial values.
@@ -152,14 +163,17 @@ struct Axes {
 impl Axes {
     fn new(from: Layout, to: Layout) -> Self {
         let is_same = from.placement == to.placement;
-        let stays = |axis: &usize| is_same && from.sbp[*axis] == to.sbp[*axis];
-        let partial = |sbp: &[Sbp]| -> Vec<usize> {
-            (0..sbp.len()).filter(|&axis| sbp[axis].is_partial()).collect()
-        };
-        let (kept_terms, reduced) = partial(from.sbp).into_iter().partition(stays);
-        let new_terms = partial(to.sbp).into_iter().filter(|axis| !stays(axis)).collect();
+        let (kept_terms, reduced) =
+            partial(from.sbp).partition(|&axis| is_same && from.sbp[axis] == to.sbp[axis]);
+        let new_terms =
+            partial(to.sbp).filter(|&axis| !is_same || from.sbp[axis] != to.sbp[axis]).collect();
         Self { kept_terms, reduced, new_terms }
     }
+}
+
+/// The partial axes.
+fn partial(sbp: &[Sbp]) -> impl Iterator<Item = usize> {
+    (0..sbp.len()).filter(|&axis| sbp[axis].is_partial())
 }
 
 /// The positions that differ in these axes' coordinates only, in the order of those.
@@ -185,11 +199,11 @@ fn parts(
     let mut parts = vec![None; held.len()];
     for group in groups {
         let all = &held[group[0]];
-        let need = |&position: &usize| {
-            let target = to.placement.position(from.placement.ranks()[position])?;
-            all.intersection(&results[target])
-        };
-        let needs: Vec<_> = group.iter().map(need).collect();
+        let mut needs = Vec::new();
+        for &position in group {
+            let target = to.placement.position(from.placement.ranks()[position]);
+            needs.push(target.and_then(|target| all.intersection(&results[target])));
+        }
         let is_divided = divides(&needs, all);
         for (index, (&position, need)) in group.iter().zip(needs).enumerate() {
             parts[position] = match cut_dim(all, group.len()) {
@@ -234,30 +248,38 @@ fn needed(
     if new_terms.is_empty() {
         return needed;
     }
-    let own = |&position: &usize| {
-        let source = from.placement.position(to.placement.ranks()[position])?;
-        sources[source].as_ref()?.intersection(&results[position])
-    };
-    let is_alike = |axis: &usize| to.sbp[*axis] == Sbp::Broadcast || new_terms.contains(axis);
-    let alike: Vec<usize> = (0..to.sbp.len()).filter(is_alike).collect();
-    for alike in groups(to.placement, &alike) {
-        let has = |position: &usize| alike.contains(position);
-        let groups: Vec<_> = groups(to.placement, new_terms)
-            .into_iter()
-            .filter(|group| group.iter().all(has))
-            .map(|group| (group.iter().map(own).collect::<Vec<_>>(), group))
-            .collect();
+    let axes: Vec<usize> = (0..to.sbp.len())
+        .filter(|axis| to.sbp[*axis] == Sbp::Broadcast || new_terms.contains(axis))
+        .collect();
+    for alike in groups(to.placement, &axes) {
         let whole = &results[alike[0]];
-        let is_divided = |(parts, _): &(Vec<_>, _)| *parts == groups[0].0 && divides(parts, whole);
-        let is_divided = groups.iter().all(is_divided);
-        for (index, position, own) in groups.into_iter().flat_map(|(own, group)| {
-            group.into_iter().zip(own).enumerate().map(|(index, (at, own))| (index, at, own))
-        }) {
-            let all = (index == 0).then(|| whole.clone());
-            needed[position] = if is_divided { own } else { all };
+        let mut groups = groups(to.placement, new_terms);
+        groups.retain(|group| group.iter().all(|position| alike.contains(position)));
+        let parts: Vec<Vec<Option<Region>>> = groups
+            .iter()
+            .map(|group| group.iter().map(|&at| kept(from, to, sources, results, at)).collect())
+            .collect();
+        let is_divided = parts.iter().all(|of| *of == parts[0]) && divides(&parts[0], whole);
+        for (group, parts) in groups.into_iter().zip(parts) {
+            for (index, (position, part)) in group.into_iter().zip(parts).enumerate() {
+                let all = (index == 0).then(|| whole.clone());
+                needed[position] = if is_divided { part } else { all };
+            }
         }
     }
     needed
+}
+
+/// What the rank at a position of the new placement has before of what it gets.
+fn kept(
+    from: Layout,
+    to: Layout,
+    sources: &[Option<Region>],
+    results: &[Region],
+    position: usize,
+) -> Option<Region> {
+    let source = from.placement.position(to.placement.ranks()[position])?;
+    sources[source].as_ref()?.intersection(&results[position])
 }
 
 /// Copies to each position of the new placement what it needs: from its own rank if that has it,
@@ -289,19 +311,23 @@ fn copies(
         for ((terms, _), (held, holders)) in &tiles {
             let is_own_term = kept_terms.iter().zip(terms).all(|(&axis, &at)| own[axis] == at);
             let Some(region) = needed.intersection(held).filter(|_| is_own_term) else { continue };
-            let holds = |&&holder: &&usize| from.placement.ranks()[holder] == rank;
-            let distance = |holder: usize| {
-                coordinates[holder].iter().zip(&own).filter(|(one, other)| one != other).count()
-            };
-            let holder = match holders.iter().find(holds) {
+            let itself = holders.iter().find(|&&holder| from.placement.ranks()[holder] == rank);
+            let holder = match itself {
                 Some(&holder) => holder,
-                None if is_same => {
-                    holders.iter().copied().min_by_key(|&at| (distance(at), at)).unwrap_or_default()
-                }
+                None if is_same => holders
+                    .iter()
+                    .copied()
+                    .min_by_key(|&holder| (distance(&coordinates[holder], &own), holder))
+                    .unwrap_or_default(),
                 None => holders[target % holders.len()],
             };
             copies.push(Copy { from: from.placement.ranks()[holder], to: rank, region });
         }
     }
     copies
+}
+
+/// In how many axes two coordinates differ.
+fn distance(one: &[usize], other: &[usize]) -> usize {
+    one.iter().zip(other).filter(|(one, other)| one != other).count()
 }

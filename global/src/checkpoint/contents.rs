@@ -1,7 +1,7 @@
 //! `index.json`: what a checkpoint has, and in which files.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 
 use flow_ddp::checkpoint::{CheckpointError, Result};
@@ -41,16 +41,15 @@ impl Contents {
         let file = path.join(INDEX);
         let remedy = "give the folder of one checkpoint, as checkpoints/step-100";
         let text = fs::read(&file).map_err(CheckpointError::file("read", &file, remedy))?;
-        let damaged = |reason| CheckpointError::damaged(&file, reason);
-        let value: serde_json::Value =
-            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+        let value: serde_json::Value = serde_json::from_slice(&text)
+            .map_err(|error| CheckpointError::damaged(&file, error.to_string()))?;
         if value["format"] != FORMAT {
             let reason = format!("it has not format {FORMAT} of Flow's sharded checkpoints");
             return Err(CheckpointError::Other { path: path.into(), what: "program", reason });
         }
-        let contents: Self =
-            serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
-        contents.index.check().map_err(damaged)?;
+        let contents: Self = serde_json::from_slice(&text)
+            .map_err(|error| CheckpointError::damaged(&file, error.to_string()))?;
+        contents.index.check().map_err(|reason| CheckpointError::damaged(&file, reason))?;
         Ok(contents)
     }
 
@@ -59,17 +58,12 @@ impl Contents {
         let path = folder.join(INDEX);
         let text = serde_json::to_vec_pretty(self)
             .map_err(|error| CheckpointError::unfit("save", "the index", error))?;
-        let write = || {
-            let mut file = File::create(&path)?;
-            file.write_all(&text)?;
-            file.sync_all()
-        };
-        write().map_err(CheckpointError::write(&path))
+        write_to_disk(&path, &text).map_err(CheckpointError::write(&path))
     }
 
     /// Checks that each rank's file is there and as long as it was.
     pub fn check_files(&self, path: &Path) -> Result<()> {
-        let written = self.files.iter().enumerate().filter(|(_, &bytes)| bytes > 0);
+        let written = self.files.iter().enumerate().filter(|&(_, &bytes)| bytes > 0);
         for (rank, &bytes) in written {
             let file = path.join(file_name(rank));
             let remedy = "bring it back, or use another checkpoint";
@@ -82,4 +76,11 @@ impl Contents {
         }
         Ok(())
     }
+}
+
+/// Writes a file, and flushes it to the disk.
+fn write_to_disk(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
 }

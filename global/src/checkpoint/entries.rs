@@ -41,16 +41,15 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
         Some(spec) => (spec.placement().clone(), spec.sbp().to_vec(), local_of(tensor)),
         None => (Placement::all(group)?, vec![B], Some(tensor.shallow_clone())),
     };
-    let unfit = |reason| CheckpointError::unfit("save or load", name, reason);
     if placement.runtime()?.world() != group {
         let reason = format!(
             "its placement {placement} is of another process group; open ShardedCheckpoints with that one"
         );
-        return Err(unfit(reason));
+        return Err(CheckpointError::unfit("save or load", name, reason));
     }
     if sbp.iter().any(|sbp| sbp.is_partial()) {
         let reason = format!("it is {sbp:?}, partial; make it S or B by to_global");
-        return Err(unfit(reason));
+        return Err(CheckpointError::unfit("save or load", name, reason));
     }
     Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
 }
@@ -62,13 +61,14 @@ pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>
     let mut parameters: Vec<_> = variables.trainable_variables.iter().collect();
     // As an optimizer counts them.
     parameters.sort_by_key(|parameter| parameter.group);
-    let blank = |name: &str| {
+    let mut state = Vec::new();
+    for (name, saved) in &index.tensors {
+        let Some(name) = name.strip_prefix(OPTIMIZER) else { continue };
         let number = name.split('.').next().and_then(|number| number.parse::<usize>().ok());
         let Some(parameter) = number.and_then(|number| parameters.get(number)) else {
             let count = parameters.len();
             return Err(format!("it has {name}, and this model has {count} parameters"));
         };
-        let saved = &index.tensors[&format!("{OPTIMIZER}{name}")];
         // Numbers of steps are plain.
         let tensor = if saved.shape.is_empty() && saved.dtype == "I64" {
             Tensor::zeros([0i64; 0], (Kind::Int64, Device::Cpu))
@@ -80,10 +80,9 @@ pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>
             let found = format!("{} {:?}", saved.dtype, saved.shape);
             return Err(format!("its {name} is {found}, not {wanted} {:?}", shape(&tensor)));
         }
-        Ok((name.to_owned(), tensor))
-    };
-    let names = index.tensors.keys().filter_map(|name| name.strip_prefix(OPTIMIZER));
-    names.map(blank).collect()
+        state.push((name.to_owned(), tensor));
+    }
+    Ok(state)
 }
 
 /// Zeros with the SBP of the tensor.

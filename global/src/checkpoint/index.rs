@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::safetensors;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::region::{Region, regions};
-use crate::sbp::{B, Sbp};
+use crate::region::{Region, is_first, regions};
+use crate::sbp::Sbp;
 
 /// All tensors of a checkpoint, by name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -51,21 +51,35 @@ impl Index {
                 let shape = &saved.shape;
                 return Err(format!("{name} cannot be of type {dtype} and shape {shape:?}"));
             }
-            let is_inside = |shard: &Shard| {
-                let bounds = shard.start.iter().zip(&shard.shape).zip(&saved.shape);
-                shard.start.len() == saved.shape.len()
-                    && shard.shape.len() == saved.shape.len()
-                    && bounds.clone().all(|((&start, &size), &all)| {
-                        start.checked_add(size).is_some_and(|end| end <= all)
-                    })
-            };
-            let elements = |shape: &[usize]| shape.iter().product::<usize>();
-            let held = || saved.shards.iter().map(|shard| elements(&shard.shape)).sum::<usize>();
-            if !saved.shards.iter().all(is_inside) || held() != elements(&saved.shape) {
+            let elements: usize = saved.shape.iter().product();
+            if !saved.shards.iter().all(|shard| shard.is_inside(&saved.shape))
+                || saved.shards.iter().map(Shard::elements).sum::<usize>() != elements
+            {
                 return Err(format!("the shards of {name} are not all of it"));
             }
         }
         Ok(())
+    }
+}
+
+impl Shard {
+    /// Whether it lies in a tensor of this shape.
+    fn is_inside(&self, shape: &[usize]) -> bool {
+        let mut bounds = self.start.iter().zip(&self.shape).zip(shape);
+        self.start.len() == shape.len()
+            && self.shape.len() == shape.len()
+            && bounds.all(|((&start, &size), &all)| {
+                start.checked_add(size).is_some_and(|end| end <= all)
+            })
+    }
+
+    fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn region(&self) -> Region {
+        let bounds = self.start.iter().zip(&self.shape);
+        Region(bounds.map(|(&start, &size)| start..start + size).collect())
     }
 }
 
@@ -84,18 +98,16 @@ impl Saved {
     /// A tensor of this layout: of ranks that have the same, the first saves it. Partial values
     /// are to be reduced before.
     pub fn new(dtype: &str, shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Self {
-        let is_first = |position: &usize| {
-            let coordinates = placement.coordinates(*position);
-            sbp.iter().zip(coordinates).all(|(&sbp, at)| sbp != B || at == 0)
-        };
-        let regions = regions(placement, sbp, shape);
-        let shard = |position: usize| Shard {
-            rank: placement.ranks()[position],
-            start: regions[position].0.iter().map(|range| range.start).collect(),
-            shape: regions[position].shape(),
-        };
-        let shards = (0..regions.len()).filter(is_first).map(shard);
-        let shards = shards.filter(|shard| !shard.shape.contains(&0)).collect();
+        let mut shards = Vec::new();
+        for (position, region) in regions(placement, sbp, shape).into_iter().enumerate() {
+            if region.elements() > 0 && is_first(placement, sbp, position) {
+                shards.push(Shard {
+                    rank: placement.ranks()[position],
+                    start: region.0.iter().map(|range| range.start).collect(),
+                    shape: region.shape(),
+                });
+            }
+        }
         Self { dtype: dtype.into(), shape: shape.to_vec(), shards }
     }
 
@@ -104,13 +116,13 @@ impl Saved {
     /// # Errors
     /// The shards do not have all of it: files of ranks are missing, or the index is damaged.
     pub fn reads(&self, name: &str, region: &Region) -> Result<Vec<Read>> {
-        let read = |shard: &Shard| {
-            let bounds = shard.start.iter().zip(&shard.shape);
-            let held = Region(bounds.map(|(&start, &size)| start..start + size).collect());
-            let region = held.intersection(region)?;
-            Some(Read { rank: shard.rank, shard: held, region })
-        };
-        let reads: Vec<Read> = self.shards.iter().filter_map(read).collect();
+        let mut reads = Vec::new();
+        for shard in &self.shards {
+            let held = shard.region();
+            if let Some(region) = held.intersection(region) {
+                reads.push(Read { rank: shard.rank, shard: held, region });
+            }
+        }
         let found: usize = reads.iter().map(|read| read.region.elements()).sum();
         if found == region.elements() {
             Ok(reads)
@@ -123,7 +135,7 @@ impl Saved {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sbp::S;
+    use crate::sbp::{B, S};
 
     fn layouts() -> Vec<(Placement, Vec<Sbp>)> {
         let line = Placement::of([2, 0, 1]).unwrap();

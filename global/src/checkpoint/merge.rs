@@ -29,8 +29,7 @@ pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> 
 }
 
 fn write(contents: &Contents, checkpoint: &Path, partial: &Path, out: &Path) -> Result<()> {
-    let failed = |error| CheckpointError::write(out)(error);
-    let mut file = File::create(partial).map_err(failed)?;
+    let mut file = File::create(partial).map_err(CheckpointError::write(out))?;
     let tensors = contents.index.tensors.iter();
     let named = tensors.filter_map(|(name, saved)| {
         Some((name.strip_prefix(MODEL)?.to_owned(), &saved.dtype[..], &saved.shape[..]))
@@ -39,7 +38,8 @@ fn write(contents: &Contents, checkpoint: &Path, partial: &Path, out: &Path) -> 
     let mut header = header.map_err(|reason| CheckpointError::damaged(checkpoint, reason))?;
     // Some of PyTorch's users ask for it.
     header.metadata.insert("format".into(), "pt".into());
-    file.write_all(&header.to_bytes().map_err(failed)?).map_err(failed)?;
+    let head = header.to_bytes().map_err(CheckpointError::write(out))?;
+    file.write_all(&head).map_err(CheckpointError::write(out))?;
     let mut reader = Reader::new(checkpoint, &contents.index);
     let mut bytes = Vec::new();
     for (name, info) in header.in_order() {
@@ -47,7 +47,7 @@ fn write(contents: &Contents, checkpoint: &Path, partial: &Path, out: &Path) -> 
         for block in blocks(&Region::all(&info.shape), BLOCK / element.max(1)) {
             bytes.resize(block.elements() * element, 0);
             reader.read(&format!("{MODEL}{name}"), &block, &mut bytes)?;
-            file.write_all(&bytes).map_err(failed)?;
+            file.write_all(&bytes).map_err(CheckpointError::write(out))?;
         }
     }
     Ok(())
@@ -59,12 +59,13 @@ fn blocks(region: &Region, limit: usize) -> Vec<Region> {
     let Some(dim) = dim.filter(|_| region.elements() > limit) else { return vec![region.clone()] };
     let range = region.0[dim].clone();
     let rows = (limit / (region.elements() / range.len())).max(1);
-    let block = |start: usize| {
+    let mut all = Vec::new();
+    for start in range.clone().step_by(rows) {
         let mut block = region.clone();
         block.0[dim] = start..range.end.min(start + rows);
-        blocks(&block, limit)
-    };
-    range.clone().step_by(rows).flat_map(block).collect()
+        all.extend(blocks(&block, limit));
+    }
+    all
 }
 
 #[cfg(test)]

@@ -29,6 +29,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use flow_autograd::OptimizerState;
+use flow_comm::digest;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
 use flow_ddp::checkpoint::{Folder, Result, json};
 use flow_tensor::ProcessGroup;
@@ -46,7 +47,6 @@ use shards::{Entry, file_name};
 
 use crate::create::rng_state;
 use crate::placement::Placement;
-use crate::sequence::digest_of;
 
 /// The checkpoints of one training, in a folder that all machines share.
 ///
@@ -120,31 +120,41 @@ impl ShardedCheckpoints {
         optimizer: Option<&Optimizer>,
         state: &S,
     ) -> Result<()> {
-        let prepare = || {
-            let mut tensors = variables(vs);
-            let dict = optimizer.map(OptimizerState::state).transpose();
-            let dict =
-                dict.map_err(|error| CheckpointError::unfit("save", "the optimizer", error))?;
-            let parameters = dict.map(|dict| {
-                tensors.extend(named(dict.tensors));
-                dict.parameters
-            });
-            let state = json::<S>(state)
-                .and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()))
-                .map_err(|reason| CheckpointError::unfit("save", "the program's state", reason))?;
-            let contents = Contents {
-                format: FORMAT,
-                step,
-                files: Vec::new(),
-                optimizer: parameters,
-                generator: rng_state(&Placement::all(&self.group)?)?,
-                state,
-                index: Index::default(),
-            };
-            Ok((contents, entries(&tensors, &self.group)?))
-        };
-        let (contents, entries) = agree(&self.group, prepare())?;
+        let prepared = self.prepare(step, vs, optimizer, state);
+        let (contents, entries) = agree(&self.group, prepared)?;
         self.save_entries(contents, &entries)
+    }
+
+    /// Finds what is to be saved: contents without index and files, and the tensors.
+    fn prepare<S: Serialize + DeserializeOwned>(
+        &self,
+        step: usize,
+        vs: &VarStore,
+        optimizer: Option<&Optimizer>,
+        state: &S,
+    ) -> Result<(Contents, Vec<Entry>)> {
+        let mut tensors = variables(vs);
+        let dict = optimizer
+            .map(OptimizerState::state)
+            .transpose()
+            .map_err(|error| CheckpointError::unfit("save", "the optimizer", error))?;
+        let parameters = dict.map(|dict| {
+            tensors.extend(named(dict.tensors));
+            dict.parameters
+        });
+        let state = json::<S>(state)
+            .and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()))
+            .map_err(|reason| CheckpointError::unfit("save", "the program's state", reason))?;
+        let contents = Contents {
+            format: FORMAT,
+            step,
+            files: Vec::new(),
+            optimizer: parameters,
+            generator: rng_state(&Placement::all(&self.group)?)?,
+            state,
+            index: Index::default(),
+        };
+        Ok((contents, entries(&tensors, &self.group)?))
     }
 
     /// Writes what the ranks have of the entries. `contents` is without index and files.
@@ -176,8 +186,8 @@ impl ShardedCheckpoints {
 
     /// Gives `contents` the index of the entries, and returns the folder to write into.
     fn begin(&mut self, contents: &mut Contents, entries: &[Entry]) -> Result<PathBuf> {
-        let saved = |entry: &Entry| Result::Ok((entry.name.clone(), entry.saved()?));
-        let tensors = agree(&self.group, entries.iter().map(saved).collect())?;
+        let tensors = entries.iter().map(|entry| Ok((entry.name.clone(), entry.saved()?)));
+        let tensors = agree(&self.group, tensors.collect())?;
         contents.index = Index { tensors };
         check_same(&self.group, &contents.index)?;
         agree(&self.group, self.folder.begin(contents.step))
@@ -212,7 +222,7 @@ impl ShardedCheckpoints {
 /// make a checkpoint that no rank, or only some, could read.
 fn check_same(group: &ProcessGroup, own: &Index) -> Result<()> {
     let mut digests = vec![0i64; group.world_size()];
-    group.all_gather(&[digest_of(&own.tensors) as i64], &mut digests)?;
+    group.all_gather(&[digest(&own.tensors) as i64], &mut digests)?;
     if digests.iter().all(|&digest| digest == digests[0]) {
         return Ok(());
     }
@@ -233,7 +243,7 @@ fn check_same(group: &ProcessGroup, own: &Index) -> Result<()> {
 
 /// Rank 0 checks that it sees what the ranks have written.
 fn check_shared(folder: &Path, files: &[u64]) -> Result<()> {
-    for (rank, &bytes) in files.iter().enumerate().filter(|(_, &bytes)| bytes > 0) {
+    for (rank, &bytes) in files.iter().enumerate().filter(|&(_, &bytes)| bytes > 0) {
         let path = folder.join(file_name(rank));
         let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
         if length != bytes {

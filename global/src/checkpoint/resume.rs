@@ -36,66 +36,63 @@ impl<S> ShardedCheckpoint<S> {
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of
     /// them is of use then.
     pub fn resume(&self, vs: &VarStore, optimizer: Option<&mut Optimizer>) -> Result<()> {
-        let prepare = || {
-            let entries = entries(&variables(vs), &self.group)?;
-            self.check_model(&entries)?;
-            set_rng_state(&Placement::all(&self.group)?, self.contents.generator)?;
-            Ok(entries)
-        };
-        let mut model = agree(&self.group, prepare())?;
+        let mut model = agree(&self.group, self.prepare_model(vs))?;
         self.load_entries(&mut model)?;
         let Some(optimizer) = optimizer else { return Ok(()) };
-        let other = |reason| {
-            let path = self.path.clone();
-            CheckpointError::Other { path, what: "optimizer", reason }
-        };
-        let prepare = || {
-            let Some(parameters) = self.contents.optimizer.clone() else {
-                return Err(other("it was saved without one".into()));
-            };
-            let dict = StateDict {
-                parameters,
-                tensors: blank_state(&self.contents.index, vs).map_err(other)?,
-            };
-            let handles =
-                dict.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
-            Ok((entries(&named(handles), &self.group)?, dict))
-        };
-        let (mut state, dict) = agree(&self.group, prepare())?;
+        let (mut state, dict) = agree(&self.group, self.prepare_optimizer(vs))?;
         self.load_entries(&mut state)?;
         let loaded = optimizer.load_state(&dict);
-        agree(&self.group, loaded.map_err(|error| other(error.to_string())))
+        agree(&self.group, loaded.map_err(|error| self.other("optimizer", error.to_string())))
+    }
+
+    /// Gives the random numbers their state, and returns the tensors of the model, to be read.
+    fn prepare_model(&self, vs: &VarStore) -> Result<Vec<Entry>> {
+        let entries = entries(&variables(vs), &self.group)?;
+        self.check_model(&entries)?;
+        set_rng_state(&Placement::all(&self.group)?, self.contents.generator)?;
+        Ok(entries)
+    }
+
+    /// Returns the tensors of the optimizer's state, to be read, and the state that has them.
+    fn prepare_optimizer(&self, vs: &VarStore) -> Result<(Vec<Entry>, StateDict)> {
+        let Some(parameters) = self.contents.optimizer.clone() else {
+            return Err(self.other("optimizer", "it was saved without one".into()));
+        };
+        let tensors = blank_state(&self.contents.index, vs)
+            .map_err(|reason| self.other("optimizer", reason))?;
+        let handles = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let entries = entries(&named(handles), &self.group)?;
+        Ok((entries, StateDict { parameters, tensors }))
+    }
+
+    fn other(&self, what: &'static str, reason: String) -> CheckpointError {
+        CheckpointError::Other { path: self.path.clone(), what, reason }
     }
 
     /// Checks that it has these tensors, and no others, of the model.
     fn check_model(&self, entries: &[Entry]) -> Result<()> {
-        let other = |reason| {
-            let path = self.path.clone();
-            CheckpointError::Other { path, what: "model", reason }
-        };
         let tensors = &self.contents.index.tensors;
         for entry in entries {
             let name = &entry.name[MODEL.len()..];
             let Some(found) = tensors.get(&entry.name) else {
-                return Err(other(format!("it has no {name}")));
+                return Err(self.other("model", format!("it has no {name}")));
             };
             let wanted = entry.saved()?;
             if (&found.dtype, &found.shape) != (&wanted.dtype, &wanted.shape) {
                 let found = format!("{} {:?}", found.dtype, found.shape);
                 let wanted = format!("{} {:?}", wanted.dtype, wanted.shape);
-                return Err(other(format!("its {name} is {found}, not {wanted}")));
+                let reason = format!("its {name} is {found}, not {wanted}");
+                return Err(self.other("model", reason));
             }
         }
-        let is_new = |name: &&String| {
-            name.starts_with(MODEL) && !entries.iter().any(|entry| entry.name == **name)
-        };
-        match tensors.keys().find(is_new) {
-            Some(name) => {
-                let name = &name[MODEL.len()..];
-                Err(other(format!("it has {name}, and this model has not")))
+        for name in tensors.keys() {
+            let Some(variable) = name.strip_prefix(MODEL) else { continue };
+            if !entries.iter().any(|entry| entry.name == *name) {
+                let reason = format!("it has {variable}, and this model has not");
+                return Err(self.other("model", reason));
             }
-            None => Ok(()),
         }
+        Ok(())
     }
 
     /// Reads what this rank needs of the entries into their locals.

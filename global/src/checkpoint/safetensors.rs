@@ -116,7 +116,6 @@ impl Header {
     /// # Errors
     /// The file cannot be read; `InvalidData` or `UnexpectedEof` where it is damaged.
     pub fn read(file: &File) -> io::Result<(Self, u64)> {
-        let invalid = |reason: String| io::Error::new(io::ErrorKind::InvalidData, reason);
         let mut length = [0; 8];
         file.read_exact_at(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
@@ -137,6 +136,10 @@ impl Header {
         }
         Ok((header, 8 + length))
     }
+}
+
+fn invalid(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 #[cfg(test)]

@@ -7,10 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use flow_ddp::checkpoint::{CheckpointError, Result};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use super::index::{Index, Saved};
-use super::safetensors::{Header, TensorInfo, dtype, size};
+use super::safetensors::{Header, dtype, size};
 use crate::placement::Placement;
 use crate::region::{self, Region, regions};
 use crate::sbp::NdSbp;
@@ -79,25 +79,37 @@ pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Re
     if named.is_empty() {
         return Ok(0);
     }
-    let unfit = |name: &str, reason| CheckpointError::unfit("save", name, reason);
-    let header = Header::of(named).map_err(|reason| unfit("its file", reason))?;
-    let remedy = "see that the disk has space, and that all machines share it";
-    let failed = |error| CheckpointError::file("write", &path, remedy)(error);
-    let mut file = File::create_new(&path).map_err(failed)?;
-    file.write_all(&header.to_bytes().map_err(failed)?).map_err(failed)?;
+    let header =
+        Header::of(named).map_err(|reason| CheckpointError::unfit("save", "its file", reason))?;
+    let mut file = File::create_new(&path).map_err(failed_to_write(&path))?;
+    let head = header.to_bytes().map_err(failed_to_write(&path))?;
+    file.write_all(&head).map_err(failed_to_write(&path))?;
     for (name, info) in header.in_order() {
-        let plain = own[name].detach().f_to_device(Device::Cpu);
-        let plain = plain.and_then(|plain| plain.f_resolve_conj()?.f_resolve_neg()?.f_contiguous());
-        let plain = plain.map_err(|error| unfit(name, error.to_string()))?;
-        let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error.to_string()))?;
+        let plain = plain(own[name]).map_err(|error| unfit(name, error))?;
+        let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error))?;
         if Some(bytes.len()) != size(&info.dtype, &info.shape) {
             let reason = format!("this rank has {:?} of it, not {:?}", plain.size(), info.shape);
             return Err(unfit(name, reason));
         }
-        file.write_all(bytes).map_err(failed)?;
+        file.write_all(bytes).map_err(failed_to_write(&path))?;
     }
-    file.sync_all().map_err(failed)?;
-    file.metadata().map(|metadata| metadata.len()).map_err(failed)
+    file.sync_all().map_err(failed_to_write(&path))?;
+    file.metadata().map(|metadata| metadata.len()).map_err(failed_to_write(&path))
+}
+
+/// The tensor in memory of the CPU without gaps.
+fn plain(tensor: &Tensor) -> std::result::Result<Tensor, TchError> {
+    let plain = tensor.detach().f_to_device(Device::Cpu)?;
+    plain.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()
+}
+
+fn unfit(name: &str, reason: impl ToString) -> CheckpointError {
+    CheckpointError::unfit("save", name, reason.to_string())
+}
+
+fn failed_to_write(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let remedy = "see that the disk has space, and that all machines share it";
+    CheckpointError::file("write", path, remedy)
 }
 
 /// Reads tensors of a checkpoint from its files.
@@ -125,13 +137,14 @@ impl<'a> Reader<'a> {
         if let Ok(bytes) = flow_autograd::bytes_mut(local) {
             return self.read(&entry.name, &region, bytes);
         }
-        let unfit = |reason| CheckpointError::unfit("load", &entry.name, reason);
         let shape: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
         let mut read = Tensor::empty(&shape[..], (entry.kind, Device::Cpu));
-        let bytes = flow_autograd::bytes_mut(&mut read);
-        self.read(&entry.name, &region, bytes.map_err(|error| unfit(error.to_string()))?)?;
-        let copied = tch::no_grad(|| local.f_copy_(&read));
-        copied.map(drop).map_err(|error| unfit(error.to_string()))
+        let bytes = flow_autograd::bytes_mut(&mut read)
+            .map_err(|error| CheckpointError::unfit("load", &entry.name, error.to_string()))?;
+        self.read(&entry.name, &region, bytes)?;
+        tch::no_grad(|| local.f_copy_(&read))
+            .map_err(|error| CheckpointError::unfit("load", &entry.name, error.to_string()))?;
+        Ok(())
     }
 
     /// Reads a region of a tensor, row-major, into as many bytes as it has.
@@ -152,8 +165,9 @@ impl<'a> Reader<'a> {
                 }
             };
             let shape = read.shard.shape();
-            let fits = |info: &&TensorInfo| info.dtype == saved.dtype && info.shape == shape;
-            let Some(info) = header.tensors.get(name).filter(fits) else {
+            let found = header.tensors.get(name);
+            let fitting = found.filter(|info| info.dtype == saved.dtype && info.shape == shape);
+            let Some(info) = fitting else {
                 let reason = format!("it has no {name} of {} {shape:?}", saved.dtype);
                 return Err(CheckpointError::damaged(path, reason));
             };
@@ -238,10 +252,9 @@ fn read_pieces(file: &File, base: u64, pieces: Pieces, bytes: &mut [u8]) -> io::
     while let Some((start, to)) = pieces.next() {
         let mut end = start + length;
         near.clear();
-        let is_near = |end: usize| {
-            move |(from, _): &(usize, usize)| from - end <= GAP && from + length - start <= SPAN
-        };
-        while let Some(next) = pieces.next_if(is_near(end)) {
+        while let Some(next) =
+            pieces.next_if(|(from, _)| from - end <= GAP && from + length - start <= SPAN)
+        {
             end = next.0 + length;
             near.push(next);
         }

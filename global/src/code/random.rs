@@ -218,8 +218,10 @@ fn dropout(context: &mut Context<'_, '_>, draw: &mut Draw) -> Result<()> {
     let left = 1.0 - context.number(1).unwrap_or(0.5);
     let is_training = !matches!(context.argument(2), Argument::Bool(false));
     let probability = if is_training { left } else { 1.0 };
-    let value = |bits| f64::from(random::uniform(bits) < probability);
-    let mask = values(context, draw, input, Kind::Double, value)?.f_to_kind(Kind::Bool)?;
+    let mask = values(context, draw, input, Kind::Double, |bits| {
+        f64::from(random::uniform(bits) < probability)
+    })?;
+    let mask = mask.f_to_kind(Kind::Bool)?;
     let scale = if probability > 0.0 { 1.0 / probability } else { 0.0 };
     let result = (input * &mask) * scale;
     let shape = context.shape(0);

@@ -28,6 +28,7 @@ use std::sync::Arc;
 
 use flow_autograd::BoxError;
 use flow_autograd::global::{Call, Dispatcher, FastCall, LeafGradient, LocalResult};
+use flow_comm::digest;
 use flow_tensor::TensorCollectives;
 use tch::Tensor;
 
@@ -43,8 +44,8 @@ use crate::placement::Placement;
 use crate::record;
 use crate::replicas;
 use crate::runtime::Runtime;
-use crate::sbp::B;
-use crate::sequence::{self, digest_of};
+use crate::sbp::reduced;
+use crate::sequence;
 use crate::spec::Spec;
 use noted::Noted;
 use plan::{ExecutionPlan, InputSource, OutputLayout};
@@ -82,8 +83,7 @@ impl Dispatcher for Operations {
         let own = spec_of(leaf)?;
         let Some(now) = find_spec(gradient) else {
             // Zeros, from a formula that makes them without a look at the tensors.
-            let sbp = own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp });
-            let sbp: Vec<_> = sbp.collect();
+            let sbp = reduced(own.sbp());
             let boxed = distribute_tensor(&gradient.copy(), own.placement(), &sbp)?;
             return Ok(LeafGradient::Boxed(boxed));
         };
@@ -179,7 +179,7 @@ fn run_plan(
                 let ranks = placement.ranks();
                 let group = runtime.groups.group(ranks)?;
                 group.broadcast_tensor(&mut drawn, 0).map_err(|error| {
-                    let of = digest_of(placement);
+                    let of = digest(placement);
                     sequence::explained(error.into(), &runtime.groups, Some((&group, ranks)), of)
                 })?;
             }
@@ -325,12 +325,12 @@ fn give(
         }
         return Ok(call.output_written(index)?);
     }
-    if placement.ranks().len() < runtime.world().world_size() {
-        if let LocalResult::Scalar(scalar) = call.result(index)? {
-            let shared = outside::share_scalar(placement, runtime, Some(scalar));
-            let scalar = shared.map_err(|source| outside::unshared(call, source))?;
-            return Ok(call.output_scalar(scalar)?);
-        }
+    if placement.ranks().len() < runtime.world().world_size()
+        && let LocalResult::Scalar(scalar) = call.result(index)?
+    {
+        let shared = outside::share_scalar(placement, runtime, Some(scalar));
+        let scalar = shared.map_err(|source| outside::unshared(call, source))?;
+        return Ok(call.output_scalar(scalar)?);
     }
     let spec = output.spec(placement);
     Ok(call.output(index, &output.of(&spec))?)

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::handle::find_spec;
 use crate::placement::Placement;
 use crate::policy;
-use crate::sbp::{B, NdSbp};
+use crate::sbp::{B, reduced};
 use crate::spec::Spec;
 
 /// Whether the inputs of this operation may be moved. `copy_` is a move by nature.
@@ -75,8 +75,8 @@ fn target(call: &Call<'_, Spec>, written: &[usize]) -> Result<Arc<Spec>> {
 
 /// Returns the same SBP on another placement, where that has as many axes; else B. Partial sums become B.
 fn alike(own: &Spec, placement: &Placement) -> Result<Arc<Spec>> {
-    let sbp: NdSbp = if own.placement().axes() == placement.axes() {
-        own.sbp().iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect()
+    let sbp = if own.placement().axes() == placement.axes() {
+        reduced(own.sbp())
     } else {
         vec![B; placement.axes()]
     };

@@ -47,33 +47,34 @@ pub fn run(
         }
     };
     let device = runtime.world().device();
-    let wrap = |output: &OutputLayout, meta: &Meta| -> Result<Tensor> {
-        let spec = output.spec(placement);
-        let like = with_bits(Tensor::empty([0], (meta.kind, device)), meta.is_conj, meta.is_neg);
-        Ok(globals()?.outside(&like, &meta.sizes, &output.of(&spec))?)
-    };
     for (index, (known, output)) in known.iter().zip(&plan.outputs).enumerate() {
         if output.is_written {
             if let Outside::Tensor(meta) = known {
                 let like = Tensor::empty([0], (meta.kind, device));
                 written::resize_out(call, plan, placement, index, (&meta.sizes, &like))?;
-            }
-            if let (true, Some(argument), Outside::Tensor(meta)) =
-                (call.reshapes, call.written(index), known)
-            {
-                let now = wrap(output, meta)?;
-                if let Some(tensor) = call.tensor(argument) {
-                    globals()?.assign(&tensor, &now)?;
+                if call.reshapes
+                    && let Some(argument) = call.written(index)
+                {
+                    let now = without_local(meta, output, placement, device)?;
+                    if let Some(tensor) = call.tensor(argument) {
+                        globals()?.assign(&tensor, &now)?;
+                    }
                 }
             }
             call.output_written(index)?;
             continue;
         }
         match known {
-            Outside::Tensor(meta) => call.output_tensor(Some(&wrap(output, meta)?))?,
+            Outside::Tensor(meta) => {
+                let tensor = without_local(meta, output, placement, device)?;
+                call.output_tensor(Some(&tensor))?;
+            }
             Outside::Tensors(all) => {
-                let tensors = all.iter().map(|meta| wrap(output, meta));
-                call.output_tensors(&tensors.collect::<Result<Vec<_>>>()?)?;
+                let mut tensors = Vec::new();
+                for meta in all {
+                    tensors.push(without_local(meta, output, placement, device)?);
+                }
+                call.output_tensors(&tensors)?;
             }
             Outside::Undefined => call.output_tensor(None)?,
             Outside::Scalar => {
@@ -84,6 +85,18 @@ pub fn run(
         }
     }
     Ok(())
+}
+
+/// A result as this rank has it.
+fn without_local(
+    meta: &Meta,
+    output: &OutputLayout,
+    placement: &Placement,
+    device: Device,
+) -> Result<Tensor> {
+    let spec = output.spec(placement);
+    let like = with_bits(Tensor::empty([0], (meta.kind, device)), meta.is_conj, meta.is_neg);
+    Ok(globals()?.outside(&like, &meta.sizes, &output.of(&spec))?)
 }
 
 fn find_out(
@@ -148,23 +161,29 @@ fn with_bits(mut tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor {
 
 /// What is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &ExecutionPlan) -> Result<Vec<Outside>> {
-    let known = |(index, output): (usize, &OutputLayout)| {
-        let is_whole = takes_sizes(&plan.name);
-        let sizes = |tensor: &Tensor| if is_whole { tensor.size() } else { output.logical(tensor) };
-        let meta = |tensor: &Tensor| Meta {
-            sizes: sizes(tensor),
-            kind: tensor.kind(),
-            is_conj: tensor.is_conj(),
-            is_neg: tensor.is_neg(),
-        };
-        Ok(match call.result(index)? {
-            LocalResult::Tensor(Some(tensor)) => Outside::Tensor(meta(&tensor)),
+    let mut known = Vec::new();
+    for (index, output) in plan.outputs.iter().enumerate() {
+        known.push(match call.result(index)? {
+            LocalResult::Tensor(Some(tensor)) => Outside::Tensor(meta(&tensor, output, plan)),
             LocalResult::Tensor(None) => Outside::Undefined,
-            LocalResult::Tensors(all) => Outside::Tensors(all.iter().map(meta).collect()),
+            LocalResult::Tensors(all) => {
+                Outside::Tensors(all.iter().map(|tensor| meta(tensor, output, plan)).collect())
+            }
             LocalResult::Scalar(_) => Outside::Scalar,
-        })
-    };
-    plan.outputs.iter().enumerate().map(known).collect()
+        });
+    }
+    Ok(known)
+}
+
+/// What is to be known of a tensor that the operation has given.
+fn meta(tensor: &Tensor, output: &OutputLayout, plan: &ExecutionPlan) -> Meta {
+    let is_whole = takes_sizes(&plan.name);
+    Meta {
+        sizes: if is_whole { tensor.size() } else { output.logical(tensor) },
+        kind: tensor.kind(),
+        is_conj: tensor.is_conj(),
+        is_neg: tensor.is_neg(),
+    }
 }
 
 /// Sent instead of the number of words.

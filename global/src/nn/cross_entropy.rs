@@ -38,13 +38,10 @@ pub fn parallel_cross_entropy(logits: &Tensor, target: &Tensor) -> Result<Tensor
     };
     let classes = S(samples.len());
     // Partial sums cannot be exponentiated.
-    let split = |sbp: Sbp| if sbp.is_partial() { classes } else { sbp };
-    let sbp: NdSbp = logits.sbp()?.into_iter().map(split).collect();
-    let where_split = |to: Sbp| -> NdSbp {
-        sbp.iter().map(|&sbp| if sbp == classes { to } else { sbp }).collect()
-    };
+    let mut sbp = logits.sbp()?;
+    sbp.iter_mut().filter(|sbp| sbp.is_partial()).for_each(|sbp| *sbp = classes);
     target.sbp()?; // global, too
-    let target = target.to_global(&placement, where_split(B))?;
+    let target = target.to_global(&placement, replaced(&sbp, classes, B))?;
     let logits = logits.to_global(&placement, &sbp)?;
     let local = logits.to_local()?;
     let position = placement.position(placement.runtime()?.rank());
@@ -63,24 +60,35 @@ pub fn parallel_cross_entropy(logits: &Tensor, target: &Tensor) -> Result<Tensor
             Some((_, count)) => greatest(&local.detach(), count, &sizes_of(&local))?,
             None => local.detach(),
         };
-        let sbp = where_split(Sbp::Partial(ReduceOp::Max));
-        let all = from_local(&of_part, &samples, &placement, sbp)?;
-        all.to_global(&placement, where_split(B))?.to_local()
+        let greatest = replaced(&sbp, classes, Sbp::Partial(ReduceOp::Max));
+        let all = from_local(&of_part, &samples, &placement, greatest)?;
+        all.to_global(&placement, replaced(&sbp, classes, B))?.to_local()
     })?;
     let terms = match own {
         Some(classes) => terms(&local, &greatest, &target.to_local()?, classes)?,
         None => local,
     };
     // The sum and the true class's logit, in one tensor.
-    let shifted = |sbp: Sbp| match sbp {
-        Sbp::Split(dim) => S(dim + 1),
-        other => other,
-    };
-    let of_terms = |to: Sbp| -> NdSbp { where_split(to).into_iter().map(shifted).collect() };
-    let both = from_local(&terms, [&[2], &samples[..]].concat(), &placement, of_terms(P))?;
-    let both = both.to_global(&placement, of_terms(B))?;
+    let partial = shifted(&replaced(&sbp, classes, P));
+    let whole = shifted(&replaced(&sbp, classes, B));
+    let both = from_local(&terms, [&[2], &samples[..]].concat(), &placement, partial)?;
+    let both = both.to_global(&placement, whole)?;
     let losses = both.f_select(0, 0)?.f_log()?.f_sub(&both.f_select(0, 1)?)?;
     Ok(losses.f_masked_fill(&target.f_eq(IGNORED)?, 0.0)?)
+}
+
+/// The SBP with another one in place of `from`.
+fn replaced(sbp: &[Sbp], from: Sbp, to: Sbp) -> NdSbp {
+    sbp.iter().map(|&sbp| if sbp == from { to } else { sbp }).collect()
+}
+
+/// The SBP of a tensor with one more dimension, the first.
+fn shifted(sbp: &[Sbp]) -> NdSbp {
+    let axes = sbp.iter().map(|sbp| match *sbp {
+        Sbp::Split(dim) => S(dim + 1),
+        other => other,
+    });
+    axes.collect()
 }
 
 /// The sizes of the samples of this rank's logits.

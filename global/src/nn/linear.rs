@@ -10,7 +10,7 @@ use tch::{Tensor, nn};
 use super::{pinned, summed, variable};
 use crate::error::Result;
 use crate::placement::Placement;
-use crate::sbp::{B, NdSbp, S, Sbp};
+use crate::sbp::{B, S, Sbp, reduced};
 use crate::tensor::GlobalTensor;
 
 /// A linear layer, each rank of which computes a part of the outputs.
@@ -79,8 +79,11 @@ fn weights(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let bound = 1.0 / (inputs as f64).sqrt();
     let init = config.bs_init.unwrap_or(nn::Init::Uniform { lo: -bound, up: bound });
-    let bias = || variable(path, ("bias", &[outputs], init), placement, (axis, of_bias));
-    let bs = config.bias.then(bias).transpose()?;
+    let bs = if config.bias {
+        Some(variable(path, ("bias", &[outputs], init), placement, (axis, of_bias))?)
+    } else {
+        None
+    };
     let weight = ("weight", &[outputs, inputs][..], config.ws_init);
     Ok((variable(path, weight, placement, (axis, of_weight))?, bs))
 }
@@ -92,8 +95,7 @@ impl ColumnLinear {
     /// # Errors
     /// The input is plain or does not fit, or a collective fails.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let given = xs.sbp()?.into_iter().map(|sbp| if sbp.is_partial() { B } else { sbp });
-        let xs = xs.grad_sbp(given.collect::<NdSbp>())?;
+        let xs = xs.grad_sbp(reduced(&xs.sbp()?))?;
         let xs = pinned(&xs, self.axis, B)?;
         Ok(xs.f_linear(&self.ws, self.bs.as_ref())?)
     }

@@ -15,7 +15,7 @@ use super::cost::flops;
 use super::replay::Replay;
 use crate::region::part;
 use crate::rules::infer::share;
-use crate::rules::op::Signature;
+use crate::rules::op::{Op, Signature};
 use crate::rules::rule;
 use crate::sbp::{B, NdSbp, S, Sbp};
 use crate::trace::{Action, Call, Role};
@@ -157,7 +157,7 @@ fn there_and_back(from: Sbp, to: Sbp, ranks: f64) -> f64 {
 
 /// SBPs of a tensor on one axis: B, and splits along dimensions that are long enough.
 pub(super) fn domain(shape: &[usize], ranks: usize) -> Vec<Sbp> {
-    let dims = shape.iter().enumerate().filter(|(_, &size)| size >= ranks);
+    let dims = shape.iter().enumerate().filter(|&(_, &size)| size >= ranks);
     [B].into_iter().chain(dims.map(|(dim, _)| S(dim))).collect()
 }
 
@@ -172,7 +172,8 @@ pub(super) fn decide(replay: &Replay, decided: &mut Decided, ranks: usize, free:
         for (value, sbp, _) in candidate.outputs {
             decided.values[value].push(sbp);
         }
-        let (Node::Call(call), Some(signature)) = (node, candidate.signature) else { continue };
+        let Node::Call(call) = node else { continue };
+        let Some(signature) = candidate.signature else { continue };
         for (input, &sbp) in decided.inputs[call].iter_mut().zip(&signature.inputs) {
             input.push(sbp);
         }
@@ -214,11 +215,11 @@ impl Search<'_> {
         while !left.is_empty() {
             // What takes one tensor follows from what is known of that, so it waits until
             // something is.
-            let is_ready = |&index: &usize| {
+            let ready = left.iter().position(|&index| {
                 let Call { inputs, outputs, .. } = &trace.calls[index];
                 inputs.len() > 1 || inputs.iter().chain(outputs).flatten().any(|&id| is_known[id])
-            };
-            let call = left.remove(left.iter().position(is_ready).unwrap_or(0));
+            });
+            let call = left.remove(ready.unwrap_or(0));
             let Call { inputs, outputs, .. } = &trace.calls[call];
             for &id in inputs.iter().flatten() {
                 if trace.values[id].role != Role::Result && !is_known[id] {
@@ -229,8 +230,11 @@ impl Search<'_> {
             outputs.iter().flatten().for_each(|&id| is_known[id] = true);
             order.push(Node::Call(call));
         }
-        let is_leaf = |id: &usize| !is_known[*id] && trace.values[*id].role != Role::Result;
-        order.extend((0..nodes.len()).filter(is_leaf).map(Node::Leaf));
+        for (id, value) in trace.values.iter().enumerate() {
+            if !is_known[id] && value.role != Role::Result {
+                order.push(Node::Leaf(id));
+            }
+        }
         order
     }
 
@@ -261,13 +265,15 @@ impl Search<'_> {
             vec![self.replay.trace.values[value].sbp[sbp.len()]]
         };
         let is_kept = self.replay.kept.contains(&value);
-        let candidate = |sbp: Sbp| {
+        let memory = if is_kept { self.replay.costs.memory } else { 0.0 };
+        let mut candidates = Vec::new();
+        for sbp in sbps {
             let part = if sbp == B { 1.0 } else { 1.0 / self.ranks as f64 };
-            let memory = if is_kept { self.replay.costs.memory } else { 0.0 };
             let outputs = vec![(value, sbp, bytes)];
-            Candidate { outputs, cost: memory * bytes * part, ..Candidate::default() }
-        };
-        sbps.into_iter().map(candidate).collect()
+            let cost = memory * bytes * part;
+            candidates.push(Candidate { outputs, cost, ..Candidate::default() });
+        }
+        candidates
     }
 
     fn call(&self, index: usize) -> Vec<Candidate> {
@@ -298,20 +304,9 @@ impl Search<'_> {
                 sbps.map(|sbp| Signature::new([sbp, sbp], [sbp])).collect::<Vec<_>>()
             }
         };
-        let is_written = |at: usize| match call.action {
-            Action::Operation => op.is_fixed(at),
-            Action::ToGlobal => false,
-            Action::Gradient => at == 1,
-        };
         let mut candidates = Vec::new();
         for signature in signatures {
-            let fits = |at: usize| match signature.inputs[at].dim() {
-                Some(dim) if op.inputs[at].is_defined() => {
-                    op.left[at].get(dim).is_some_and(|&size| size >= self.ranks)
-                }
-                _ => true,
-            };
-            if !(0..op.inputs.len()).all(fits) {
+            if !self.fits(&op, &signature) {
                 continue;
             }
             let mut candidate = Candidate::default();
@@ -322,7 +317,12 @@ impl Search<'_> {
                     continue;
                 };
                 let wanted = (id, sbp, self.bytes(id, left));
-                if is_written(at) {
+                let is_written = match call.action {
+                    Action::Operation => op.is_fixed(at),
+                    Action::ToGlobal => false,
+                    Action::Gradient => at == 1,
+                };
+                if is_written {
                     candidate.written.push(wanted)
                 } else {
                     candidate.inputs.push(wanted)
@@ -348,6 +348,16 @@ impl Search<'_> {
         candidates
     }
 
+    /// Whether the dimensions that a signature splits are long enough.
+    fn fits(&self, op: &Op, signature: &Signature) -> bool {
+        (0..op.inputs.len()).all(|at| match signature.inputs[at].dim() {
+            Some(dim) if op.inputs[at].is_defined() => {
+                op.left[at].get(dim).is_some_and(|&size| size >= self.ranks)
+            }
+            _ => true,
+        })
+    }
+
     /// What the first rank has.
     fn part(&self, mut shape: Vec<usize>, sbp: Sbp) -> Vec<usize> {
         if let Some(size) = sbp.dim().and_then(|dim| shape.get_mut(dim)) {
@@ -360,16 +370,7 @@ impl Search<'_> {
     fn run(&self, nodes: &[Vec<Candidate>]) -> Vec<usize> {
         let ranks = self.ranks as f64;
         let mut uses = vec![0; self.replay.trace.values.len()];
-        let touched = |node: &Vec<Candidate>| {
-            let values = node.iter().flat_map(|one| {
-                one.inputs.iter().chain(&one.written).chain(&one.outputs).map(|&(id, ..)| id)
-            });
-            let mut values: Vec<usize> = values.collect();
-            values.sort_unstable();
-            values.dedup();
-            values
-        };
-        nodes.iter().flat_map(touched).for_each(|value| uses[value] += 1);
+        nodes.iter().flat_map(|node| touched(node)).for_each(|value| uses[value] += 1);
         let mut open: Vec<usize> = Vec::new();
         let mut steps = vec![Step { before: 0, candidate: 0 }];
         let mut states = vec![State { cost: 0.0, slots: Vec::new(), step: 0 }];
@@ -379,7 +380,6 @@ impl Search<'_> {
                 touched.iter().copied().filter(|value| !open.contains(value)).collect();
             open.extend(&new);
             touched.iter().for_each(|&value| uses[value] -= 1);
-            let at = |value: usize| open.iter().position(|&other| other == value).unwrap_or(0);
             let stays: Vec<bool> = open.iter().map(|&value| uses[value] > 0).collect();
             let mut next: Vec<State> = Vec::new();
             let mut known = HashMap::<Vec<Slot>, usize>::new();
@@ -389,13 +389,13 @@ impl Search<'_> {
                     slots.resize(open.len(), Slot::NEW);
                     let mut cost = state.cost + candidate.cost;
                     for &(id, sbp, bytes) in &candidate.written {
-                        cost += bytes * slots[at(id)].fix(sbp, ranks);
+                        cost += bytes * slots[place(&open, id)].fix(sbp, ranks);
                     }
                     for &(id, sbp, bytes) in &candidate.inputs {
-                        cost += bytes * slots[at(id)].want(sbp, ranks);
+                        cost += bytes * slots[place(&open, id)].want(sbp, ranks);
                     }
                     for &(id, sbp, bytes) in &candidate.outputs {
-                        cost += bytes * slots[at(id)].make(sbp, ranks);
+                        cost += bytes * slots[place(&open, id)].make(sbp, ranks);
                     }
                     let mut is_kept = stays.iter();
                     slots.retain(|_| is_kept.next() == Some(&true));
@@ -430,4 +430,20 @@ impl Search<'_> {
         chosen.reverse();
         chosen
     }
+}
+
+/// The values that a node's candidates take or make.
+fn touched(node: &[Candidate]) -> Vec<usize> {
+    let values = node.iter().flat_map(|one| {
+        one.inputs.iter().chain(&one.written).chain(&one.outputs).map(|&(id, ..)| id)
+    });
+    let mut values: Vec<usize> = values.collect();
+    values.sort_unstable();
+    values.dedup();
+    values
+}
+
+/// The slot of an open value.
+fn place(open: &[usize], value: usize) -> usize {
+    open.iter().position(|&other| other == value).unwrap_or(0)
 }

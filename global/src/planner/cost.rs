@@ -79,38 +79,41 @@ const VIEWS: &[&str] = &[
 
 /// Floating-point operations on tensors of these shapes.
 pub(super) fn flops(name: &str, inputs: &[Vec<usize>], outputs: &[Vec<usize>]) -> f64 {
-    let elements = |shape: &Vec<usize>| shape.iter().product::<usize>() as f64;
-    let product = |one: usize, other: usize| match (inputs.get(one), inputs.get(other)) {
-        (Some(one), Some(other)) => 2.0 * elements(one) * other.last().map_or(1.0, |&n| n as f64),
-        _ => 0.0,
-    };
-    // Each element of the result takes as much as a filter has elements.
-    let filters = |result: Option<&Vec<usize>>, weight: usize| match (result, inputs.get(weight)) {
-        (Some(result), Some(weight)) if !weight.is_empty() => {
-            2.0 * elements(result) * elements(weight) / weight[0].max(1) as f64
+    match (name, inputs) {
+        ("mm" | "bmm", [one, other, ..]) | ("addmm" | "baddbmm", [_, one, other, ..]) => {
+            2.0 * elements(one) * other.last().map_or(1.0, |&columns| columns as f64)
         }
-        _ => 0.0,
-    };
-    let attention = |query: usize| match (inputs.get(query), inputs.get(query + 1)) {
-        (Some(query), Some(key)) => elements(query) * key.get(2).map_or(1.0, |&n| n as f64),
-        _ => 0.0,
-    };
-    match name {
-        "mm" | "bmm" => product(0, 1),
-        "addmm" | "baddbmm" => product(1, 2),
-        "convolution" => filters(outputs.first(), 1),
-        "convolution_backward" => 2.0 * filters(inputs.first(), 2),
-        "embedding" => PER_ELEMENT * outputs.iter().map(elements).sum::<f64>(),
-        _ if name.starts_with("_scaled_dot_product") => {
-            if name.ends_with("_backward") {
-                10.0 * attention(1)
-            } else {
-                4.0 * attention(0)
-            }
+        ("convolution", [_, weight, ..]) => {
+            outputs.first().map_or(0.0, |result| convolution(result, weight))
+        }
+        ("convolution_backward", [gradient, _, weight, ..]) => 2.0 * convolution(gradient, weight),
+        ("embedding", _) => PER_ELEMENT * outputs.iter().map(|shape| elements(shape)).sum::<f64>(),
+        (_, [_, query, key, ..])
+            if name.starts_with("_scaled_dot_product") && name.ends_with("_backward") =>
+        {
+            10.0 * attention(query, key)
+        }
+        (_, [query, key, ..]) if name.starts_with("_scaled_dot_product") => {
+            4.0 * attention(query, key)
         }
         _ if VIEWS.contains(&name) => 0.0,
-        _ => PER_ELEMENT * inputs.iter().chain(outputs).map(elements).sum::<f64>(),
+        _ => PER_ELEMENT * inputs.iter().chain(outputs).map(|shape| elements(shape)).sum::<f64>(),
     }
+}
+
+fn elements(shape: &[usize]) -> f64 {
+    shape.iter().product::<usize>() as f64
+}
+
+/// Each element of the result takes as much as a filter has elements.
+fn convolution(result: &[usize], weight: &[usize]) -> f64 {
+    let filters = weight.first().map_or(1, |&filters| filters.max(1));
+    2.0 * elements(result) * elements(weight) / filters as f64
+}
+
+/// Each query is multiplied with each key.
+fn attention(query: &[usize], key: &[usize]) -> f64 {
+    elements(query) * key.get(2).map_or(1.0, |&keys| keys as f64)
 }
 
 /// The shape of the largest part that a rank has.

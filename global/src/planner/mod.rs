@@ -28,7 +28,7 @@ use crate::placement::Placement;
 use crate::sbp::NdSbp;
 use crate::trace::{Role, Trace};
 use replay::{Given, Replay};
-use search::{Group, Search};
+use search::Search;
 
 /// The SBPs that [`auto_sbp`] chose.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,9 +70,12 @@ pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
     }
     let mut search = Search::new(Replay::new(trace, *costs), true);
     let best = search.run();
-    let weights = trace.values.iter().enumerate().filter(|(_, value)| value.role == Role::Weight);
-    let sbp = |id: usize| search.replay.sbp(best.leaves[id]).clone();
-    let weights = weights.map(|(id, value)| (value.name.clone(), sbp(id))).collect();
+    let mut weights = Vec::new();
+    for (id, value) in trace.values.iter().enumerate() {
+        if value.role == Role::Weight {
+            weights.push((value.name.clone(), search.replay.sbp(best.leaves[id]).clone()));
+        }
+    }
     let without = Given { pins: vec![None; best.pins.len()], ..best.clone() };
     let without_pins = search.replay.run(&without);
     let cost = search.replay.run(&best);
@@ -114,15 +117,16 @@ fn describe(search: &mut Search, best: &Given, before: f64) -> Vec<Pin> {
     let mut bytes = before;
     for (group, with) in search.order(best) {
         let Some(&first) = group.first() else { continue };
-        let value = gradients.iter().position(|&gradient| gradient == Some(first));
-        let of = |id: usize| match value {
-            Some(_) => gradients.iter().position(|&gradient| gradient == Some(id)).unwrap_or(id),
-            None => id,
-        };
-        let values: Group = group.iter().map(|&id| of(id)).collect();
+        let is_gradient = gradients.contains(&Some(first));
+        let mut values = group.clone();
+        if is_gradient {
+            for id in &mut values {
+                let of = gradients.iter().position(|&gradient| gradient == Some(*id));
+                *id = of.unwrap_or(*id);
+            }
+        }
         let sbp = best.pins[first].map(|code| search.replay.sbp(code).clone()).unwrap_or_default();
         let what = trace.describe(values[0]);
-        let is_gradient = value.is_some();
         pins.push(Pin { values, what, sbp, is_gradient, saved: bytes - with });
         bytes = with;
     }

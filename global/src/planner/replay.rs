@@ -6,7 +6,7 @@ use super::cost::{Cost, Costs, flops, local};
 use crate::boxing::plan::Layout;
 use crate::placement::Placement;
 use crate::rules::infer::infer;
-use crate::rules::op::Op;
+use crate::rules::op::{Input, Op};
 use crate::sbp::{B, NdSbp};
 use crate::trace::{Action, Call, Role, Trace, received};
 
@@ -47,25 +47,22 @@ struct Outcome {
 impl<'a> Replay<'a> {
     pub fn new(trace: &'a Trace, costs: Costs) -> Self {
         let mut names = HashMap::new();
-        let mut class = |key: String| {
-            let next = names.len();
-            *names.entry(key).or_insert(next)
-        };
-        let shape = |id: &Option<usize>| id.map(|id| &trace.values[id].tensor);
         let mut classes = Vec::new();
         for call in &trace.calls {
             let asked = call.outputs.iter().flatten().map(|&id| &trace.values[id].sbp);
             let asked: Vec<_> = asked.filter(|_| call.action == Action::ToGlobal).collect();
             let Call { action, name, overload, args, in_place, .. } = call;
-            let inputs: Vec<_> = call.inputs.iter().map(shape).collect();
-            let outputs: Vec<_> = call.outputs.iter().map(shape).collect();
+            let inputs = shapes(trace, &call.inputs);
+            let outputs = shapes(trace, &call.outputs);
             let key = (action, name, overload, args, in_place, inputs, outputs, asked);
-            classes.push(class(format!("{key:?} {:?}", trace.placement(call))));
+            classes.push(class(&mut names, format!("{key:?} {:?}", trace.placement(call))));
         }
-        let outcomes = vec![HashMap::new(); classes.iter().max().map_or(0, |last| last + 1)];
-        let shapes = trace.values.iter();
-        let shapes = shapes.map(|value| class(format!("{:?} {:?}", value.tensor, value.placement)));
-        let shapes = shapes.collect();
+        let outcomes = vec![HashMap::new(); names.len()];
+        let shapes = trace
+            .values
+            .iter()
+            .map(|value| class(&mut names, format!("{:?} {:?}", value.tensor, value.placement)))
+            .collect();
         let written = trace.calls.iter().filter(|call| call.in_place);
         let mut kept: Vec<usize> = written.filter_map(|call| call.inputs[0]).collect();
         kept.extend((0..trace.values.len()).filter(|&id| trace.values[id].role == Role::Weight));
@@ -163,14 +160,14 @@ impl<'a> Replay<'a> {
         if from == to {
             return 0.0;
         }
-        let value = &self.trace.values[id];
-        let layout =
-            |code: Code| Layout { placement: &value.placement, sbp: &self.sbps[code as usize] };
         let key = (self.shapes[id], from, to);
         if let Some(&bytes) = self.boxings.get(&key) {
             return bytes;
         }
-        let bytes = received(&value.tensor, layout(from), layout(to));
+        let value = &self.trace.values[id];
+        let old = Layout { placement: &value.placement, sbp: self.sbp(from) };
+        let new = Layout { placement: &value.placement, sbp: self.sbp(to) };
+        let bytes = received(&value.tensor, old, new);
         self.boxings.insert(key, bytes);
         bytes
     }
@@ -191,15 +188,14 @@ impl<'a> Replay<'a> {
         }
         let op = call.op(values);
         let broadcast = vec![B; placement.axes()];
-        let is_here = |id: usize| values[id].placement == *placement;
-        let had = call.inputs.iter().zip(have).map(|(id, &code)| match id {
-            Some(id) if is_here(*id) => self.sbp(code).clone(),
+        let had = call.inputs.iter().zip(have).map(|(id, &code)| match *id {
+            Some(id) if values[id].placement == *placement => self.sbp(code).clone(),
             _ => broadcast.clone(),
         });
         let had: Vec<NdSbp> = had.collect();
         // As operations are carried out: what is written in place may be boxed, and boxed back.
-        let elsewhere = || infer(&Op { in_place: false, ..op.clone() }, placement, &had);
-        let choice = infer(&op, placement, &had).or_else(elsewhere);
+        let choice = infer(&op, placement, &had)
+            .or_else(|| infer(&Op { in_place: false, ..op.clone() }, placement, &had));
         let mut cost = Cost::default();
         let mut inputs = Vec::new();
         for (index, (id, &from)) in call.inputs.iter().zip(have).enumerate() {
@@ -236,4 +232,14 @@ impl<'a> Replay<'a> {
         let from = Layout { placement: &value.placement, sbp: self.sbp(from) };
         received(&value.tensor, from, Layout { placement, sbp: self.sbp(to) })
     }
+}
+
+/// The class of a key, by the keys before.
+fn class(known: &mut HashMap<String, usize>, key: String) -> usize {
+    let next = known.len();
+    *known.entry(key).or_insert(next)
+}
+
+fn shapes<'a>(trace: &'a Trace, ids: &[Option<usize>]) -> Vec<Option<&'a Input>> {
+    ids.iter().map(|id| id.map(|id| &trace.values[id].tensor)).collect()
 }

@@ -106,9 +106,9 @@ impl<'a> Search<'a> {
             }
         }
         for &id in self.pins.iter().flatten() {
-            let whole = |sbp: &&&NdSbp| sbp.iter().filter(|&&sbp| sbp == B).count();
-            let is_pin = |sbp: &&&NdSbp| !sbp.iter().any(|sbp| sbp.is_partial());
-            let pin = wanted[id].iter().rev().filter(is_pin).max_by_key(whole);
+            let without_terms =
+                wanted[id].iter().rev().filter(|sbp| !sbp.iter().any(|sbp| sbp.is_partial()));
+            let pin = without_terms.max_by_key(|sbp| sbp.iter().filter(|&&sbp| sbp == B).count());
             let pin = pin.filter(|&&sbp| *sbp != decided.values[id]);
             given.pins[id] = pin.map(|&sbp| self.replay.code(sbp));
         }
@@ -117,10 +117,10 @@ impl<'a> Search<'a> {
 
     fn coordinates(&mut self) -> Vec<Coordinate> {
         let mut coordinates = Vec::new();
-        let groups = |groups: &[Group], is_pin: bool| -> Vec<_> {
-            groups.iter().map(|group| (group.clone(), is_pin)).collect()
-        };
-        for (group, is_pin) in [groups(&self.pins, true), groups(&self.weights, false)].concat() {
+        let pins = self.pins.iter().map(|group| (group, true));
+        let weights = self.weights.iter().map(|group| (group, false));
+        for (group, is_pin) in pins.chain(weights) {
+            let group = group.clone();
             let sbps = sbps(&self.replay.trace.values[group[0]]);
             let none = is_pin.then_some(None);
             let options = sbps.iter().map(|sbp| Some(self.replay.code(sbp)));
@@ -175,8 +175,8 @@ impl<'a> Search<'a> {
 
     /// Pins in the order in which they help most, and the bytes received with each and those before.
     pub fn order(&mut self, best: &Given) -> Vec<(Group, f64)> {
-        let pinned = |group: &&Group| group.iter().any(|&id| best.pins[id].is_some());
-        let mut left: Vec<Group> = self.pins.iter().filter(pinned).cloned().collect();
+        let mut left = self.pins.clone();
+        left.retain(|group| group.iter().any(|&id| best.pins[id].is_some()));
         let mut given = Given { pins: vec![None; best.pins.len()], ..best.clone() };
         let mut order = Vec::new();
         while !left.is_empty() {
@@ -205,13 +205,12 @@ fn with(given: &Given, best: &Given, group: &Group) -> Given {
 fn sbps(value: &Value) -> Vec<NdSbp> {
     let mut all = vec![Vec::new()];
     for &ranks in value.placement.shape() {
-        let more = |sbp: &NdSbp| {
+        let mut longer = Vec::new();
+        for sbp in &all {
             let shape = local(&value.tensor.shape, &value.placement, sbp);
-            let own = sbp.clone();
-            let next = domain(&shape, ranks).into_iter();
-            next.map(move |next| [&own[..], &[next]].concat()).collect::<Vec<_>>()
-        };
-        all = all.iter().flat_map(more).collect();
+            longer.extend(domain(&shape, ranks).iter().map(|&next| [&sbp[..], &[next]].concat()));
+        }
+        all = longer;
     }
     all
 }
@@ -254,12 +253,19 @@ fn owners(replay: &Replay) -> BTreeMap<usize, usize> {
             }
         }
     }
-    let is_weight = |&id: &usize| trace.values[id].role == Role::Weight;
-    let weights: Vec<usize> = (0..trace.values.len()).filter(is_weight).collect();
+    let mut weights = Vec::new();
+    for (id, value) in trace.values.iter().enumerate() {
+        if value.role == Role::Weight {
+            weights.push(id);
+        }
+    }
     let mut owners = BTreeMap::new();
     for &id in &replay.kept {
-        let same = |&weight: &usize| find(&root, weight) == find(&root, id);
-        let owner = if is_weight(&id) { Some(id) } else { weights.iter().copied().find(same) };
+        let owner = if weights.contains(&id) {
+            Some(id)
+        } else {
+            weights.iter().copied().find(|&weight| find(&root, weight) == find(&root, id))
+        };
         owners.extend(owner.map(|owner| (id, owner)));
     }
     owners

@@ -168,7 +168,7 @@ fn stays_partial(op: &Op, signature: &Signature, kind: Option<Kind>) -> bool {
     if !signature.outputs.contains(&P) {
         return true;
     }
-    let mut terms = op.inputs.iter().zip(&signature.inputs).filter(|(_, &sbp)| sbp == P);
+    let mut terms = op.inputs.iter().zip(&signature.inputs).filter(|&(_, &sbp)| sbp == P);
     terms.all(|(input, _)| input.kind.zip(kind).is_some_and(|(from, to)| keeps_terms(from, to)))
 }
 

@@ -240,15 +240,17 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
             declared.check(self.view, input, self.placement.ranks().len())?;
         }
         let device = self.group.device();
-        let own = |input: Array| match input {
-            Array::Whole(tensor) => distribute_tensor(
-                &tensor.to_device(device),
-                &self.placement,
-                self.rows_split(&tensor),
-            ),
-            Array::List(mut list) => Ok(list.swap_remove(self.group.rank()).to_device(device)),
-        };
-        inputs.into_iter().map(own).collect()
+        let mut own = Vec::new();
+        for input in inputs {
+            own.push(match input {
+                Array::Whole(tensor) => {
+                    let sbp = self.rows_split(&tensor);
+                    distribute_tensor(&tensor.to_device(device), &self.placement, sbp)?
+                }
+                Array::List(mut list) => list.swap_remove(self.group.rank()).to_device(device),
+            });
+        }
+        Ok(own)
     }
 
     /// Rows are split over the placement's first axis.

@@ -43,11 +43,11 @@ impl Placeholder {
     fn check_tensor(&self, tensor: &Tensor, which: &str, is_exact: bool) -> Result<()> {
         let shape = tensor.size();
         let kind = tensor.kind();
-        let is_shorter = || match (shape.split_first(), self.shape.split_first()) {
+        let is_shorter = match (shape.split_first(), self.shape.split_first()) {
             (Some((rows, row)), Some((most, declared))) => rows <= most && row == declared,
             _ => false,
         };
-        if kind == self.kind && (shape == self.shape || (!is_exact && is_shorter())) {
+        if kind == self.kind && (shape == self.shape || (!is_exact && is_shorter)) {
             return Ok(());
         }
         Err(self.error(format!(

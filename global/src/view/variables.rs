@@ -38,8 +38,9 @@ pub fn prepare(
             return Ok(());
         }
         let broadcast = vec![B; placement.axes()];
-        let sbp = |_: &str, tensor: &Tensor| tensor.sbp().unwrap_or_else(|_| broadcast.clone());
-        return distribute(vs, placement, sbp);
+        return distribute(vs, placement, |_, tensor| {
+            tensor.sbp().unwrap_or_else(|_| broadcast.clone())
+        });
     }
     for (name, mut variable) in variables {
         if variable.is_global() {
@@ -81,17 +82,14 @@ pub fn save(vs: &nn::VarStore, group: &ProcessGroup, path: &Path) -> Result<()> 
 /// Gives all variables the values in a safetensors file, which each rank reads.
 pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
     let mut saved: HashMap<String, Tensor> = Tensor::read_safetensors(path)?.into_iter().collect();
-    let fail = |reason: String| Error::Unsupported {
-        operation: format!("load {}", path.display()),
-        reason,
-    };
     let mut pairs = Vec::new();
     for (name, variable) in sorted(vs) {
-        let value = saved.remove(&name).ok_or_else(|| fail(format!("it has no {name}")))?;
+        let value = saved.remove(&name).ok_or_else(|| unfit(path, format!("it has no {name}")))?;
         if value.size() != variable.size() {
             let found = value.size();
             let needed = variable.size();
-            return Err(fail(format!("its {name} has the shape {found:?}, not {needed:?}")));
+            let reason = format!("its {name} has the shape {found:?}, not {needed:?}");
+            return Err(unfit(path, reason));
         }
         pairs.push((variable, value));
     }
@@ -105,4 +103,8 @@ pub fn load(vs: &nn::VarStore, path: &Path) -> Result<()> {
         tch::no_grad(|| variable.f_copy_(&value).map(drop))?;
     }
     Ok(())
+}
+
+fn unfit(path: &Path, reason: String) -> Error {
+    Error::Unsupported { operation: format!("load {}", path.display()), reason }
 }

@@ -51,7 +51,7 @@ fn data() -> (Tensor, Tensor) {
     (images, Tensor::from_slice(&[0i64, 1, 2, 3, 2, 1, 0]))
 }
 
-fn mlp(path: nn::Path) -> impl Module {
+fn mlp(path: nn::Path) -> impl Module + use<> {
     nn::seq()
         .add(nn::linear(&path / "hidden", 6, 8, Default::default()))
         .add_fn(Tensor::relu)

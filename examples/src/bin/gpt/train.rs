@@ -41,10 +41,10 @@ pub fn train(
     let mut state = job.resume(&text, latest)?;
     let first_step = state.losses.len() as u64;
     let last_step = options.stop_after.unwrap_or(u64::MAX).min(options.steps);
-    if last_step == 0 {
-        if let Some(checkpoints) = &mut checkpoints {
-            job.optimizer.save(checkpoints, 0, &state)?;
-        }
+    if last_step == 0
+        && let Some(checkpoints) = &mut checkpoints
+    {
+        job.optimizer.save(checkpoints, 0, &state)?;
     }
 
     let rates = rates(options);
@@ -70,18 +70,18 @@ pub fn train(
                 options.steps
             );
         }
-        if let (Some(every), Some(held_out)) = (options.validate_every, &text.held_out) {
-            if is_due(every.get(), done, last_step) {
-                let loss = job.validate(held_out)?;
-                if is_first {
-                    println!("step {done}/{}: validation loss {loss:.4}", options.steps);
-                }
+        if let (Some(every), Some(held_out)) = (options.validate_every, &text.held_out)
+            && is_due(every.get(), done, last_step)
+        {
+            let loss = job.validate(held_out)?;
+            if is_first {
+                println!("step {done}/{}: validation loss {loss:.4}", options.steps);
             }
         }
-        if let Some(checkpoints) = &mut checkpoints {
-            if is_due(options.checkpoint_every.get(), done, last_step) {
-                job.optimizer.save(checkpoints, done as usize, &state)?;
-            }
+        if let Some(checkpoints) = &mut checkpoints
+            && is_due(options.checkpoint_every.get(), done, last_step)
+        {
+            job.optimizer.save(checkpoints, done as usize, &state)?;
         }
     }
     if is_first {
