@@ -11,11 +11,11 @@ use crate::ffi;
 /// until then.
 pub type Block = Box<dyn AsMut<[u8]> + Send>;
 
-/// Where the memory of large CPU tensors comes from.
+/// A source of memory for large CPU tensors.
 pub trait BlockAllocator: Send + Sync {
-    /// A block of at least `bytes` bytes, aligned to 64, of any content; `None` leaves the request
-    /// to libtorch's own allocator (as does a block that is too small or misaligned). Called by any
-    /// thread; it must not create tensors.
+    /// Returns a block of at least `bytes` bytes, aligned to 64, of any content; `None` leaves the
+    /// request to libtorch's own allocator (as does a block that is too small or misaligned).
+    /// Called by any thread; it must not create tensors.
     fn allocate(&self, bytes: usize) -> Option<Block>;
 }
 
@@ -24,7 +24,7 @@ const ALIGNMENT: usize = 64;
 
 static CURRENT: RwLock<Option<Arc<dyn BlockAllocator>>> = RwLock::new(None);
 
-/// From now on libtorch takes CPU blocks of `min_bytes` and more from `allocator`; with `None`,
+/// Has libtorch take CPU blocks of `min_bytes` and more from `allocator`; with `None`,
 /// from its own allocator again. Each block goes back where it came from, however often this is
 /// called in between. A forked child begins with libtorch's own allocator.
 ///

@@ -55,7 +55,7 @@ pub fn load_cuda() -> Result<(), Error> {
     Ok(())
 }
 
-/// The stream on which libtorch, called by this thread, works on `device` at present.
+/// Returns the stream on which libtorch, called by this thread, works on `device` at present.
 ///
 /// # Errors
 ///
@@ -99,7 +99,7 @@ impl CudaTensor {
         Ok(Self { dtype, ..Self::as_bytes(tensor)? })
     }
 
-    /// The tensor as a buffer of bytes, of whatever kind it is: see [`CudaTensor::new`].
+    /// Shares the tensor as a buffer of bytes, of whatever kind it is: see [`CudaTensor::new`].
     ///
     /// # Errors
     ///
@@ -121,7 +121,7 @@ impl CudaTensor {
         })
     }
 
-    /// The tensor itself.
+    /// Returns the tensor itself.
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
@@ -143,8 +143,8 @@ unsafe impl DeviceBuffer for CudaTensor {
     }
 }
 
-/// A contiguous tensor in device memory, which is dropped when the last tensor that uses it is
-/// gone.
+/// Returns a contiguous tensor in device memory, which is dropped when the last tensor that uses it
+/// is gone.
 ///
 /// # Errors
 ///

@@ -16,22 +16,29 @@ pub mod global;
 /// called once.
 #[repr(C)]
 pub struct Closure {
+    /// The closure itself.
     pub data: *mut c_void,
+    /// Calls the closure with a tensor.
     pub call: unsafe extern "C" fn(data: *mut c_void, argument: *const C_tensor) -> *mut c_char,
+    /// Frees the closure.
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
 /// Tensors that are only read during a call; null stands for an undefined one.
 #[repr(C)]
 pub struct TensorSlice {
+    /// The first pointer.
     pub tensors: *const *const C_tensor,
+    /// The number of pointers.
     pub count: usize,
 }
 
 /// Values that are only read during a call.
 #[repr(C)]
 pub struct BoolSlice {
+    /// The first value.
     pub values: *const bool,
+    /// The number of values.
     pub count: usize,
 }
 
@@ -44,7 +51,9 @@ pub struct TensorList {
 /// The forward or backward of a custom function: see `function.cpp`.
 #[repr(C)]
 pub struct FunctionClosure {
+    /// The closure itself.
     pub data: *mut c_void,
+    /// Calls the closure: inputs and nothing forward, saved tensors and gradients backward.
     pub call: unsafe extern "C" fn(
         data: *mut c_void,
         first: TensorSlice,
@@ -53,6 +62,7 @@ pub struct FunctionClosure {
         saved: *mut TensorList,
         needed: BoolSlice,
     ) -> *mut c_char,
+    /// Frees the closure.
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
@@ -62,7 +72,7 @@ pub struct MeasurementHandle {
     _opaque: [u8; 0],
 }
 
-/// Where a backward begins: see `graph.cpp`.
+/// The edges at which a backward begins: see `graph.cpp`.
 #[repr(C)]
 pub struct GraphHandle {
     _opaque: [u8; 0],
@@ -71,44 +81,61 @@ pub struct GraphHandle {
 /// Changes a gradient: see `gradient.cpp`.
 #[repr(C)]
 pub struct GradientClosure {
+    /// The closure itself.
     pub data: *mut c_void,
+    /// Calls the closure with a gradient; `result` is null to leave it as it is.
     pub call: unsafe extern "C" fn(
         data: *mut c_void,
         gradient: *const C_tensor,
         result: *mut *mut C_tensor,
     ) -> *mut c_char,
+    /// Frees the closure.
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
 /// Memory for a tensor, freed by dropping its owner.
 #[repr(C)]
 pub struct RawBlock {
+    /// The first byte.
     pub data: *mut c_void,
+    /// The owner, for [`DropOwner`].
     pub owner: *mut c_void,
 }
 
-/// Where a tensor's elements are.
+/// The memory of a tensor's elements.
 #[repr(C)]
 #[derive(Default)]
 pub struct TensorMemory {
+    /// The first byte; None without memory.
     pub data: Option<std::ptr::NonNull<u8>>,
+    /// The number of bytes.
     pub bytes: usize,
+    /// Whether the memory is the host's.
     pub on_cpu: bool,
+    /// Whether the memory is a GPU's.
     pub on_cuda: bool,
+    /// Whether the elements lie row-major without gaps, and are the tensor's values.
     pub dense_contiguous: bool,
 }
 
+/// Takes a block for libtorch. Returns false if there is none.
 pub type TakeBlock = unsafe extern "C" fn(bytes: usize, block: *mut RawBlock) -> bool;
+/// Frees what an owner owns.
 pub type DropOwner = unsafe extern "C" fn(owner: *mut c_void);
+/// Takes a named tensor, which is the callee's from then on.
 pub type VisitTensor =
     unsafe extern "C" fn(data: *mut c_void, name: *const c_char, tensor: *mut C_tensor);
 
+/// Takes a text.
 pub type VisitText = unsafe extern "C" fn(data: *mut c_void, text: *const c_char);
 
+/// Takes a tensor, which is the callee's from then on.
 pub type PushTensor = unsafe extern "C" fn(tensors: *mut c_void, tensor: *mut C_tensor);
 
 unsafe extern "C" {
+    /// Appends a tensor to a list; null for an undefined one.
     pub fn flow_push_tensor(tensors: *mut TensorList, tensor: *const C_tensor) -> *mut c_char;
+    /// Runs a custom function, and pushes its outputs.
     pub fn flow_apply_function(
         inputs: TensorSlice,
         forward: FunctionClosure,
@@ -116,15 +143,25 @@ unsafe extern "C" {
         outputs: *mut c_void,
         push: PushTensor,
     ) -> *mut c_char;
+    /// Finds the data of a parameter's hook; null if it has none.
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;
+    /// Has a closure called when a parameter's gradient was accumulated.
     pub fn flow_set_grad_hook(parameter: *const C_tensor, closure: Closure) -> *mut c_char;
+    /// Finds whether nothing else uses the memory of a parameter's gradient.
     pub fn flow_grad_is_exclusive(parameter: *const C_tensor, exclusive: *mut bool) -> *mut c_char;
+    /// Has a closure called at the end of the running backward.
     pub fn flow_at_end_of_backward(closure: Closure) -> *mut c_char;
+    /// Has a closure called when backward reaches a tensor.
     pub fn flow_on_backward(tensor: *const C_tensor, closure: Closure) -> *mut c_char;
+    /// Has a closure change a tensor's gradient.
     pub fn flow_map_gradient(tensor: *const C_tensor, closure: GradientClosure) -> *mut c_char;
+    /// Makes a graph of what computed these outputs.
     pub fn flow_graph_new(outputs: TensorSlice, graph: *mut *mut GraphHandle) -> *mut c_char;
+    /// Frees a graph.
     pub fn flow_graph_drop(graph: *mut GraphHandle);
+    /// Runs backward through a graph, with the gradients of its outputs.
     pub fn flow_graph_backward(graph: *mut GraphHandle, gradients: TensorSlice) -> *mut c_char;
+    /// Runs the half of backward that gives the gradients of inputs.
     pub fn flow_graph_backward_inputs(
         graph: *mut GraphHandle,
         gradients: TensorSlice,
@@ -132,39 +169,56 @@ unsafe extern "C" {
         results: *mut c_void,
         push: PushTensor,
     ) -> *mut c_char;
+    /// Runs the other half of backward: the gradients of weights.
     pub fn flow_graph_backward_weights(graph: *mut GraphHandle) -> *mut c_char;
+    /// Begins to count the bytes that this thread has libtorch allocate.
     pub fn flow_measure_allocated(measurement: *mut *mut MeasurementHandle) -> *mut c_char;
+    /// Ends a count, and returns the bytes that are still allocated.
     pub fn flow_end_measurement(measurement: *mut MeasurementHandle) -> usize;
+    /// Reads the state of the generator of a tensor's device.
     pub fn flow_rng_state(like: *const C_tensor, state: *mut *mut C_tensor) -> *mut c_char;
+    /// Sets the state of the generator of a tensor's device.
     pub fn flow_set_rng_state(like: *const C_tensor, state: *const C_tensor) -> *mut c_char;
+    /// Counts the handles of a tensor.
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
+    /// Sets the gradient of a parameter; null for none.
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    /// Checks that a tensor's elements lie in plain memory of the CPU or a GPU.
     pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;
+    /// Returns what all handles of a tensor have in common.
     pub fn flow_identity(tensor: *const C_tensor) -> *const c_void;
+    /// Finds the memory of a tensor.
     pub fn flow_memory(tensor: *const C_tensor, memory: *mut TensorMemory) -> *mut c_char;
+    /// Loads the CUDA part of libtorch.
     pub fn flow_load_cuda() -> *mut c_char;
+    /// Finds the stream on which libtorch works on a GPU.
     pub fn flow_current_stream(device: c_int, stream: *mut *mut c_void) -> *mut c_char;
+    /// Visits a text for each parameter of an optimizer.
     pub fn flow_optimizer_parameters(
         optimizer: *const C_optimizer,
         data: *mut c_void,
         visit: VisitText,
     ) -> *mut c_char;
+    /// Visits the tensors of an optimizer's state.
     pub fn flow_optimizer_state(
         optimizer: *const C_optimizer,
         data: *mut c_void,
         visit: VisitTensor,
     ) -> *mut c_char;
+    /// Sets the tensors of an optimizer's state, by name.
     pub fn flow_set_optimizer_state(
         optimizer: *mut C_optimizer,
         names: *const *const c_char,
         tensors: *const *const C_tensor,
         count: usize,
     ) -> *mut c_char;
+    /// Gives a tensor's memory an owner, which is dropped with it.
     pub fn flow_own_memory(
         tensor: *const C_tensor,
         owner: *mut c_void,
         drop: DropOwner,
     ) -> *mut c_char;
+    /// Has libtorch take large CPU blocks from an allocator.
     pub fn flow_set_cpu_allocator(
         take: TakeBlock,
         drop: DropOwner,
@@ -203,13 +257,13 @@ pub fn report(who: &str, body: impl FnOnce() -> Result<(), BoxError>) -> *mut c_
     unsafe { libc::strdup(text.as_ptr()) }
 }
 
-/// The text of a panic.
+/// Returns the text of a panic.
 pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("no text")
 }
 
-/// A list of C++'s.
+/// Returns a list of C++'s.
 ///
 /// # Safety
 ///
@@ -222,7 +276,7 @@ pub unsafe fn slice<'a, T>(data: *const T, count: usize) -> &'a [T] {
     }
 }
 
-/// A handle that the result does not drop.
+/// Returns a handle that the result does not drop.
 ///
 /// # Safety
 ///

@@ -64,8 +64,8 @@ where
     custom_function_of_needed(inputs, forward, move |saved, grads, _| backward(saved, grads))
 }
 
-/// As [`custom_function`]; `backward` is also told of each input whether its gradient is needed:
-/// `ctx.needs_input_grad`, for this backward.
+/// Does what [`custom_function`] does, and tells `backward` whether each input's gradient is
+/// needed: `ctx.needs_input_grad`, for this backward.
 pub(crate) fn custom_function_of_needed<F, B>(
     inputs: &[&Tensor],
     forward: F,

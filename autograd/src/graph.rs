@@ -47,7 +47,7 @@ impl Drop for Handle {
 }
 
 impl Graph {
-    /// The operations that computed these tensors.
+    /// Finds the operations that computed these tensors.
     ///
     /// # Errors
     ///
@@ -74,13 +74,13 @@ impl Graph {
         unsafe { ffi::check("backward", ffi::flow_graph_backward(self.0.0, slice(&gradients))) }
     }
 
-    /// The first half of a backward: the gradients of the inputs, which are leaves, `None` for one
-    /// that the outputs do not depend on. No gradient is accumulated. The other half,
-    /// [`WeightGraph::backward`], accumulates those of all other leaves, and computes nothing
-    /// twice but custom functions on the way to the inputs, whose backward runs in both halves if
-    /// they also have a branch to other leaves; [`recompute`](crate::recompute()) then gives each
-    /// half what belongs to it. (Qi et al. 2023, "Zero Bubble Pipeline
-    /// Parallelism", section 2.)
+    /// Runs the first half of a backward, and returns the gradients of the inputs, which are
+    /// leaves, `None` for one that the outputs do not depend on. No gradient is accumulated. The
+    /// other half, [`WeightGraph::backward`], accumulates those of all other leaves, and computes
+    /// nothing twice but custom functions on the way to the inputs, whose backward runs in both
+    /// halves if they also have a branch to other leaves; [`recompute`](crate::recompute()) then
+    /// gives each half what belongs to it. (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+    /// section 2.)
     ///
     /// # Errors
     ///

@@ -21,7 +21,7 @@ type Hook = dyn FnMut(&Tensor) -> Result<(), BoxError> + Send;
 struct Slot(Mutex<Option<Arc<Mutex<Hook>>>>);
 
 impl Slot {
-    /// The slot of a parameter that has, or once had, a hook; an error if it can have none.
+    /// Finds the slot of a parameter that has, or once had, a hook; an error if it can have none.
     fn of(parameter: &Tensor, operation: &'static str) -> Result<Option<Arc<Self>>, Error> {
         let mut data = null_mut();
         // SAFETY: the tensor is alive and `data` is writable.
@@ -110,7 +110,8 @@ impl GradHook {
         Ok(GradHook { slot })
     }
 
-    /// Whether the parameter has a hook at present, so that [`GradHook::install`] would refuse it.
+    /// Returns whether the parameter has a hook at present, so that [`GradHook::install`] would
+    /// refuse it.
     ///
     /// # Errors
     ///
@@ -134,9 +135,9 @@ impl std::fmt::Debug for GradHook {
     }
 }
 
-/// Whether nothing else uses the memory of `parameter`'s gradient, so that it may be changed at
-/// once. Call it in the parameter's hook: libtorch may share the gradient's memory with nodes that
-/// this backward has yet to run.
+/// Returns whether nothing else uses the memory of `parameter`'s gradient, so that it may be
+/// changed at once. Call it in the parameter's hook: libtorch may share the gradient's memory with
+/// nodes that this backward has yet to run.
 pub fn grad_is_exclusive(parameter: &Tensor) -> bool {
     let mut exclusive = false;
     // SAFETY: the tensor is alive and `exclusive` is writable.

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::Error;
 use crate::ffi::{self, TensorMemory};
 
-/// The dtype that collectives know this kind by, if they do.
+/// Returns the dtype that collectives know this kind by, if they do.
 pub fn dtype(kind: Kind) -> Option<DType> {
     match kind {
         Kind::Float => Some(DType::F32),
@@ -30,15 +30,15 @@ pub(crate) fn memory(tensor: &Tensor) -> TensorMemory {
     }
 }
 
-/// Where the tensor's first element is, on whatever device; null if it has no memory of its own
-/// (undefined, sparse).
+/// Returns the address of the tensor's first element, on whatever device; null if it has no memory
+/// of its own (undefined, sparse).
 pub fn data_ptr(tensor: &Tensor) -> *mut u8 {
     memory(tensor).data.map_or(std::ptr::null_mut(), |data| data.as_ptr())
 }
 
-/// The reason why a tensor's elements cannot be sent to other ranks, and what would be right, as in
-/// "is sparse: ...". None for one whose elements, of a kind that tch knows, lie in plain memory of
-/// the CPU or a GPU.
+/// Returns the reason why a tensor's elements cannot be sent to other ranks, and what would be
+/// right, as in "is sparse: ...". None for one whose elements, of a kind that tch knows, lie in
+/// plain memory of the CPU or a GPU.
 pub fn unsendable(tensor: &Tensor) -> Option<String> {
     // SAFETY: the tensor is alive.
     let result = unsafe { ffi::check("unsendable", ffi::flow_check_plain(tensor.as_ptr())) };
@@ -50,8 +50,8 @@ pub fn unsendable(tensor: &Tensor) -> Option<String> {
     }
 }
 
-/// A number that is the same for all handles to one tensor (`shallow_clone`), and different for all
-/// other live tensors. A view shares the memory but is a tensor of its own.
+/// Returns a number that is the same for all handles to one tensor (`shallow_clone`), and different
+/// for all other live tensors. A view shares the memory but is a tensor of its own.
 pub fn identity(tensor: &Tensor) -> usize {
     // SAFETY: the tensor is alive.
     unsafe { ffi::flow_identity(tensor.as_ptr()) }.addr()
@@ -77,7 +77,7 @@ fn plain_memory(tensor: &Tensor) -> Result<(*mut u8, usize), Error> {
     }
 }
 
-/// The elements of a contiguous CPU tensor as bytes.
+/// Returns the elements of a contiguous CPU tensor as bytes.
 ///
 /// Tensors share memory (`shallow_clone`, views, `detach`): as with tch's own views of data, nobody
 /// may write through another tensor while the slice is in use.
@@ -91,8 +91,8 @@ pub fn bytes(tensor: &Tensor) -> Result<&[u8], Error> {
     Ok(unsafe { std::slice::from_raw_parts(data, bytes) })
 }
 
-/// The elements of a contiguous CPU tensor as bytes to write. See [`bytes`], also for the errors;
-/// autograd does not notice such writes.
+/// Returns the elements of a contiguous CPU tensor as bytes to write. See [`bytes`], also for the
+/// errors; autograd does not notice such writes.
 pub fn bytes_mut(tensor: &mut Tensor) -> Result<&mut [u8], Error> {
     let (data, bytes) = plain_memory(tensor)?;
     // SAFETY: as above, and the tensor is borrowed mutably.
@@ -110,8 +110,8 @@ pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> 
     unsafe { ffi::check("set_grad", ffi::flow_set_grad(parameter.as_ptr(), grad)) }
 }
 
-/// A contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses it is
-/// gone.
+/// Returns a contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses
+/// it is gone.
 ///
 /// # Errors
 ///
@@ -129,14 +129,14 @@ pub fn tensor_from_memory(
     unsafe { tensor_from_raw(data, shape, kind, Device::Cpu, owner) }
 }
 
-/// How many handles there are of `tensor`: its shallow clones, this one included, and libtorch's
+/// Returns the number of handles of `tensor`: its shallow clones, this one included, and libtorch's
 /// own.
 pub fn use_count(tensor: &Tensor) -> usize {
     // SAFETY: the tensor is alive.
     unsafe { ffi::flow_use_count(tensor.as_ptr()) }
 }
 
-/// Whether a contiguous tensor fits into so many bytes at `address`.
+/// Returns whether a contiguous tensor fits into so many bytes at `address`.
 pub(crate) fn check_fit(
     address: usize,
     bytes: usize,
@@ -162,8 +162,8 @@ pub(crate) fn check_fit(
     Ok(())
 }
 
-/// A contiguous tensor over the memory at `data` on `device`; `owner` is dropped, on whatever
-/// thread, when the last tensor that uses it is gone.
+/// Returns a contiguous tensor over the memory at `data` on `device`; `owner` is dropped, on
+/// whatever thread, when the last tensor that uses it is gone.
 ///
 /// # Errors
 ///

@@ -8,12 +8,12 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Error;
 use crate::ffi;
 
-/// Where libtorch's generators are, of a device and of the CPU: [`RngState::restore`] has the
+/// The state of libtorch's generators, of a device and of the CPU: [`RngState::restore`] has the
 /// numbers that followed drawn again.
 pub struct RngState(Vec<(Device, Tensor)>);
 
 impl RngState {
-    /// The state of the generators of this device and of the CPU.
+    /// Reads the state of the generators of this device and of the CPU.
     ///
     /// # Errors
     ///

@@ -106,8 +106,8 @@ where
     }
 }
 
-/// How often tensors have been changed in place; None for those of which libtorch does not count it,
-/// such as global tensors.
+/// Returns how often tensors have been changed in place; None for those of which libtorch does not
+/// count it, such as global tensors.
 pub fn versions(tensors: &[Tensor]) -> Vec<Option<i64>> {
     tensors.iter().map(|tensor| tensor.f_internal_version().ok()).collect()
 }

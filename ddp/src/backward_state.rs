@@ -45,7 +45,7 @@ impl ScheduledBucket {
         }
     }
 
-    /// See [`Bucket::mark_ready`].
+    /// Calls [`Bucket::mark_ready`].
     pub fn mark_ready(&mut self, slot: usize, gradient: &Tensor, exclusive: bool) -> Result<bool> {
         let in_place = self.memory.mark_ready(slot, gradient, exclusive)?;
         if in_place {
@@ -55,7 +55,7 @@ impl ScheduledBucket {
         Ok(in_place)
     }
 
-    /// See [`Bucket::mark_unused`].
+    /// Calls [`Bucket::mark_unused`].
     pub fn mark_unused(&mut self, slot: usize) -> Result<()> {
         self.memory.mark_unused(slot)?;
         self.arrived();
@@ -127,7 +127,7 @@ pub(crate) struct BackwardState {
     pub buckets: Vec<ScheduledBucket>,
     /// Bucket and slot of each parameter.
     pub slots: Vec<(usize, usize)>,
-    /// How many [`NoSync`](crate::NoSync)s there are.
+    /// The number of [`NoSync`](crate::NoSync)s.
     pub local: usize,
     /// Between the first hook and the end of a backward.
     pub in_backward: bool,
@@ -147,7 +147,7 @@ pub(crate) struct BackwardState {
     /// A backward has failed: the group is of no more use.
     pub unusable: bool,
     pub stats: Stats,
-    /// When the first gradient of this backward came.
+    /// The time at which the first gradient of this backward came.
     pub began: Instant,
 }
 

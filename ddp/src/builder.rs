@@ -119,30 +119,30 @@ impl DdpBuilder {
         self
     }
 
-    /// Whether ranks take over rank 0's buffers, when the model is wrapped and with each forward in
-    /// training mode (default: yes). If not, each rank's buffers are its own from the beginning, as
-    /// in PyTorch.
+    /// Sets whether ranks take over rank 0's buffers, when the model is wrapped and with each
+    /// forward in training mode (default: yes). If not, each rank's buffers are its own from the
+    /// beginning, as in PyTorch.
     pub fn broadcast_buffers(mut self, broadcast: bool) -> Self {
         self.broadcast_buffers = broadcast;
         self
     }
 
-    /// Whether a backward may leave parameters out (default: no, that is an error). They take part
-    /// with zeros; one that no rank used keeps its `.grad`.
+    /// Sets whether a backward may leave parameters out (default: no, that is an error). They take
+    /// part with zeros; one that no rank used keeps its `.grad`.
     pub fn find_unused_parameters(mut self, find: bool) -> Self {
         self.options.find_unused = find;
         self
     }
 
-    /// Whether the `.grad` of small parameters becomes a view of the bucket, which saves a copy
-    /// (default: no). A gradient kept beyond its step then changes with the next. On GPUs every
-    /// `.grad` does, unless gradients are sent in another type.
+    /// Sets whether the `.grad` of small parameters becomes a view of the bucket, which saves a
+    /// copy (default: no). A gradient kept beyond its step then changes with the next. On GPUs
+    /// every `.grad` does, unless gradients are sent in another type.
     pub fn gradient_as_bucket_view(mut self, view: bool) -> Self {
         self.options.bucket_view = view;
         self
     }
 
-    /// The hook that reduces each bucket of gradients: one of
+    /// Sets the hook that reduces each bucket of gradients: one of
     /// [`comm_hooks`](crate::comm_hooks), or one of your own (default:
     /// [`AllReduce`](crate::comm_hooks::AllReduce)).
     pub fn comm_hook(mut self, hook: impl CommHook) -> Self {
@@ -321,13 +321,13 @@ pub(crate) fn reduce_path(
     Ok((path, ArenaAllocatorGuard::install(group.arena_handle())))
 }
 
-/// The place of a tensor among those that a store has made.
+/// Returns the place of a tensor among those that a store has made.
 fn position(created: &[usize], tensor: &Tensor) -> Option<usize> {
     let identity = flow_autograd::identity(tensor);
     created.iter().position(|&other| other == identity)
 }
 
-/// The name of a parameter that a store has got after its first `known` ones.
+/// Returns the name of a parameter that a store has got after its first `known` ones.
 fn added(store: &Variables, known: usize) -> Option<String> {
     let new = store
         .trainable_variables

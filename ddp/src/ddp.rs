@@ -68,7 +68,7 @@ use crate::stats::Stats;
 pub struct Ddp<M> {
     pub(crate) model: M,
     pub(crate) group: ProcessGroup,
-    /// None with one rank.
+    /// The reducer of gradients; None with one rank.
     pub(crate) reducer: Option<Arc<Reducer>>,
     /// Dropped with the wrapper, so that the bare model is left as it was.
     pub(crate) _hooks: Vec<GradHook>,
@@ -87,14 +87,14 @@ pub(crate) struct HeldBuffer {
 }
 
 impl HeldBuffer {
-    /// Whether the model, or somebody else, still holds the buffer.
+    /// Returns whether the model, or somebody else, still holds the buffer.
     pub fn is_held(&self) -> bool {
         flow_autograd::use_count(&self.tensor) > self.others
     }
 }
 
 impl<M> Ddp<M> {
-    /// The group that gradients are averaged over.
+    /// Returns the group that gradients are averaged over.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
@@ -138,7 +138,7 @@ impl<M> Ddp<M> {
         self.reducer.as_ref().map(|r| r.stats()).unwrap_or_default()
     }
 
-    /// The model, without its hooks.
+    /// Returns the model, without its hooks.
     pub fn into_inner(self) -> M {
         self.model
     }
@@ -198,8 +198,8 @@ impl<M: ModuleT> Ddp<M> {
 }
 
 impl<M: Module> Ddp<M> {
-    /// The model's `forward`, as in training: all ranks call it. To evaluate on some ranks only,
-    /// use `forward_t`.
+    /// Runs the model's `forward`, as in training: all ranks call it. To evaluate on some ranks
+    /// only, use `forward_t`.
     pub fn forward(&self, input: &Tensor) -> Tensor {
         self.forward_t(input, true)
     }

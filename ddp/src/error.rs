@@ -26,7 +26,7 @@ pub enum Error {
     Torch {
         /// This rank.
         rank: usize,
-        /// What was being done.
+        /// The operation under way.
         operation: &'static str,
         /// The cause.
         reason: String,
@@ -36,7 +36,7 @@ pub enum Error {
     Device {
         /// This rank.
         rank: usize,
-        /// What is missing and what to do.
+        /// The lack, and what to do.
         reason: String,
     },
     /// A model or an option that data-parallel training cannot work with.
@@ -44,7 +44,7 @@ pub enum Error {
     Model {
         /// This rank.
         rank: usize,
-        /// What is wrong and what would be right.
+        /// The fault, and what would be right.
         reason: String,
     },
     /// Ranks reduce the gradients of different parameters; every rank gets this.
@@ -158,12 +158,12 @@ impl Error {
 /// Result of data-parallel training.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank's number in the job, which errors of sub-groups use too.
+/// Returns this rank's number in the job, which errors of sub-groups use too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }
 
-/// The element type of gradients of a kind, as collectives name it.
+/// Returns the element type of gradients of a kind, as collectives name it.
 pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
     flow_autograd::dtype(kind).ok_or_else(|| failed(group, format!("{kind:?} cannot be reduced")))
 }

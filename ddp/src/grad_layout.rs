@@ -14,9 +14,10 @@ pub(crate) struct GradLayout {
 }
 
 impl GradLayout {
-    /// The layout of the gradients of `parameter`: the parameter's own strides if it lies without gaps,
-    /// otherwise those of a contiguous tensor. This is libtorch's "gradient layout contract"
-    /// (torch/csrc/autograd/functions/accumulate_grad.h), which a gradient keeps as a rule.
+    /// Returns the layout of the gradients of `parameter`: the parameter's own strides if it lies
+    /// without gaps, otherwise those of a contiguous tensor. This is libtorch's "gradient layout
+    /// contract" (torch/csrc/autograd/functions/accumulate_grad.h), which a gradient keeps as a
+    /// rule.
     pub fn of(parameter: &Tensor) -> Self {
         let shape = parameter.size();
         let strides = parameter.stride();
@@ -28,7 +29,8 @@ impl GradLayout {
         Self { shape, strided: order.map(|order| (strides, order)) }
     }
 
-    /// The tensor with its dimensions as they come in memory: contiguous if it has this layout.
+    /// Returns the tensor with its dimensions as they come in memory: contiguous if it has this
+    /// layout.
     pub fn in_memory_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             Some((_, order)) => tensor.detach().permute(order),
@@ -36,8 +38,8 @@ impl GradLayout {
         }
     }
 
-    /// The contiguous tensor that [`GradLayout::in_memory_order`] gave, with its dimensions in
-    /// their own order again.
+    /// Returns the contiguous tensor that [`GradLayout::in_memory_order`] gave, with its dimensions
+    /// in their own order again.
     pub fn in_own_order(&self, tensor: &Tensor) -> Tensor {
         match &self.strided {
             // Not as a view for autograd, as gradients are detached in place.
@@ -46,7 +48,7 @@ impl GradLayout {
         }
     }
 
-    /// The shape of a contiguous tensor for [`GradLayout::in_own_order`].
+    /// Returns the shape of a contiguous tensor for [`GradLayout::in_own_order`].
     pub fn memory_shape(&self) -> Vec<i64> {
         match &self.strided {
             Some((_, order)) => {
@@ -67,8 +69,8 @@ impl fmt::Display for GradLayout {
     }
 }
 
-/// The dimensions by falling strides, if elements lie without gaps or overlaps. Dimensions of
-/// length 1, which no step is taken along, come first.
+/// Returns the dimensions by falling strides, if elements lie without gaps or overlaps. Dimensions
+/// of length 1, which no step is taken along, come first.
 fn memory_order(shape: &[i64], strides: &[i64]) -> Option<Vec<i64>> {
     let mut order: Vec<usize> = (0..shape.len()).collect();
     order.sort_by_key(|&dimension| (shape[dimension] != 1).then_some(Reverse(strides[dimension])));

@@ -76,7 +76,7 @@ impl GradReducer {
         agree(&own, made)
     }
 
-    /// Whether the sums are views of the buckets, which the next backward overwrites.
+    /// Returns whether the sums are views of the buckets, which the next backward overwrites.
     pub fn grads_are_views(&self) -> bool {
         self.reducer.grads_are_views()
     }

@@ -29,7 +29,7 @@ pub(crate) fn first_mismatch(
     Ok(first_difference(group.ranks(), &texts))
 }
 
-/// The first line in which a rank's text differs from that of the first rank.
+/// Returns the first line in which a rank's text differs from that of the first rank.
 fn first_difference(ranks: &[usize], texts: &[String]) -> Option<String> {
     let first: Vec<&str> = texts[0].lines().collect();
     for (text, &rank) in texts.iter().zip(ranks) {

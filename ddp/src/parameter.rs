@@ -25,7 +25,7 @@ impl Parameter {
         }
     }
 
-    /// How many elements it has.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }

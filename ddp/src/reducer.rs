@@ -95,7 +95,7 @@ impl Reducer {
         }
     }
 
-    /// Whether a backward now reduces gradients.
+    /// Returns whether a backward now reduces gradients.
     pub fn synchronizes(&self) -> bool {
         self.state().local == 0
     }
@@ -135,7 +135,7 @@ impl Reducer {
         Ok(buffers.run(&self.group, 0)?)
     }
 
-    /// Whether `.grad` is a view of its bucket after a backward.
+    /// Returns whether `.grad` is a view of its bucket after a backward.
     pub fn grads_are_views(&self) -> bool {
         self.path.grads_are_views()
     }
@@ -286,7 +286,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// An error of the communication hook, or one that passed through it.
+    /// Returns an error of the communication hook, or one that passed through it.
     fn hook_error(&self, bucket: usize, error: BoxError) -> Error {
         let error = match error.downcast::<flow_comm::Error>() {
             Ok(error) => return Error::Comm(*error),

@@ -2,7 +2,7 @@
 
 /// `FLOW_DDP_COPY=1`: every gradient is copied into its bucket, none is reduced where it is.
 const COPY: &str = "FLOW_DDP_COPY";
-/// Who reduces buckets on the CPU beside backward: `hooks` or `thread`.
+/// The variable that says who reduces buckets on the CPU beside backward: `hooks` or `thread`.
 const PROGRESS: &str = "FLOW_DDP_PROGRESS";
 
 /// Settings that the environment asks for.

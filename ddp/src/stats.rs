@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 pub struct Stats {
     /// Backwards that reduced gradients so far.
     pub backwards: u64,
-    /// In the order of reduction.
+    /// The buckets, in the order of reduction.
     pub buckets: Vec<BucketStats>,
-    /// From the first gradient to the last, without what reductions add.
+    /// The time from the first gradient to the last, without what reductions add.
     pub backward: Duration,
-    /// How long backward was held up at its end: waiting for other ranks, finishing reductions,
-    /// copying back.
+    /// The time for which backward was held up at its end: waiting for other ranks, finishing
+    /// reductions, copying back.
     pub exposed: Duration,
 }
 
@@ -25,23 +25,24 @@ pub struct BucketStats {
     pub parameters: Vec<String>,
     /// Bytes that were reduced where backward had put them, without a copy.
     pub in_place: usize,
-    /// When the bucket was full and reduced.
+    /// The times at which the bucket was full and reduced.
     pub times: BucketTimes,
 }
 
 /// The times of one bucket in the last backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketTimes {
-    /// From the backward's first gradient to this bucket's last.
+    /// The time from the backward's first gradient to this bucket's last.
     pub ready_at: Duration,
-    /// From the bucket's last gradient on this rank until the reduction was seen to be over.
+    /// The time from the bucket's last gradient on this rank until the reduction was seen to be
+    /// over.
     pub ready_to_done: Duration,
     /// The part of `ready_to_done` during which backward still ran.
     pub behind_backward: Duration,
 }
 
 impl BucketTimes {
-    /// The times of a bucket that was `ready` and `done` at these moments, in a backward from
+    /// Makes the times of a bucket that was `ready` and `done` at these moments, in a backward from
     /// `began` to `backward_end`.
     pub(crate) fn new(
         began: Instant,
@@ -65,7 +66,7 @@ pub(crate) struct PhaseTimes {
 }
 
 impl Stats {
-    /// The share of the reductions' time during which backward still ran: 0 to 1.
+    /// Returns the share of the reductions' time during which backward still ran: 0 to 1.
     pub fn hidden(&self) -> f64 {
         let total: Duration = self.buckets.iter().map(|b| b.times.ready_to_done).sum();
         let hidden: Duration = self.buckets.iter().map(|b| b.times.behind_backward).sum();

@@ -15,7 +15,7 @@ use tch::Tensor;
 /// The step of the last backward of this process, whichever model it was of.
 static LAST: AtomicU32 = AtomicU32::new(0);
 
-/// The step whose gradients an optimizer uses.
+/// Returns the step whose gradients an optimizer uses.
 pub(crate) fn last_step() -> u32 {
     LAST.load(Ordering::Relaxed)
 }
@@ -63,7 +63,7 @@ impl Steps {
         step
     }
 
-    /// The step of the next backward, if no forward is left out before it.
+    /// Returns the step of the next backward, if no forward is left out before it.
     pub fn next(&self) -> u32 {
         let counts = self.counts();
         counts.backwards.wrapping_add(counts.left_out).wrapping_add(1)

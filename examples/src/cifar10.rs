@@ -44,12 +44,12 @@ pub struct Images {
     deviation: [f32; COLOURS],
 }
 
-/// Whether CIFAR-10 is in this folder, or what is left of it.
+/// Returns whether CIFAR-10 is in this folder, or what is left of it.
 pub fn is_in(folder: &Path) -> bool {
     TRAINING.iter().chain([&TEST]).any(|name| folder.join(name).exists())
 }
 
-/// The training and the test images in `folder`.
+/// Returns the training and the test images in `folder`.
 ///
 /// # Errors
 /// When a file is missing, has no whole records, or a class that does not exist.

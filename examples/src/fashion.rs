@@ -10,7 +10,7 @@ use crate::idx::{self, Idx};
 /// Number of classes.
 pub const CLASSES: usize = 10;
 
-/// Where Debian's package `dataset-fashion-mnist` puts it.
+/// The folder into which Debian's package `dataset-fashion-mnist` puts it.
 const INSTALLED: &str = "/usr/share/datasets/fashion-mnist";
 
 /// Images with their labels.
@@ -25,7 +25,7 @@ pub struct Split {
     pub columns: usize,
 }
 
-/// The cache folder of `scripts/setup`; None without a home.
+/// Returns the cache folder of `scripts/setup`; None without a home.
 pub fn cache_folder() -> Option<PathBuf> {
     if let Some(folder) = absolute("FLOW_CACHE") {
         return Some(folder);
@@ -37,13 +37,13 @@ pub fn cache_folder() -> Option<PathBuf> {
     Some(of_user.join("flow"))
 }
 
-/// The folder that a variable names, if its path is absolute.
+/// Returns the folder that a variable names, if its path is absolute.
 fn absolute(variable: &str) -> Option<PathBuf> {
     env::var_os(variable).map(PathBuf::from).filter(|folder| folder.is_absolute())
 }
 
-/// The folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder of
-/// `scripts/setup --data` where that one exists and Debian's does not.
+/// Returns the folder where Fashion-MNIST is looked for by default: Debian's, or the cache folder
+/// of `scripts/setup --data` where that one exists and Debian's does not.
 pub fn default_folder() -> PathBuf {
     let installed = PathBuf::from(INSTALLED);
     let cache = cache_folder().map(|cache| cache.join("fashion-mnist"));

@@ -32,7 +32,7 @@ pub struct Images {
 }
 
 impl Images {
-    /// The training and the test images in `folder`.
+    /// Loads the training and the test images in `folder`.
     ///
     /// # Errors
     /// When they are missing, damaged, or not of 28 x 28.
@@ -51,7 +51,7 @@ impl Images {
         Ok((Arc::new(Self { split: train, pixels }), Arc::new(Self { split: test, pixels })))
     }
 
-    /// A number that differs where images or labels do.
+    /// Returns a number that differs where images or labels do.
     pub fn checksum(&self) -> u32 {
         let mut checksum = Crc::new();
         checksum.update(&self.split.images);

@@ -45,8 +45,8 @@ pub struct Training {
 }
 
 impl Training {
-    /// The learning rate of a step: up in a straight line during the first fifth of all steps, then
-    /// down.
+    /// Returns the learning rate of a step: up in a straight line during the first fifth of all
+    /// steps, then down.
     pub fn lr_at(&self, step: usize, steps: usize) -> f64 {
         let place = (step + 1) as f64 / (steps + 1) as f64;
         self.lr * (5.0 * place).min(1.25 * (1.0 - place))
@@ -90,7 +90,8 @@ pub struct Options {
 }
 
 impl Options {
-    /// The options and data that the trained weights depend on, beside what the sampler keeps.
+    /// Returns the options and data that the trained weights depend on, beside what the sampler
+    /// keeps.
     pub fn hyperparameters(&self, train: &Images) -> Vec<(String, String)> {
         let Self {
             double, training: Training { epochs, batch_size, lr, momentum, steps, .. }, ..
@@ -109,7 +110,7 @@ impl Options {
         options.map(|(name, value)| (name.to_owned(), value.to_string())).to_vec()
     }
 
-    /// A checkpoint was made with the same hyperparameters as are given here.
+    /// Checks that a checkpoint was made with the same hyperparameters as are given here.
     ///
     /// # Errors
     /// When one differs.

@@ -30,7 +30,7 @@ impl Progress {
         }
     }
 
-    /// The epoch is over.
+    /// Ends the epoch.
     pub fn finish(&self) {
         self.bar.finish_and_clear();
     }

@@ -16,7 +16,7 @@ use crate::fashion;
 use crate::images::{Images, Pixels, SIDE};
 use crate::options::{from_zero_up, write_losses};
 
-/// How a program sees batches.
+/// The way in which a program sees batches.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 pub enum Seen {
     /// A list with an array for each rank
@@ -76,7 +76,7 @@ pub struct Options {
 pub struct Setting {
     /// The ranks that train.
     pub placement: Placement,
-    /// For the variables.
+    /// The device of the variables.
     pub device: Device,
     /// The training images.
     pub train: Arc<Images>,
@@ -215,7 +215,7 @@ impl Options {
     }
 }
 
-/// A batch as the view has it: whole, or a list with rows for each rank.
+/// Returns a batch as the view has it: whole, or a list with rows for each rank.
 fn seen(view: View, setting: &Setting, batch: Tensor) -> Array {
     match view {
         View::Consistent => batch.into(),
@@ -223,7 +223,7 @@ fn seen(view: View, setting: &Setting, batch: Tensor) -> Array {
     }
 }
 
-/// The cross entropy of each image.
+/// Returns the cross entropy of each image.
 pub fn losses(logits: &Tensor, labels: &Tensor) -> Tensor {
     logits.cross_entropy_loss(labels, None::<Tensor>, tch::Reduction::None, -100, 0.0)
 }

@@ -17,7 +17,7 @@ impl<T> Default for Cache<T> {
 }
 
 impl<T> Cache<T> {
-    /// The value of a key.
+    /// Returns the value of a key.
     pub fn get(&self, key: &[u64]) -> Option<Arc<T>> {
         self.lock().get(key).cloned()
     }

@@ -75,7 +75,7 @@ pub fn clip_grad_value(tensors: &[Tensor], value: f64) -> Result<()> {
     })
 }
 
-/// The norm of all elements of these tensors, on every rank.
+/// Returns the norm of all elements of these tensors, on every rank.
 fn norm(gradients: &[Tensor], order: f64) -> Result<f64> {
     let mut world = None;
     // Those that this rank answers for, and those that are no rank's own.

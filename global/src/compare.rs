@@ -12,7 +12,7 @@ use crate::policy;
 use crate::runtime::Runtime;
 use crate::sequence;
 
-/// Whether `FLOW_GLOBAL_DEBUG` is 1.
+/// Returns whether `FLOW_GLOBAL_DEBUG` is 1.
 pub fn is_on() -> bool {
     static IS_ON: OnceLock<bool> = OnceLock::new();
     *IS_ON.get_or_init(|| policy::is_set("FLOW_GLOBAL_DEBUG"))
@@ -84,7 +84,7 @@ pub fn values(
     Ok(())
 }
 
-/// The words of each rank of the placement, in its order.
+/// Returns the words of each rank of the placement, in its order.
 fn gather(placement: &Placement, runtime: &Runtime, own: &[u64]) -> Result<Vec<Vec<u64>>> {
     let ranks = placement.ranks();
     let group = runtime.groups.group(ranks)?;
@@ -98,7 +98,7 @@ fn gather(placement: &Placement, runtime: &Runtime, own: &[u64]) -> Result<Vec<V
     Ok(words.chunks(own.len()).map(<[u64]>::to_vec).collect())
 }
 
-/// The digest of a plain tensor's kind, sizes and bytes.
+/// Returns the digest of a plain tensor's kind, sizes and bytes.
 pub fn digest_of_tensor(tensor: &Tensor) -> Result<u64> {
     let own = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
     Ok(digest(&(own.kind() as i64, own.size(), flow_autograd::bytes(&own)?)))

@@ -13,7 +13,7 @@ use crate::region::{check, shape};
 use crate::sbp::{Sbp, reduced};
 use crate::spec::Spec;
 
-/// A global tensor with this placement and SBP. Differentiable.
+/// Returns a global tensor with this placement and SBP. Differentiable.
 pub fn convert(tensor: &Tensor, placement: &Placement, sbp: &[Sbp]) -> Result<Tensor> {
     check(placement, sbp, &shape(&tensor.size()))?;
     let now = spec_of(tensor)?;
@@ -49,7 +49,7 @@ pub fn asked(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     Ok(result)
 }
 
-/// A gradient on the placement of `to`: with its own SBP if it is there already.
+/// Returns a gradient on the placement of `to`: with its own SBP if it is there already.
 pub fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>> {
     let Some(gradient) = gradient else { return Ok(None) };
     let now = spec_of(gradient)?;
@@ -61,12 +61,12 @@ pub fn moved(gradient: Option<&Tensor>, to: &Arc<Spec>) -> Result<Option<Tensor>
     Ok(Some(converted(gradient, &Spec::of(to.placement(), &sbp)?)?))
 }
 
-/// The outputs of a forward that saves nothing.
+/// Returns the outputs of a forward that saves nothing.
 pub fn outputs(output: Result<Tensor>) -> std::result::Result<Forward, BoxError> {
     Ok(Forward { outputs: vec![output?], saved: Vec::new() })
 }
 
-/// The only output.
+/// Returns the only output.
 pub fn one(outputs: std::result::Result<Vec<Tensor>, flow_autograd::Error>) -> Result<Tensor> {
     Ok(outputs?.pop().unwrap_or_default())
 }

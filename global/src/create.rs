@@ -12,7 +12,7 @@ use crate::region::{Region, check, regions, shape};
 use crate::sbp::{Sbp, filler};
 use crate::spec::Spec;
 
-/// All elements are 0.
+/// Makes a tensor whose elements are all 0.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -25,7 +25,7 @@ pub fn zeros(
     full(sizes, 0.0, kind, placement, sbp)
 }
 
-/// All elements are 1.
+/// Makes a tensor whose elements are all 1.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -38,7 +38,7 @@ pub fn ones(
     full(sizes, 1.0, kind, placement, sbp)
 }
 
-/// All elements are `value`, a whole number or one with a fraction.
+/// Makes a tensor whose elements are all `value`, a whole number or one with a fraction.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -69,7 +69,7 @@ pub fn empty(
     })
 }
 
-/// The whole numbers from 0 to `end`, without it.
+/// Returns the whole numbers from 0 to `end`, without it.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape; `end` is negative; a fraction in kind Int64.
@@ -82,7 +82,7 @@ pub fn arange(
     arange_start(0, end, kind, placement, sbp)
 }
 
-/// The numbers from `start` to `end`, without that, in steps of 1.
+/// Returns the numbers from `start` to `end`, without that, in steps of 1.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape; `end` is less than `start`; fractions in kind
@@ -97,7 +97,7 @@ pub fn arange_start(
     arange_start_step(start, end, 1, kind, placement, sbp)
 }
 
-/// The numbers from `start` to `end`, without that, in steps of `step`.
+/// Returns the numbers from `start` to `end`, without that, in steps of `step`.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape; steps that do not lead from `start` to `end`;
@@ -147,12 +147,12 @@ pub fn arange_start_step(
     })
 }
 
-/// The number after `index` steps from `start`.
+/// Returns the number after `index` steps from `start`.
 fn nth(start: i64, step: i64, index: usize) -> i64 {
     start.saturating_add((index as i64).saturating_mul(step))
 }
 
-/// The whole number that a scalar is.
+/// Returns the whole number that a scalar is.
 fn whole_of(scalar: &Scalar) -> Option<i64> {
     let number = f64::from(scalar);
     // Others do not fit.
@@ -160,7 +160,7 @@ fn whole_of(scalar: &Scalar) -> Option<i64> {
     is_whole.then(|| i64::from(scalar))
 }
 
-/// `steps` numbers from `start` to `end`, with both, at equal distances.
+/// Returns `steps` numbers from `start` to `end`, with both, at equal distances.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -179,7 +179,7 @@ pub fn linspace(
     })
 }
 
-/// The identity matrix with `size` rows.
+/// Returns the identity matrix with `size` rows.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -191,13 +191,13 @@ pub fn eye(size: i64, kind: Kind, placement: &Placement, sbp: impl AsRef<[Sbp]>)
     })
 }
 
-/// The whole numbers of a range.
+/// Returns the whole numbers of a range.
 fn indices(range: &Range<usize>, device: Device) -> std::result::Result<Tensor, TchError> {
     Tensor::f_arange_start(range.start as i64, range.end as i64, (Kind::Int64, device))
 }
 
-/// Normally distributed with mean 0 and variance 1. An element has the same value for every placement
-/// and SBP.
+/// Draws numbers that are normally distributed with mean 0 and variance 1. An element has the same
+/// value for every placement and SBP.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -210,8 +210,8 @@ pub fn randn(
     draw(sizes.as_ref(), kind, placement, sbp.as_ref(), random::normal)
 }
 
-/// Normally distributed with this mean and standard deviation. An element has the same value for
-/// every placement and SBP.
+/// Draws numbers that are normally distributed with this mean and standard deviation. An element
+/// has the same value for every placement and SBP.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -228,7 +228,8 @@ pub fn normal(
     })
 }
 
-/// Evenly distributed in `[0, 1)`. An element has the same value for every placement and SBP.
+/// Draws numbers that are evenly distributed in `[0, 1)`. An element has the same value for every
+/// placement and SBP.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -261,7 +262,7 @@ pub fn randint(
     })
 }
 
-/// The numbers from 0 to `count`, without it, in random order: the same on every rank.
+/// Returns the numbers from 0 to `count`, without it, in random order: the same on every rank.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.
@@ -290,7 +291,7 @@ pub fn manual_seed(placement: &Placement, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// The state of global random numbers, for [`set_rng_state`].
+/// Returns the state of global random numbers, for [`set_rng_state`].
 ///
 /// # Errors
 /// The placement has no process group.
@@ -320,7 +321,8 @@ pub(crate) fn whole(low: i64, high: i64, operation: &str) -> Result<impl Fn(Bits
     }
 }
 
-/// Evenly distributed numbers that this kind can hold without being rounded to 1.
+/// Returns what draws evenly distributed numbers that this kind can hold without being rounded to
+/// 1.
 pub(crate) fn uniform_of(kind: Kind) -> fn(Bits) -> f64 {
     match kind {
         Kind::Double => random::uniform,
@@ -353,7 +355,7 @@ fn draw(
     })
 }
 
-/// A region of a tensor of random numbers.
+/// Returns a region of a tensor of random numbers.
 pub(crate) fn drawn(
     draw: &mut Draw,
     shape: &[usize],
@@ -370,7 +372,7 @@ pub(crate) fn drawn(
     flat.f_view(&sizes_of(region)[..])?.f_to_device(device)?.f_to_kind(kind)
 }
 
-/// The same of whole numbers, which f64 does not hold all.
+/// Draws whole numbers, which f64 does not hold all.
 pub(crate) fn drawn_whole(
     draw: &mut Draw,
     shape: &[usize],
@@ -386,8 +388,8 @@ fn sizes_of(region: &Region) -> Vec<i64> {
     region.shape().iter().map(|&size| size as i64).collect()
 }
 
-/// A tensor whose parts `part` makes: of a tensor of this shape, a region. Of partial axes the first
-/// rank has it all, the others what leaves it as it is.
+/// Returns a tensor whose parts `part` makes: of a tensor of this shape, a region. Of partial axes
+/// the first rank has it all, the others what leaves it as it is.
 fn create(
     sizes: &[i64],
     kind: Kind,

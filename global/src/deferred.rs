@@ -64,7 +64,7 @@ impl Drop for Deferred {
     }
 }
 
-/// From [`no_sync()`] on, until this is finished or dropped.
+/// A guard of [`no_sync()`]: gradients stay partial until this is finished or dropped.
 #[must_use = "finish() reduces the gradients"]
 pub struct PartialGradients(Placement);
 
@@ -107,7 +107,7 @@ impl Drop for PartialGradients {
     }
 }
 
-/// Whether somebody reduces the gradient of this leaf later.
+/// Returns whether somebody reduces the gradient of this leaf later.
 fn is_deferred(leaf: &Tensor, runtime: &Runtime) -> Result<bool> {
     let mut leaves = Leaves::of(runtime);
     if leaves.of_optimizers.contains_key(&identity(leaf)) {
@@ -148,8 +148,8 @@ pub fn spec_of_gradient(leaf: &Tensor, own: &Spec, gradient: &Spec) -> Result<Op
     Ok(Some(kept))
 }
 
-/// The gradient with this spec, as a tensor that later ones may be added to: no view, and in memory
-/// that nothing else uses.
+/// Returns the gradient with this spec, as a tensor that later ones may be added to: no view, and
+/// in memory that nothing else uses.
 pub fn own(gradient: &Tensor, spec: &Arc<Spec>, exclusive: bool) -> Result<Tensor> {
     let is_boxed = spec_of(gradient)?.id() != spec.id();
     let tensor = boxed(gradient, spec)?;

@@ -78,9 +78,9 @@ pub enum Error {
         operation: String,
         /// Which input, from what to what.
         what: String,
-        /// Why it failed.
+        /// The cause.
         source: Box<Error>,
-        /// What may be wrong with the program.
+        /// The likely fault of the program.
         advice: &'static str,
     },
     /// A collective of global tensors that fails, with what ranks were doing.
@@ -89,9 +89,9 @@ pub enum Error {
          ({source})"
     )]
     OutOfStep {
-        /// What this rank does, and the others if that differs.
+        /// The operation of this rank, and those of the others if they differ.
         what: String,
-        /// Why it failed.
+        /// The cause.
         source: Box<Error>,
     },
     /// Ranks call an operation with different tensors or numbers, which must be the same on all.
@@ -99,7 +99,7 @@ pub enum Error {
     Differs {
         /// The operation.
         operation: String,
-        /// What differs on which ranks, and what to do.
+        /// The difference, on which ranks, and what to do.
         reason: String,
     },
     /// Tensors of one operation that are placed on different ranks.
@@ -120,7 +120,7 @@ pub enum Error {
     Unsupported {
         /// The operation.
         operation: String,
-        /// Why not, and what to do.
+        /// The reason, and what to do.
         reason: String,
     },
     /// Fewer ranks than a job is to have.
@@ -139,7 +139,7 @@ pub enum Error {
     Input {
         /// The input's name.
         name: String,
-        /// What it is, and what the job declares.
+        /// The input, and what the job declares.
         reason: String,
     },
     /// The number of SBPs is not the placement's number of axes.
@@ -151,7 +151,7 @@ pub enum Error {
         axes: usize,
         /// SBPs that are given.
         given: usize,
-        /// These SBPs.
+        /// The SBPs.
         sbp: Vec<Sbp>,
     },
     /// A split of a dimension that the tensor does not have.

@@ -14,9 +14,9 @@ use crate::trace::{Action, Call, Phase, Trace};
 pub struct Table {
     /// Calls, those that are alike together, in the order of the trace.
     pub rows: Vec<Row>,
-    /// How often each kind of boxing was needed, and the bytes that it took, by name.
+    /// The number of boxings of each kind, and the bytes that they took, by name.
     pub boxings: BTreeMap<String, (usize, f64)>,
-    /// All of it. Bytes are those that a rank receives from others, on average.
+    /// The cost of all. Bytes are those that a rank receives from others, on average.
     pub cost: Cost,
     /// Pins that make it cheaper with weights as they are, found by the planner. Those that save
     /// most bytes come first.
@@ -26,9 +26,9 @@ pub struct Table {
 /// One row of the table: equal calls, with their count.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Row {
-    /// How many.
+    /// The number of calls.
     pub count: usize,
-    /// As in `sum.dim_IntList`.
+    /// The name with the overload, as `sum.dim_IntList`.
     pub name: String,
     /// Whether autograd runs them.
     pub phase: Phase,
@@ -38,7 +38,7 @@ pub struct Row {
     pub outputs: Vec<NdSbp>,
     /// Received by a rank for all of them.
     pub bytes: f64,
-    /// Why tensors are boxed.
+    /// The reason for which tensors are boxed.
     pub why: Why,
 }
 
@@ -53,7 +53,7 @@ pub struct Given {
     pub boxed: String,
 }
 
-/// Why tensors are boxed.
+/// The reason for which tensors are boxed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
     /// The operation cannot run with the SBPs that its inputs have; to box them in this way takes
@@ -94,7 +94,7 @@ impl Row {
     }
 }
 
-/// The calls, those that are alike together.
+/// Returns the calls, those that are alike together.
 pub(crate) fn rows(trace: &Trace) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for call in &trace.calls {
@@ -133,7 +133,7 @@ fn row(trace: &Trace, call: &Call) -> Row {
     Row { count: 1, name, phase: call.phase, inputs, outputs, bytes, why }
 }
 
-/// The names of what is done on each axis.
+/// Returns the names of what is done on each axis.
 fn kind(placement: &Placement, from: &[Sbp], to: &[Sbp], is_same: bool) -> String {
     if !is_same {
         return "to another placement".to_string();
@@ -158,7 +158,7 @@ fn kind_on_axis(from: Sbp, to: Sbp) -> &'static str {
     }
 }
 
-/// As in `1.5 MiB`.
+/// Formats bytes, as `1.5 MiB`.
 fn size(bytes: f64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let unit = (0..4).find(|&unit| bytes.abs() < 1024f64.powi(unit + 1)).unwrap_or(4);

@@ -52,19 +52,20 @@ pub struct GradScaler {
 
 /// An optimizer as a [`GradScaler`] needs it.
 pub trait ScaledOptimizer {
-    /// The variables whose gradients the step takes: with these, whole or as this rank's shards.
+    /// Returns the variables whose gradients the step takes: with these, whole or as this rank's
+    /// shards.
     ///
     /// # Errors
     /// A collective fails.
     fn variables_to_step(&self) -> Result<Vec<Tensor>>;
 
-    /// The step.
+    /// Takes the step.
     ///
     /// # Errors
     /// A collective fails.
     fn take_step(&mut self) -> Result<()>;
 
-    /// What there is to do instead of the step.
+    /// Does what there is to do instead of the step.
     ///
     /// # Errors
     /// Of `libtorch`.
@@ -122,12 +123,12 @@ impl GradScaler {
         }
     }
 
-    /// The loss times the scale.
+    /// Returns the loss times the scale.
     pub fn scale(&self, loss: &Tensor) -> Tensor {
         loss * self.scale
     }
 
-    /// The factor of the loss.
+    /// Returns the factor of the loss.
     pub fn get_scale(&self) -> f64 {
         self.scale
     }
@@ -148,8 +149,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// The optimizer's step, if no gradient has overflowed; returns whether the step was taken.
-    /// Unscales the gradients, if that has not been done.
+    /// Takes the optimizer's step, if no gradient has overflowed; returns whether the step was
+    /// taken. Unscales the gradients, if that has not been done.
     ///
     /// # Errors
     /// As of [`GradScaler::unscale`], or it was called already in this iteration.
@@ -172,7 +173,7 @@ impl GradScaler {
         Ok(!found_inf)
     }
 
-    /// The scale of the next iteration.
+    /// Updates the scale for the next iteration.
     pub fn update(&mut self) {
         match std::mem::replace(&mut self.stage, Stage::Scaled) {
             Stage::Stepped { found_inf: true } | Stage::Unscaled { found_inf: true } => {
@@ -190,7 +191,7 @@ impl GradScaler {
         }
     }
 
-    /// For a checkpoint: the scale, and the steps since it changed.
+    /// Returns the scale, and the steps since it changed, for a checkpoint.
     pub fn state(&self) -> (f64, u64) {
         (self.scale, self.good_steps)
     }

@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::handle::{find_spec, local_of};
 use crate::sbp;
 
-/// The gradients of these tensors; tensors without one are left out.
+/// Returns the gradients of these tensors; tensors without one are left out.
 pub fn gradients(tensors: &[Tensor]) -> impl Iterator<Item = Tensor> + '_ {
     tensors.iter().map(Tensor::grad).filter(Tensor::defined)
 }
 
-/// This rank's part of a gradient; None outside its placement.
+/// Returns this rank's part of a gradient; None outside its placement.
 pub fn own(gradient: &Tensor) -> Option<Tensor> {
     match find_spec(gradient) {
         Some(_) => local_of(gradient),
@@ -20,13 +20,13 @@ pub fn own(gradient: &Tensor) -> Option<Tensor> {
     }
 }
 
-/// Whether the gradient is partial on an axis.
+/// Returns whether the gradient is partial on an axis.
 pub fn is_partial(gradient: &Tensor) -> bool {
     let spec = find_spec(gradient);
     spec.is_some_and(|spec| spec.sbp().iter().any(|sbp| sbp.is_partial()))
 }
 
-/// The gradient, with partial axes reduced to B.
+/// Returns the gradient, with partial axes reduced to B.
 pub fn reduced(gradient: &Tensor) -> Result<Tensor> {
     let Some(spec) = find_spec(gradient).filter(|_| is_partial(gradient)) else {
         return Ok(gradient.shallow_clone());

@@ -8,8 +8,9 @@ use crate::error::Result;
 use crate::placement::{Placement, Ranks};
 
 impl Placement {
-    /// These ranks of a group, in an array of one axis (`[0, 1]`) or more (`[[0, 1], [2, 3]]`).
-    /// All ranks of the group make the same placements, those outside a placement as well.
+    /// Places tensors on these ranks of a group, in an array of one axis (`[0, 1]`) or more (`[[0,
+    /// 1], [2, 3]]`). All ranks of the group make the same placements, those outside a placement as
+    /// well.
     ///
     /// # Errors
     /// No ranks, a rank twice or that the group does not have, or parts of different shapes.
@@ -18,7 +19,7 @@ impl Placement {
         Self::of(ranks)?.on(group)
     }
 
-    /// All ranks of a group, in one axis.
+    /// Places tensors on all ranks of a group, in one axis.
     ///
     /// # Errors
     /// As of [`Placement::new`].

@@ -41,12 +41,12 @@ impl Groups {
         Self { reads_peers: false, ..Self::new(world) }
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub fn rank(&self) -> usize {
         self.world.rank()
     }
 
-    /// The group of these ranks, in this order. The first time, all of them call this.
+    /// Returns the group of these ranks, in this order. The first time, all of them call this.
     ///
     /// # Errors
     /// The group cannot be made: a rank is gone, or others do not call this in time.
@@ -71,12 +71,12 @@ impl Groups {
         mismatched.insert(ranks.to_vec())
     }
 
-    /// How many bytes this rank has received from others by boxing.
+    /// Returns how many bytes this rank has received from others by boxing.
     pub fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Not that of other process groups.
+    /// Returns a number that other process groups do not have.
     pub(crate) fn number(&self) -> u64 {
         self.number
     }

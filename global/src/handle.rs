@@ -22,23 +22,23 @@ pub fn globals() -> Result<Globals<Spec>> {
     Globals::registered().ok_or(Error::Plain)
 }
 
-/// The spec of a tensor, if it is global.
+/// Returns the spec of a tensor, if it is global.
 pub fn find_spec(tensor: &Tensor) -> Option<Arc<Spec>> {
     globals().ok().filter(|_| tensor.defined())?.spec(tensor)
 }
 
-/// The spec of a global tensor.
+/// Returns the spec of a global tensor.
 pub fn spec_of(tensor: &Tensor) -> Result<Arc<Spec>> {
     find_spec(tensor).ok_or(Error::Plain)
 }
 
-/// The local of a global tensor; None outside its placement.
+/// Returns the local of a global tensor; None outside its placement.
 pub fn local_of(tensor: &Tensor) -> Option<Tensor> {
     globals().ok()?.local(tensor)
 }
 
-/// A global tensor of a local; `like` has its kind and device. It has no conj or neg bit, as ranks
-/// might give locals whose bits differ.
+/// Returns a global tensor of a local; `like` has its kind and device. It has no conj or neg bit,
+/// as ranks might give locals whose bits differ.
 pub fn wrap(
     local: Option<&Tensor>,
     like: &Tensor,
@@ -50,12 +50,12 @@ pub fn wrap(
     Ok(globals()?.wrap(local.as_ref(), &resolved(like), spec, sizes, shares)?)
 }
 
-/// A plain tensor of the kind of a global one, without elements.
+/// Returns a plain tensor of the kind of a global one, without elements.
 pub fn empty_like(tensor: &Tensor) -> Tensor {
     Tensor::empty([0], (tensor.kind(), tensor.device()))
 }
 
-/// A global tensor that has this spec, outside autograd.
+/// Returns a global tensor that has this spec, outside autograd.
 pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     let from = spec_of(tensor)?;
     if from.id() == to.id() {

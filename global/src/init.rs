@@ -22,13 +22,13 @@ use crate::tensor::GlobalTensor;
 /// The distributions of first values.
 #[derive(Clone, Copy, Debug)]
 pub enum Init {
-    /// The same for all elements.
+    /// One value for all elements.
     Constant(f64),
     /// Evenly distributed from `low` up to `high`.
     Uniform {
         /// The lowest value.
         low: f64,
-        /// What all values are below, before they are rounded to the tensor's type.
+        /// The limit below which all values are, before they are rounded to the tensor's type.
         high: f64,
     },
     /// Normally distributed.
@@ -50,15 +50,15 @@ pub enum Init {
     VarianceScaling {
         /// The variance of a weight times the number of weights in a sum.
         scale: f64,
-        /// What the fan is.
+        /// The kind of fan.
         fan: Fan,
         /// The shape of the distribution.
         distribution: NormalOrUniform,
     },
 }
 
-/// Of a weight `[out, in, kernel...]`, in which `kernel` has any number of dimensions: how many
-/// inputs an output depends on, and how many outputs depend on an input.
+/// The fan of a weight `[out, in, kernel...]`, in which `kernel` has any number of dimensions: how
+/// many inputs an output depends on, and how many outputs depend on an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fan {
     /// `in` times the elements of the kernel.
@@ -75,7 +75,7 @@ impl Init {
         Self::scaled(gain, Fan::Average, NormalOrUniform::Uniform)
     }
 
-    /// As [`Init::xavier_uniform`], normally distributed.
+    /// Makes [`Init::xavier_uniform`], but normally distributed.
     pub fn xavier_normal(gain: f64) -> Self {
         Self::scaled(gain, Fan::Average, NormalOrUniform::Normal)
     }
@@ -86,7 +86,7 @@ impl Init {
         Self::scaled(gain, fan, NormalOrUniform::Uniform)
     }
 
-    /// As [`Init::kaiming_uniform`], normally distributed.
+    /// Makes [`Init::kaiming_uniform`], but normally distributed.
     pub fn kaiming_normal(fan: Fan, gain: f64) -> Self {
         Self::scaled(gain, fan, NormalOrUniform::Normal)
     }
@@ -123,7 +123,7 @@ impl Init {
         Ok(tch::no_grad(|| local.f_copy_(&values).map(drop))?)
     }
 
-    /// The values of a region of a tensor of this shape, row-major.
+    /// Returns the values of a region of a tensor of this shape, row-major.
     pub fn values(&self, draw: &mut Draw, shape: &[usize], region: &Region) -> Vec<f64> {
         match *self {
             Init::Constant(value) => vec![value; region.elements()],
@@ -153,7 +153,7 @@ impl Init {
 }
 
 impl Fan {
-    /// The fan of a weight of this shape; a dimension that it lacks counts as 1.
+    /// Returns the fan of a weight of this shape; a dimension that it lacks counts as 1.
     pub fn of(self, shape: &[usize]) -> f64 {
         let kernel: usize = shape.iter().skip(2).product();
         let into = shape.get(1).copied().unwrap_or(1) * kernel;
@@ -169,14 +169,15 @@ impl Fan {
 /// The probability that a normally distributed number is below -2.
 const BELOW: f64 = 0.022_750_131_948_179_21;
 
-/// Normally distributed with mean 0 and variance 1, but within [-2, 2]: the quantile function at a
-/// probability between those of both ends, so that an element needs no bits but its own.
+/// Draws a number that is normally distributed with mean 0 and variance 1, but within [-2, 2]: the
+/// quantile function at a probability between those of both ends, so that an element needs no bits
+/// but its own.
 fn truncated_normal(bits: Bits) -> f64 {
     quantile(BELOW + (1.0 - 2.0 * BELOW) * uniform(bits)).clamp(-2.0, 2.0)
 }
 
-/// The number below which a normally distributed one is with this probability, which is at least
-/// 1e-11 away from 0 and 1 (Wichura: algorithm AS 241, 1988).
+/// Returns the number below which a normally distributed one is with this probability, which is at
+/// least 1e-11 away from 0 and 1 (Wichura: algorithm AS 241, 1988).
 fn quantile(probability: f64) -> f64 {
     const CENTRE: [[f64; 8]; 2] = [
         [
@@ -230,7 +231,7 @@ fn quantile(probability: f64) -> f64 {
     ratio(TAILS, (-tail.ln()).sqrt() - 1.6).copysign(centred)
 }
 
-/// The ratio of two polynomials, whose highest terms come first.
+/// Returns the ratio of two polynomials, whose highest terms come first.
 fn ratio([numerator, denominator]: [[f64; 8]; 2], x: f64) -> f64 {
     polynomial(numerator, x) / polynomial(denominator, x)
 }

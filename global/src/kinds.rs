@@ -2,7 +2,7 @@
 
 use tch::Kind;
 
-/// The kind that an argument asks for: libtorch's number of it.
+/// Returns the kind that an argument asks for: libtorch's number of it.
 pub fn kind_of(number: i64) -> Option<Kind> {
     Some(match number {
         0 => Kind::Uint8,
@@ -27,7 +27,7 @@ pub fn number_of(kind: Kind) -> i64 {
     (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
 }
 
-/// The kind in which sums of a kind are computed: half precision is not enough.
+/// Returns the kind in which sums of a kind are computed: half precision is not enough.
 pub fn wide(kind: Kind) -> Kind {
     match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,
@@ -35,7 +35,7 @@ pub fn wide(kind: Kind) -> Kind {
     }
 }
 
-/// The kind of a complex number's magnitude; of a real number itself.
+/// Returns the kind of a complex number's magnitude; of a real number itself.
 pub fn real(kind: Kind) -> Kind {
     match kind {
         Kind::ComplexHalf => Kind::Half,
@@ -45,12 +45,12 @@ pub fn real(kind: Kind) -> Kind {
     }
 }
 
-/// Whether a kind is one of complex numbers.
+/// Returns whether a kind is one of complex numbers.
 pub fn is_complex(kind: Kind) -> bool {
     matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
 }
 
-/// Whether a kind is one of floating point, complex ones too.
+/// Returns whether a kind is one of floating point, complex ones too.
 pub fn is_float(kind: Kind) -> bool {
     matches!(
         kind,

@@ -41,8 +41,8 @@ like!(randint_like = randint(low: i64, high: i64;));
 macro_rules! new {
     ($name:ident = $of:ident($($after:ident: $a:ty),*)) => {
         #[doc = concat!("See [`", stringify!($of), "`](crate::", stringify!($of), ").")]
-        /// As the other functions `new_...`: of the kind of `tensor`. On a tensor's own placement,
-        /// tch's methods of these names do the same.
+        /// Makes a tensor of the kind of `tensor`, as the other functions `new_...` do. On a
+        /// tensor's own placement, tch's methods of these names do the same.
         ///
         /// # Errors
         /// The same.
@@ -63,7 +63,8 @@ new!(new_zeros = zeros());
 new!(new_ones = ones());
 new!(new_full = full(value: impl Into<Scalar>));
 
-/// See [`distribute_tensor`]: `data` is the same on all ranks, and converted to the kind of `tensor`.
+/// Distributes `data` as [`distribute_tensor`] does: it is the same on all ranks, and converted to
+/// the kind of `tensor`.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.

@@ -21,15 +21,15 @@ const LIBRARIES: [&str; 12] = [
 /// Their folders beside this crate's.
 const FOLDERS: [&str; 7] = ["autograd", "comm", "ddp", "flow", "global", "kernels", "tensor"];
 
-/// Where the program is, as `src/main.rs:42`; without debug information the function. None if the
-/// thread is not the program's.
+/// Returns where the program is, as `src/main.rs:42`; without debug information the function. None
+/// if the thread is not the program's.
 pub fn line() -> Option<String> {
     let here = std::env::current_dir().unwrap_or_default();
     of_program(&Backtrace::force_capture().to_string(), &here)
 }
 
-/// The first frame of a backtrace that is not a library's: the format of [`Backtrace`] is a line
-/// `N: function`, and a line `at file:line:column` if that is known.
+/// Returns the first frame of a backtrace that is not a library's: the format of [`Backtrace`] is a
+/// line `N: function`, and a line `at file:line:column` if that is known.
 fn of_program(backtrace: &str, here: &Path) -> Option<String> {
     let mut lines = backtrace.lines().map(str::trim).peekable();
     while let Some(line) = lines.next() {
@@ -72,7 +72,7 @@ fn is_file_of_library(file: &Path) -> bool {
     is_ours || is_of_tch || parts.contains(&"rustc")
 }
 
-/// Whether a function is one of Rust's that no library has.
+/// Returns whether a function is one of Rust's that no library has.
 fn is_of_program(function: &str) -> bool {
     let path = function.trim_start_matches(['<', '&', '*']).trim_start_matches("mut ");
     let (first, rest) = path.split_once("::").unwrap_or((path, ""));

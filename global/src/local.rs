@@ -22,8 +22,8 @@ use crate::spec::Spec;
 /// A dimension more than any tensor has.
 const MAX_DIMS: usize = 64;
 
-/// The global tensor whose part, copy or partial sum `local` is on this rank. What should be copies
-/// becomes what the first rank has.
+/// Returns the global tensor whose part, copy or partial sum `local` is on this rank. What should
+/// be copies becomes what the first rank has.
 pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
     let given = Given::of_all_ranks(local, spec.placement())?;
     let shape = logical_shape(&given, spec.placement(), spec.sbp())?;
@@ -37,10 +37,11 @@ pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
     differentiable(&local, spec, move |local| first_copies(local, to, &sizes))
 }
 
-/// The global tensor of these sizes whose part, copy or partial sum `local` is on this rank. As
-/// [`to_global`](crate::GlobalTensor::to_global), but nothing is communicated: the caller knows the
-/// sizes, and that copies are equal (`FLOW_GLOBAL_DEBUG=1` has ranks compare them). It has the
-/// local's memory. Ranks outside the placement may pass any tensor of that kind. Differentiable.
+/// Returns the global tensor of these sizes whose part, copy or partial sum `local` is on this
+/// rank. As [`to_global`](crate::GlobalTensor::to_global), but nothing is communicated: the caller
+/// knows the sizes, and that copies are equal (`FLOW_GLOBAL_DEBUG=1` has ranks compare them). It
+/// has the local's memory. Ranks outside the placement may pass any tensor of that kind.
+/// Differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape, or the local is not this rank's part.
@@ -136,7 +137,7 @@ fn differentiable(
     ))
 }
 
-/// This rank's part, with the memory that it has. Differentiable.
+/// Returns this rank's part, with the memory that it has. Differentiable.
 pub fn to_local(tensor: &Tensor) -> Result<Tensor> {
     let spec = spec_of(tensor)?;
     let sizes = tensor.size();
@@ -163,7 +164,8 @@ pub fn to_local(tensor: &Tensor) -> Result<Tensor> {
     ))
 }
 
-/// The tensor, after the first ranks of the axes that are B have given theirs to the others.
+/// Returns the tensor, after the first ranks of the axes that are B have given theirs to the
+/// others.
 fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor> {
     let placement = spec.placement();
     let runtime = placement.runtime()?;
@@ -187,7 +189,7 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
     wrap(Some(&own), local, spec, sizes)
 }
 
-/// What a rank gives to `to_global`.
+/// The tensor that a rank gives to `to_global`, in numbers.
 struct Given {
     kind: i64,
     requires_grad: bool,
@@ -195,7 +197,7 @@ struct Given {
 }
 
 impl Given {
-    /// By rank of the job.
+    /// Gathers those of all ranks of the job.
     fn of_all_ranks(local: &Tensor, placement: &Placement) -> Result<Vec<Self>> {
         let runtime = placement.runtime()?;
         let own = local.size();
@@ -217,8 +219,8 @@ impl Given {
     }
 }
 
-/// The shape of the logical tensor, from those of all locals, which are checked. All ranks find the
-/// same errors.
+/// Returns the shape of the logical tensor, from those of all locals, which are checked. All ranks
+/// find the same errors.
 fn logical_shape(given: &[Given], placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
     let locals: Vec<&Given> = placement.ranks().iter().map(|&rank| &given[rank]).collect();
     let first = placement.ranks()[0];
@@ -254,7 +256,7 @@ fn logical_shape(given: &[Given], placement: &Placement, sbp: &[Sbp]) -> Result<
     Ok(logical)
 }
 
-/// What a rank has is not the part that it must have.
+/// Makes the error that a rank has not the part that it must have.
 fn no_part(
     operation: &str,
     rank: usize,
@@ -273,10 +275,10 @@ fn no_part(
     }
 }
 
-/// The global tensor of a plain tensor that is the same on all ranks: each rank keeps its part, in
-/// memory of its own. Nothing is communicated: unlike PyTorch's `distribute_tensor`, rank 0's values
-/// are not sent to the others. If ranks may have different values, use `to_global` with B;
-/// `FLOW_GLOBAL_DEBUG=1` has ranks compare them. Not differentiable.
+/// Returns the global tensor of a plain tensor that is the same on all ranks: each rank keeps its
+/// part, in memory of its own. Nothing is communicated: unlike PyTorch's `distribute_tensor`, rank
+/// 0's values are not sent to the others. If ranks may have different values, use `to_global` with
+/// B; `FLOW_GLOBAL_DEBUG=1` has ranks compare them. Not differentiable.
 ///
 /// # Errors
 /// The SBP does not fit the placement or the shape.

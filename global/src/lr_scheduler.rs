@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 /// A learning rate for each step of a training, the first of which is step 0.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LrScheduler {
-    /// The same for all steps.
+    /// One rate for all steps.
     Constant(f64),
     /// `values[i]` up to and with step `boundaries[i]`, then the last value: OneFlow's
     /// `PiecewiseConstantScheduler`. There is one value more than boundaries.
@@ -15,7 +15,7 @@ pub enum LrScheduler {
         /// Learning rates.
         values: Vec<f64>,
     },
-    /// From `base` down to `base * alpha` in `steps` steps along half a cosine, which then stays:
+    /// A fall from `base` to `base * alpha` in `steps` steps along half a cosine, which then stays:
     /// OneFlow's `CosineScheduler`; with `alpha` = `eta_min` / `base` torch's `CosineAnnealingLR`.
     Cosine {
         /// The learning rate of step 0.
@@ -41,20 +41,20 @@ pub enum LrScheduler {
         /// The factor.
         gamma: f64,
     },
-    /// For the first `steps` steps from `start` times what `then` has at step `steps` in equal
-    /// steps up to that; from there on `then`.
+    /// A rise in the first `steps` steps, from `start` times what `then` has at step `steps`, in
+    /// equal steps up to that; from there on `then`.
     LinearWarmUp {
         /// Steps of warming up.
         steps: u64,
         /// The factor of step 0.
         start: f64,
-        /// What follows.
+        /// The scheduler that follows.
         then: Box<LrScheduler>,
     },
 }
 
 impl LrScheduler {
-    /// The learning rate of a step.
+    /// Returns the learning rate of a step.
     pub fn at(&self, step: u64) -> f64 {
         match self {
             LrScheduler::Constant(rate) => *rate,

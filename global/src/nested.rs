@@ -12,8 +12,8 @@ use crate::tensor::GlobalTensor;
 
 /// A tensor, or tensors in a container, or containers in containers.
 pub trait Nested: Sized {
-    /// The same container with what `change` makes of each tensor. Maps go in the order of their
-    /// keys, which is the same on all ranks.
+    /// Returns the same container with what `change` makes of each tensor. Maps go in the order of
+    /// their keys, which is the same on all ranks.
     ///
     /// # Errors
     /// Those of `change`.

@@ -46,7 +46,7 @@ impl Hash for Placement {
 
 /// Nested arrays or vectors of ranks.
 pub trait Ranks {
-    /// The extents of the array.
+    /// Returns the extents of the array.
     ///
     /// # Errors
     /// Parts of it differ in shape: says which shapes they have.
@@ -102,7 +102,7 @@ impl<T: Ranks> Ranks for Vec<T> {
 }
 
 impl Placement {
-    /// The same ranks, of a process group.
+    /// Returns the same ranks, of a process group.
     pub(crate) fn on(self, group: &ProcessGroup) -> Result<Self> {
         let size = group.world_size();
         if let Some(&rank) = self.ranks().iter().find(|&&rank| rank >= size) {
@@ -114,7 +114,7 @@ impl Placement {
         Ok(Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime })))
     }
 
-    /// An array of ranks, without a group: there are no tensors on it.
+    /// Makes an array of ranks, without a group: there are no tensors on it.
     ///
     /// # Errors
     /// No ranks, a rank twice, or parts of different shapes.
@@ -124,7 +124,7 @@ impl Placement {
         Self::with_shape(flat, ranks.shape().map_err(Error::Ragged)?)
     }
 
-    /// `ranks`, row-major, in an array of this shape.
+    /// Puts `ranks`, row-major, in an array of this shape.
     ///
     /// # Errors
     /// No ranks, a rank twice, or ranks that do not fill the array.
@@ -146,8 +146,8 @@ impl Placement {
         }
     }
 
-    /// The same placement, whose axes have names: `placement.named(["data", "tensor"])`. Placements
-    /// that differ in names only are equal.
+    /// Returns the same placement, whose axes have names: `placement.named(["data", "tensor"])`.
+    /// Placements that differ in names only are equal.
     ///
     /// # Errors
     /// Not one name for each axis, or a name twice.
@@ -164,12 +164,12 @@ impl Placement {
         Ok(Self(Arc::new(Inner { ranks, shape, names, runtime })))
     }
 
-    /// The names of the axes; empty if they have none.
+    /// Returns the names of the axes; empty if they have none.
     pub fn names(&self) -> &[String] {
         &self.0.names
     }
 
-    /// The axis with this name.
+    /// Returns the axis with this name.
     ///
     /// # Errors
     /// There is none.
@@ -182,7 +182,8 @@ impl Placement {
         })
     }
 
-    /// SBPs by the names of their axes, the other axes B: `placement.sbp([("tensor", S(1))])?`.
+    /// Returns SBPs by the names of their axes, the other axes B: `placement.sbp([("tensor",
+    /// S(1))])?`.
     ///
     /// # Errors
     /// An axis has no such name.
@@ -194,12 +195,12 @@ impl Placement {
         Ok(sbp)
     }
 
-    /// The ranks, row-major.
+    /// Returns the ranks, row-major.
     pub fn ranks(&self) -> &[usize] {
         &self.0.ranks
     }
 
-    /// The extent of each axis.
+    /// Returns the extent of each axis.
     pub fn shape(&self) -> &[usize] {
         &self.0.shape
     }
@@ -208,24 +209,24 @@ impl Placement {
         self.0.runtime.as_ref().ok_or_else(|| Error::NoGroup(self.to_string()))
     }
 
-    /// The same ranks, for what a runtime keeps.
+    /// Returns the same ranks, for what a runtime keeps.
     pub(crate) fn without_group(&self) -> Self {
         let ranks = self.0.ranks.clone();
         let shape = self.0.shape.clone();
         Self(Arc::new(Inner { ranks, shape, names: Vec::new(), runtime: None }))
     }
 
-    /// The number of axes.
+    /// Returns the number of axes.
     pub fn axes(&self) -> usize {
         self.0.shape.len()
     }
 
-    /// Where a rank is among [`Placement::ranks`].
+    /// Returns where a rank is among [`Placement::ranks`].
     pub fn position(&self, rank: usize) -> Option<usize> {
         self.0.ranks.iter().position(|&other| other == rank)
     }
 
-    /// The coordinates of a position, one for each axis.
+    /// Returns the coordinates of a position, one for each axis.
     pub fn coordinates(&self, position: usize) -> Vec<usize> {
         let mut rest = position;
         let mut coordinates: Vec<usize> = self
@@ -243,7 +244,7 @@ impl Placement {
         coordinates
     }
 
-    /// The position with these coordinates.
+    /// Returns the position with these coordinates.
     pub fn position_at(&self, coordinates: &[usize]) -> usize {
         coordinates
             .iter()

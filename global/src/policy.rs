@@ -10,7 +10,7 @@ static GATHERED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 static MOVES_INPUTS: LazyLock<AtomicBool> =
     LazyLock::new(|| AtomicBool::new(is_set("FLOW_GLOBAL_MOVE_INPUTS")));
 
-/// Whether a variable of the environment is 1.
+/// Returns whether a variable of the environment is 1.
 pub fn is_set(variable: &str) -> bool {
     std::env::var(variable).is_ok_and(|value| value == "1")
 }
@@ -33,14 +33,14 @@ pub fn gathered(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The operations without a rule that have run so far, by name.
+/// Returns the operations without a rule that have run so far, by name.
 pub fn gathered_operations() -> Vec<String> {
     GATHERED.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
 }
 
-/// Whether an operation whose inputs are on different placements moves them to one, or is an error,
-/// as it is by default (`FLOW_GLOBAL_MOVE_INPUTS=1` changes that). For all threads of the process;
-/// all ranks say the same.
+/// Sets whether an operation whose inputs are on different placements moves them to one, or is an
+/// error, as it is by default (`FLOW_GLOBAL_MOVE_INPUTS=1` changes that). For all threads of the
+/// process; all ranks say the same.
 ///
 /// Inputs are moved to the placement of the tensor that the operation writes, if it writes one; else
 /// to that of the largest input, as this moves the fewest bytes; of equally large ones, to that of the
@@ -52,7 +52,7 @@ pub fn move_inputs(moves: bool) {
     MOVES_INPUTS.store(moves, Ordering::Relaxed);
 }
 
-/// See [`move_inputs`].
+/// Returns what [`move_inputs`] has set.
 pub fn moves_inputs() -> bool {
     MOVES_INPUTS.load(Ordering::Relaxed)
 }

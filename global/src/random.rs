@@ -35,18 +35,18 @@ pub struct Draw {
 /// Two numbers of 64 random bits each.
 pub type Bits = [u64; 2];
 
-/// Where the random numbers of a job come from: the same on all ranks.
+/// Returns the generator of a job's random numbers: the same on all ranks.
 pub(crate) fn generator(runtime: &Runtime) -> MutexGuard<'_, Generator> {
     runtime.part::<Mutex<Generator>>().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Generator {
-    /// A generator that starts at the beginning of `seed`'s sequence.
+    /// Makes a generator that starts at the beginning of `seed`'s sequence.
     pub fn new(seed: u64) -> Self {
         Self { seed, drawn: 0 }
     }
 
-    /// For a checkpoint: the seed, and how many tensors were drawn.
+    /// Returns the seed, and how many tensors were drawn, for a checkpoint.
     pub fn state(&self) -> [u64; 2] {
         [self.seed, self.drawn]
     }
@@ -66,8 +66,8 @@ impl Generator {
 }
 
 impl Draw {
-    /// The elements of a region of a tensor of this shape, row-major; `value` makes each from its
-    /// bits.
+    /// Returns the elements of a region of a tensor of this shape, row-major; `value` makes each
+    /// from its bits.
     pub fn region<T>(
         &mut self,
         shape: &[usize],
@@ -83,8 +83,8 @@ impl Draw {
     }
 }
 
-/// The elements of a region, row-major, as runs of elements that follow each other in the tensor:
-/// where each begins, and its length.
+/// Returns the elements of a region, row-major, as runs of elements that follow each other in the
+/// tensor: where each begins, and its length.
 fn runs(shape: &[usize], region: &Region) -> Vec<(usize, usize)> {
     let mut runs = vec![(0, 1)];
     for (range, &size) in region.0.iter().zip(shape) {
@@ -103,30 +103,30 @@ fn runs(shape: &[usize], region: &Region) -> Vec<(usize, usize)> {
     runs
 }
 
-/// Evenly distributed in `[0, 1)`, a multiple of 2^-53.
+/// Draws a number that is evenly distributed in `[0, 1)`, a multiple of 2^-53.
 pub fn uniform([bits, _]: Bits) -> f64 {
     (bits >> 11) as f64 * (-53_f64).exp2()
 }
 
-/// As [`uniform`], a multiple of 2^-24: what f32 can hold.
+/// Draws as [`uniform`] does, a multiple of 2^-24: what f32 can hold.
 pub fn uniform_f32([bits, _]: Bits) -> f32 {
     (bits >> 40) as f32 * (-24_f32).exp2()
 }
 
-/// Normally distributed with mean 0 and variance 1 (Box and Muller, 1958).
+/// Draws a number that is normally distributed with mean 0 and variance 1 (Box and Muller, 1958).
 pub fn normal([radius, angle]: Bits) -> f64 {
     // In (0, 1]: the logarithm is finite.
     let radius = 1.0 - uniform([radius, 0]);
     (-2.0 * radius.ln()).sqrt() * (TAU * uniform([angle, 0])).cos()
 }
 
-/// Exponentially distributed with mean 1.
+/// Draws a number that is exponentially distributed with mean 1.
 pub fn exponential(bits: Bits) -> f64 {
     -(1.0 - uniform(bits)).ln()
 }
 
-/// Evenly distributed below `bound`, which is not 0. No number is likelier than another by more
-/// than `bound` / 2^64.
+/// Draws a number that is evenly distributed below `bound`, which is not 0. No number is likelier
+/// than another by more than `bound` / 2^64.
 pub fn below(bound: u64, [bits, _]: Bits) -> u64 {
     ((u128::from(bits) * u128::from(bound)) >> 64) as u64
 }

@@ -76,7 +76,7 @@ thread_local! {
     static OWN: RefCell<Option<Arc<Mutex<Recorder>>>> = const { RefCell::new(None) };
 }
 
-/// While this lives, what this thread does is recorded; and what autograd's threads do for its rank.
+/// Has what this thread does recorded while it lives, and what autograd's threads do for its rank.
 struct Recording {
     recorder: Arc<Mutex<Recorder>>,
     before: Option<Arc<Mutex<Recorder>>>,
@@ -99,7 +99,7 @@ impl Drop for Recording {
     }
 }
 
-/// The recorder for this thread: its own, or that of its rank.
+/// Returns the recorder for this thread: its own, or that of its rank.
 fn current(runtime: &Arc<Runtime>) -> Option<Arc<Mutex<Recorder>>> {
     if COUNT.load(Ordering::Relaxed) == 0 {
         return None;
@@ -115,12 +115,12 @@ fn current(runtime: &Arc<Runtime>) -> Option<Arc<Mutex<Recorder>>> {
     of_rank.cloned()
 }
 
-/// Whether [`operation`] is to be called.
+/// Returns whether [`operation`] is to be called.
 pub(crate) fn is_on() -> bool {
     COUNT.load(Ordering::Relaxed) != 0 || prints()
 }
 
-/// Whether `FLOW_EXPLAIN` is 1.
+/// Returns whether `FLOW_EXPLAIN` is 1.
 fn prints() -> bool {
     static PRINTS: OnceLock<bool> = OnceLock::new();
     *PRINTS.get_or_init(|| policy::is_set("FLOW_EXPLAIN"))
@@ -216,8 +216,8 @@ pub(crate) fn name(variable: &Tensor, name: &str) -> Result<()> {
 }
 
 impl Recorder {
-    /// The id of a tensor in the trace. One that is not known was there before; a plain tensor is
-    /// one that all ranks have.
+    /// Returns the id of a tensor in the trace. One that is not known was there before; a plain
+    /// tensor is one that all ranks have.
     fn value(&mut self, tensor: &Tensor, placement: &Placement) -> Result<usize> {
         let id = globals()?.id(tensor);
         if let Some(&known) = id.and_then(|id| self.ids.get(&id)) {
@@ -285,7 +285,7 @@ fn phase(node: Node) -> (Phase, Option<u64>) {
     (if node.is_backward { Phase::Backward } else { Phase::Forward }, node.number)
 }
 
-/// A tensor as rules see it.
+/// Returns a tensor as rules see it.
 fn input(tensor: &Tensor) -> Input {
     Input::new(shape(&tensor.size()), tensor.kind())
 }

@@ -11,22 +11,22 @@ use crate::sbp::Sbp;
 pub struct Region(pub Vec<Range<usize>>);
 
 impl Region {
-    /// All of a tensor of this shape.
+    /// Returns all of a tensor of this shape.
     pub fn all(shape: &[usize]) -> Self {
         Self(shape.iter().map(|&size| 0..size).collect())
     }
 
-    /// The sizes of its dimensions.
+    /// Returns the sizes of its dimensions.
     pub fn shape(&self) -> Vec<usize> {
         self.0.iter().map(ExactSizeIterator::len).collect()
     }
 
-    /// The number of elements; a tensor without dimensions has one.
+    /// Returns the number of elements; a tensor without dimensions has one.
     pub fn elements(&self) -> usize {
         self.0.iter().map(ExactSizeIterator::len).product()
     }
 
-    /// The part that both regions have; None if there is none.
+    /// Returns the part that both regions have; None if there is none.
     pub fn intersection(&self, other: &Self) -> Option<Self> {
         let both = self.0.iter().zip(&other.0).map(|(one, other)| {
             let both = one.start.max(other.start)..one.end.min(other.end);
@@ -35,7 +35,7 @@ impl Region {
         Some(Self(both.collect::<Option<_>>()?))
     }
 
-    /// Part `index` of `parts` along a dimension.
+    /// Returns part `index` of `parts` along a dimension.
     pub fn part(&self, dim: usize, parts: usize, index: usize) -> Self {
         let mut region = self.clone();
         let range = &self.0[dim];
@@ -45,14 +45,14 @@ impl Region {
     }
 }
 
-/// Whether a position is the first of those that have the same region: it answers for that.
+/// Returns whether a position is the first of those that have the same region: it answers for that.
 pub fn is_first(placement: &Placement, sbp: &[Sbp], position: usize) -> bool {
     sbp.iter()
         .zip(placement.coordinates(position))
         .all(|(&sbp, at)| sbp != Sbp::Broadcast || at == 0)
 }
 
-/// Part `index` of `parts` of `total` elements: the first `total % parts` have one more, as
+/// Returns part `index` of `parts` of `total` elements: the first `total % parts` have one more, as
 /// OneFlow's BalancedSplitter and torch's `tensor_split` cut.
 pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {
     let each = total / parts;
@@ -85,8 +85,8 @@ pub fn check(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Result<()> 
     }
 }
 
-/// The region that each position of a placement has of a tensor of this shape. Axes split one after the other,
-/// each what the one before has left.
+/// Returns the region that each position of a placement has of a tensor of this shape. Axes split
+/// one after the other, each what the one before has left.
 pub fn regions(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Vec<Region> {
     (0..placement.ranks().len())
         .map(|position| {
@@ -100,7 +100,7 @@ pub fn regions(placement: &Placement, sbp: &[Sbp], shape: &[usize]) -> Vec<Regio
         .collect()
 }
 
-/// Whether regions follow each other as the rows of a whole.
+/// Returns whether regions follow each other as the rows of a whole.
 pub fn are_rows(parts: &[Option<Region>], whole: &Region) -> bool {
     let Some((rows, others)) = whole.0.split_first() else { return false };
     let end = parts.iter().flatten().try_fold(rows.start, |start, part| {

@@ -85,12 +85,12 @@ impl Replicas {
         Arc::new(Self { leaves: own, state: Mutex::default() })
     }
 
-    /// Where the leaves' locals are in memory: no two are at one place.
+    /// Returns where the leaves' locals are in memory: no two are at one place.
     fn addresses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         (0..self.leaves.len()).map(|index| (self.leaf(index).local.data_ptr() as usize, index))
     }
 
-    /// Whether nobody has the leaves any more.
+    /// Returns whether nobody has the leaves any more.
     fn are_gone(&self) -> bool {
         (0..self.leaves.len()).all(|at| flow_autograd::use_count(&self.leaf(at).local) == 1)
     }
@@ -182,7 +182,7 @@ impl Replicas {
         Ok(())
     }
 
-    /// The leaves whose gradients were partial get buckets.
+    /// Makes buckets for the leaves whose gradients were partial.
     fn make_buckets(&self, placement: &Placement) -> Result<()> {
         let noted = std::mem::take(&mut self.state().noted);
         let mut by_axes = BTreeMap::<Vec<usize>, Vec<usize>>::new();
@@ -240,7 +240,7 @@ impl Reducer {
     }
 }
 
-/// At the end of the backward that shows which gradients are partial, however it ends.
+/// Runs at the end of the backward that shows which gradients are partial, however it ends.
 struct Noting(Arc<Replicas>);
 
 impl Drop for Noting {
@@ -251,7 +251,7 @@ impl Drop for Noting {
     }
 }
 
-/// At the end of a backward, however it ends.
+/// Runs at the end of a backward, however it ends.
 struct EndOfBackward {
     replicas: Arc<Replicas>,
     reducer: Arc<Reducer>,
@@ -300,18 +300,18 @@ pub(crate) fn add(runtime: &Runtime, leaves: &[(String, Tensor)]) {
     }
 }
 
-/// Whether a leaf may have a bucket.
+/// Returns whether a leaf may have a bucket.
 pub(crate) fn has_buckets(runtime: &Runtime) -> bool {
     runtime.part::<Registry>().has_buckets.load(Ordering::Relaxed)
 }
 
-/// The leaf whose local is here.
+/// Returns the leaf whose local is here.
 fn find(runtime: &Runtime, address: usize) -> Option<(Arc<Replicas>, usize)> {
     let leaves = &runtime.part::<Registry>().leaves;
     leaves.lock().unwrap_or_else(PoisonError::into_inner).get(&address).cloned()
 }
 
-/// The leaf, if it is one of a model that was distributed.
+/// Returns the leaf, if it is one of a model that was distributed.
 fn known(leaf: &Tensor) -> Result<Option<(Arc<Replicas>, usize)>> {
     let spec = spec_of(leaf)?;
     let Some(local) = local_of(leaf).filter(|local| local.numel() > 0) else { return Ok(None) };
@@ -321,7 +321,7 @@ fn known(leaf: &Tensor) -> Result<Option<(Arc<Replicas>, usize)>> {
     }))
 }
 
-/// Whether the leaf is one of a model that was distributed.
+/// Returns whether the leaf is one of a model that was distributed.
 pub(crate) fn is_known(leaf: &Tensor) -> Result<bool> {
     Ok(known(leaf)?.is_some())
 }

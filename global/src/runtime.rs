@@ -18,7 +18,7 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// The one of this group, made if it has none.
+    /// Returns the runtime of this group, made if it has none.
     pub fn of(group: &ProcessGroup) -> Arc<Self> {
         static RUNTIMES: Mutex<Vec<Weak<Runtime>>> = Mutex::new(Vec::new());
         let mut runtimes = RUNTIMES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,18 +45,18 @@ impl Runtime {
         runtime
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn world(&self) -> &ProcessGroup {
         &self.world
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub fn rank(&self) -> usize {
         self.world.rank()
     }
 
-    /// The value of this type that the group keeps, made when first asked for: caches, the generator of
-    /// random numbers, buckets.
+    /// Returns the value of this type that the group keeps, made when first asked for: caches, the
+    /// generator of random numbers, buckets.
     pub fn part<T: Default + Send + Sync + 'static>(&self) -> &T {
         self.parts.find()
     }

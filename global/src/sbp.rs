@@ -25,12 +25,12 @@ pub const P: Sbp = Sbp::Partial(ReduceOp::Sum);
 pub type NdSbp = Vec<Sbp>;
 
 impl Sbp {
-    /// Whether ranks have partial values.
+    /// Returns whether ranks have partial values.
     pub fn is_partial(self) -> bool {
         matches!(self, Sbp::Partial(_))
     }
 
-    /// The dimension that is split.
+    /// Returns the dimension that is split.
     pub fn dim(self) -> Option<usize> {
         match self {
             Sbp::Split(dim) => Some(dim),
@@ -39,8 +39,8 @@ impl Sbp {
     }
 }
 
-/// What leaves a value as it is in a sum or a product. None for the other reductions: there the value
-/// itself does.
+/// Returns what leaves a value as it is in a sum or a product. None for the other reductions: there
+/// the value itself does.
 pub(crate) fn neutral(op: ReduceOp) -> Option<f64> {
     match op {
         ReduceOp::Sum => Some(0.0),
@@ -49,9 +49,10 @@ pub(crate) fn neutral(op: ReduceOp) -> Option<f64> {
     }
 }
 
-/// What the rank at these coordinates has of a new tensor instead of the tensor's values. Of a sum or
-/// a product the first rank has the values, and the others what leaves them as they are; of other
-/// reductions all have the values. Inner axes come first: they reduce to what the outer ones reduce.
+/// Returns what the rank at these coordinates has of a new tensor instead of the tensor's values.
+/// Of a sum or a product the first rank has the values, and the others what leaves them as they
+/// are; of other reductions all have the values. Inner axes come first: they reduce to what the
+/// outer ones reduce.
 pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
     let axes = sbp.iter().zip(coordinates).rev();
     axes.filter(|&(_, &at)| at > 0).find_map(|(&sbp, _)| match sbp {
@@ -60,7 +61,8 @@ pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
     })
 }
 
-/// The SBP of the gradient of locals: each copy has a partial gradient, each partial sum all of it.
+/// Returns the SBP of the gradient of locals: each copy has a partial gradient, each partial sum
+/// all of it.
 pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
     let axes = sbp.iter().map(|sbp| match *sbp {
         Sbp::Broadcast => P,
@@ -70,12 +72,12 @@ pub(crate) fn dual(sbp: &[Sbp]) -> NdSbp {
     axes.collect()
 }
 
-/// The SBP after the reduction of partial values: B on partial axes.
+/// Returns the SBP after the reduction of partial values: B on partial axes.
 pub(crate) fn reduced(sbp: &[Sbp]) -> NdSbp {
     sbp.iter().map(|&sbp| if sbp.is_partial() { B } else { sbp }).collect()
 }
 
-/// `S(0)`, and `[S(0), B]` on several axes.
+/// Formats as `S(0)`, and as `[S(0), B]` on several axes.
 pub(crate) fn text(sbp: &[Sbp]) -> String {
     match sbp {
         [one] => one.to_string(),

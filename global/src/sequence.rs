@@ -22,7 +22,7 @@ use crate::placement::Placement;
 const KEPT: usize = 512;
 /// More placements than this in one thread are forgotten, the first one first.
 const MAX_PLACEMENTS: usize = 1024;
-/// How long a rank waits for what the others have done, once they differ.
+/// The time for which a rank waits for what the others have done, once they differ.
 const REPORTS: Duration = Duration::from_secs(5);
 
 /// An operation, the same on all ranks.
@@ -34,9 +34,9 @@ pub struct Operation {
 }
 
 impl Operation {
-    /// On this placement; `what` all ranks agree on, and `text` is for errors. `is_copy`: it copies a
-    /// tensor as it is, as autograd does with the gradient of a leaf where something else uses it,
-    /// which may be so on some ranks only.
+    /// Makes an operation on this placement; `what` all ranks agree on, and `text` is for errors.
+    /// `is_copy`: it copies a tensor as it is, as autograd does with the gradient of a leaf where
+    /// something else uses it, which may be so on some ranks only.
     pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
         let placement = digest(placement);
         let digest = digest(&what);
@@ -49,7 +49,7 @@ impl Operation {
         self.is_copy && Node::now(false).number == Some(ACCUMULATE)
     }
 
-    /// The number of the placement that it is on.
+    /// Returns the number of the placement that it is on.
     pub fn placement(&self) -> u64 {
         self.placement
     }
@@ -98,7 +98,7 @@ impl Sequence {
         self.placement == placement && self.groups == groups.number()
     }
 
-    /// The last operations, each with the digest after it.
+    /// Returns the last operations, each with the digest after it.
     fn last(&self) -> Vec<(u64, String)> {
         let first = (self.count + 1).saturating_sub(KEPT).max(1);
         let entries = (first..=self.count).map(|number| &self.last[number % KEPT]);
@@ -117,12 +117,12 @@ impl Sequence {
     }
 }
 
-/// The digest of what this thread has done on a placement.
+/// Returns the digest of what this thread has done on a placement.
 pub fn digest_of(groups: &Groups, placement: u64) -> u64 {
     with(groups, placement, |sequence| sequence.digest).unwrap_or(0)
 }
 
-/// How many operations this thread has done on a placement.
+/// Returns how many operations this thread has done on a placement.
 pub fn count(groups: &Groups, placement: u64) -> usize {
     with(groups, placement, |sequence| sequence.count).unwrap_or(0)
 }
@@ -132,9 +132,9 @@ fn with<T>(groups: &Groups, placement: u64, read: impl FnOnce(&Sequence) -> T) -
         .with_borrow(|all| all.iter().find(|sequence| sequence.is_of(groups, placement)).map(read))
 }
 
-/// The error of a collective of a placement's ranks, with what this rank, and the others if they do
-/// something else, were doing. Every rank of the group comes here if they do; None if it is not made.
-/// A group fails once: of a later collective, the error says what this rank was doing.
+/// Returns the error of a collective of a placement's ranks, with what this rank, and the others if
+/// they do something else, were doing. Every rank of the group comes here if they do; None if it is
+/// not made. A group fails once: of a later collective, the error says what this rank was doing.
 pub fn explained(
     error: Error,
     groups: &Groups,
@@ -156,8 +156,8 @@ pub fn explained(
     Error::OutOfStep { what, source: Box::new(error) }
 }
 
-/// What ranks do that differ, as far as they say. All ranks of the group call this with one `key`,
-/// each time another one.
+/// Finds what ranks do that differ, as far as they say. All ranks of the group call this with one
+/// `key`, each time another one.
 pub fn differences(
     key: &str,
     groups: &Groups,
@@ -179,7 +179,7 @@ pub fn differences(
     }
 }
 
-/// What a rank reports to the others.
+/// The report of a rank to the others.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Report {
     count: usize,
@@ -188,7 +188,7 @@ struct Report {
     last: Vec<(u64, String)>,
 }
 
-/// What this thread has done on a placement, and where the program is.
+/// Returns what this thread has done on a placement, and where the program is.
 fn own(groups: &Groups, placement: u64) -> Report {
     let done = with(groups, placement, |sequence| (sequence.count, sequence.last()));
     let (count, last) = done.unwrap_or_default();
@@ -202,12 +202,12 @@ impl Report {
         self.last.get(number.checked_sub(first)?)
     }
 
-    /// The digest after operation `number`, if it is known.
+    /// Returns the digest after operation `number`, if it is known.
     fn digest(&self, number: usize) -> Option<u64> {
         self.operation(number).map(|(digest, _)| *digest)
     }
 
-    /// Where the rank is.
+    /// Says where the rank is.
     fn now(&self, rank: usize) -> String {
         let line = self.line.as_ref().map_or(String::new(), |line| format!(" at {line}"));
         match self.last.last() {
@@ -219,7 +219,7 @@ impl Report {
     }
 }
 
-/// The first operation that differs.
+/// Says which operation is the first that differs.
 fn parting(reports: &[(usize, Report)]) -> Option<String> {
     let last = reports.iter().map(|(_, report)| report.count).max()?;
     let first = reports.iter().map(|(_, report)| report.count + 1 - report.last.len()).max()?;

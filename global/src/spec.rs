@@ -24,7 +24,7 @@ type Key = (Vec<usize>, Vec<usize>, Vec<String>, NdSbp);
 struct Specs(Mutex<HashMap<Key, (u64, Weak<Spec>)>>);
 
 impl Spec {
-    /// The spec of this placement and SBP.
+    /// Returns the spec of this placement and SBP.
     ///
     /// # Errors
     /// The placement has no process group.
@@ -44,7 +44,8 @@ impl Spec {
         }))
     }
 
-    /// The spec with this number, which [`Spec::of`] has given to the same placement and SBP.
+    /// Returns the spec with this number, which [`Spec::of`] has given to the same placement and
+    /// SBP.
     pub fn again(id: u64, placement: &Placement, sbp: &[Sbp]) -> Arc<Self> {
         Arc::new(Self { id, placement: placement.clone(), sbp: sbp.to_vec() })
     }
@@ -54,7 +55,7 @@ impl Spec {
         self.id
     }
 
-    /// The ranks.
+    /// Returns the ranks.
     pub fn placement(&self) -> &Placement {
         &self.placement
     }

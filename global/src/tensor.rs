@@ -15,10 +15,10 @@ use crate::spec::Spec;
 /// Global tensors, which are ordinary `tch` tensors: their layout, and how they get another placement
 /// or SBP. All ranks of the group call the same functions in the same order.
 pub trait GlobalTensor {
-    /// Whether this is a global tensor.
+    /// Returns whether this is a global tensor.
     fn is_global(&self) -> bool;
 
-    /// The ranks that it is placed on.
+    /// Returns the ranks that it is placed on.
     ///
     /// # Errors
     /// The tensor is plain.
@@ -30,8 +30,8 @@ pub trait GlobalTensor {
     /// The tensor is plain.
     fn sbp(&self) -> Result<NdSbp>;
 
-    /// The tensor with this placement and SBP. Of a plain tensor, which is this rank's local: ranks
-    /// that are not in the placement may pass any tensor of that kind. Differentiable.
+    /// Returns the tensor with this placement and SBP. Of a plain tensor, which is this rank's
+    /// local: ranks that are not in the placement may pass any tensor of that kind. Differentiable.
     ///
     /// A global tensor that has this placement and SBP already is returned as it is, with its memory:
     /// `copy()` makes one of its own. The global tensor of a local never has the local's memory.
@@ -41,33 +41,35 @@ pub trait GlobalTensor {
     /// collective that fails.
     fn to_global(&self, placement: &Placement, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
-    /// The global tensor with this SBP, on its own placement. Differentiable.
+    /// Returns the global tensor with this SBP, on its own placement. Differentiable.
     ///
     /// # Errors
     /// The tensor is plain, the SBP does not fit, or a collective fails.
     fn to_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
-    /// The global tensor on another placement that has as many axes, with its own SBP. Differentiable.
+    /// Returns the global tensor on another placement that has as many axes, with its own SBP.
+    /// Differentiable.
     ///
     /// # Errors
     /// The tensor is plain, the placement has more or fewer axes, or a collective fails.
     fn to_placement(&self, placement: &Placement) -> Result<Tensor>;
 
-    /// The same tensor. The gradient that comes back to it gets this SBP.
+    /// Returns the same tensor. The gradient that comes back to it gets this SBP.
     ///
     /// # Errors
     /// The tensor is plain, or the SBP does not fit.
     fn grad_sbp(&self, sbp: impl AsRef<[Sbp]>) -> Result<Tensor>;
 
-    /// This rank's part of it, with the memory that it has; an empty tensor on ranks outside the
-    /// placement. Differentiable: gradients of all ranks' locals are the gradient of the tensor.
+    /// Returns this rank's part of it, with the memory that it has; an empty tensor on ranks
+    /// outside the placement. Differentiable: gradients of all ranks' locals are the gradient of
+    /// the tensor.
     ///
     /// # Errors
     /// The tensor is plain.
     fn to_local(&self) -> Result<Tensor>;
 
-    /// All of it, as a plain tensor, on every rank of the job. Not differentiable: for a gradient use
-    /// `to_sbp` with B, then `to_local`. Returns a plain tensor as it is.
+    /// Returns all of it, as a plain tensor, on every rank of the job. Not differentiable: for a
+    /// gradient use `to_sbp` with B, then `to_local`. Returns a plain tensor as it is.
     ///
     /// # Errors
     /// A collective fails.

@@ -31,22 +31,22 @@ pub struct Value {
     pub sbp: NdSbp,
     /// The name of a weight or an input; empty if it has none.
     pub name: String,
-    /// Where it comes from.
+    /// The origin of the tensor.
     pub role: Role,
 }
 
-/// Where a tensor comes from.
+/// The origin of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// A leaf that is trained: the planner may choose its SBP.
     Weight,
-    /// It was there before: data, or the state of an optimizer.
+    /// A tensor that was there before: data, or the state of an optimizer.
     Input,
-    /// Of a call.
+    /// The result of a call.
     Result,
 }
 
-/// Whether autograd runs a call.
+/// The phase in which a call runs: autograd runs it, or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Phase {
     /// No: the program does, also an optimizer's operations.
@@ -71,11 +71,11 @@ pub enum Action {
 pub struct Call {
     /// Whether it is an operation, a conversion or a gradient.
     pub action: Action,
-    /// As [`Op::name`]; `to_global` and `gradient` of boxing.
+    /// The name of the operation, [`Op::name`]; `to_global` and `gradient` of boxing.
     pub name: String,
-    /// As [`Op::overload`].
+    /// The overload, [`Op::overload`].
     pub overload: String,
-    /// As [`Op::args`].
+    /// The arguments, [`Op::args`].
     pub args: Vec<Argument>,
     /// Ids of values; None for an optional tensor that is not there.
     pub inputs: Vec<Option<usize>>,
@@ -83,7 +83,7 @@ pub struct Call {
     pub boxed: Vec<NdSbp>,
     /// Ids of values; None for a result that is not there.
     pub outputs: Vec<Option<usize>>,
-    /// It writes its first tensor.
+    /// Whether it writes its first tensor.
     pub in_place: bool,
     /// Whether an operation has a rule; without one, all its inputs are boxed to B.
     pub has_rule: bool,
@@ -132,7 +132,7 @@ impl From<&Arg<'_>> for Argument {
 }
 
 impl Argument {
-    /// As rules have it.
+    /// Returns the argument as rules have it.
     pub(crate) fn borrow(&self) -> Arg<'_> {
         match self {
             Self::Ints(values) => Arg::Ints(values.into()),
@@ -142,7 +142,7 @@ impl Argument {
 }
 
 impl Trace {
-    /// A tensor that was there before; returns its id.
+    /// Adds a tensor that was there before; returns its id.
     pub fn leaf(
         &mut self,
         role: Role,
@@ -160,8 +160,9 @@ impl Trace {
         self.values.len() - 1
     }
 
-    /// An operation that ran: the ids of its inputs, what was chosen (None: it has no rule), and
-    /// its results' shapes and kinds (None for one that is not there). Returns the results' ids.
+    /// Adds an operation that ran: the ids of its inputs, what was chosen (None: it has no rule),
+    /// and its results' shapes and kinds (None for one that is not there). Returns the results'
+    /// ids.
     pub fn call(
         &mut self,
         op: &Op,
@@ -209,7 +210,7 @@ impl Trace {
         outputs
     }
 
-    /// Boxing that the program asked for, to this placement and SBP; returns the result's id.
+    /// Adds boxing that the program asked for, to this placement and SBP; returns the result's id.
     pub fn convert(
         &mut self,
         input: usize,
@@ -220,7 +221,7 @@ impl Trace {
         self.boxing(Action::ToGlobal, &[input], placement, sbp, (phase, node))
     }
 
-    /// A gradient was boxed to the SBP of its leaf; returns the id of what the leaf gets.
+    /// Adds that a gradient was boxed to the SBP of its leaf; returns the id of what the leaf gets.
     pub fn gradient(&mut self, gradient: usize, leaf: usize) -> usize {
         let Value { placement, sbp, .. } = self.values[leaf].clone();
         let phase = (Phase::Backward, None);
@@ -256,7 +257,7 @@ impl Trace {
         result
     }
 
-    /// The tensors that were boxed for a call; those that it writes are boxed back.
+    /// Returns the tensors that were boxed for a call; those that it writes are boxed back.
     pub fn boxings<'a>(&'a self, call: &'a Call) -> impl Iterator<Item = Boxing<'a>> {
         let to_placement = self.placement(call);
         call.inputs.iter().zip(&call.boxed).enumerate().filter_map(move |(index, (input, to))| {
@@ -274,15 +275,15 @@ impl Trace {
         })
     }
 
-    /// The placement of what a call returns, else of what it gets.
+    /// Returns the placement of what a call returns, else of what it gets.
     pub fn placement(&self, call: &Call) -> Option<&Placement> {
         let value = call.outputs.iter().chain(&call.inputs).copied().flatten().next()?;
         Some(&self.values[value].placement)
     }
 
-    /// The same operations on another placement. Inputs and weights get the SBPs that `sbp` gives;
-    /// what operations do then is not asked here, so that results are B. Boxing that the program
-    /// asks for gives what `sbp` gives for its result.
+    /// Returns the same operations on another placement. Inputs and weights get the SBPs that `sbp`
+    /// gives; what operations do then is not asked here, so that results are B. Boxing that the
+    /// program asks for gives what `sbp` gives for its result.
     pub fn on(&self, placement: &Placement, sbp: impl Fn(&Value) -> NdSbp) -> Self {
         let mut trace = self.clone();
         let broadcast = vec![B; placement.axes()];
@@ -299,7 +300,8 @@ impl Trace {
         trace
     }
 
-    /// A tensor in words: its name, or the operation that made it, of what, and its shape.
+    /// Describes a tensor in words: its name, or the operation that made it, of what, and its
+    /// shape.
     pub fn describe(&self, value: usize) -> String {
         let shape = &self.values[value].tensor.shape;
         format!("{} {shape:?}", self.source(value, 4))
@@ -325,7 +327,7 @@ impl Trace {
         }
     }
 
-    /// The name of the weight that a tensor is a view of.
+    /// Returns the name of the weight that a tensor is a view of.
     fn weight(&self, value: usize) -> Option<&str> {
         let Value { name, role, .. } = &self.values[value];
         if *role != Role::Result {
@@ -338,8 +340,8 @@ impl Trace {
         }
     }
 
-    /// The gradient of each value, where the trace shows it: what enters the backward of the call
-    /// that made the value.
+    /// Returns the gradient of each value, where the trace shows it: what enters the backward of
+    /// the call that made the value.
     pub fn gradients(&self) -> Vec<Option<usize>> {
         let mut maker: Vec<Option<&Call>> = vec![None; self.values.len()];
         let mut backward = HashMap::<u64, Vec<&Call>>::new();
@@ -371,7 +373,7 @@ impl Trace {
 }
 
 impl Call {
-    /// The operation, as rules see it.
+    /// Returns the operation, as rules see it.
     pub fn op(&self, values: &[Value]) -> Op<'_> {
         let args = self.args.iter().map(Argument::borrow).collect();
         let inputs = self
@@ -383,7 +385,7 @@ impl Call {
     }
 }
 
-/// Bytes that a rank of the new layout receives from others, on average.
+/// Returns the bytes that a rank of the new layout receives from others, on average.
 pub fn received(tensor: &Input, from: Layout, to: Layout) -> f64 {
     let elements = Plan::new(&tensor.shape, from, to).received();
     (elements * tensor.bytes()) as f64 / to.placement.ranks().len() as f64

@@ -57,9 +57,9 @@ use crate::tensor::GlobalTensor;
 /// # Ok(()) }
 /// ```
 pub struct ZeroRedundancyOptimizer {
-    /// What modules compute with, and what the optimizer changes.
+    /// The parameters, which modules compute with, and the shards, which the optimizer changes.
     pairs: Vec<(Tensor, Tensor)>,
-    /// Of all ranks, if there are ranks that some parameter is not on.
+    /// The group of all ranks, if there are ranks that some parameter is not on.
     world: Option<ProcessGroup>,
     /// The shards, and what else the model's store has, by the model's names.
     shards: VarStore,
@@ -68,8 +68,8 @@ pub struct ZeroRedundancyOptimizer {
 }
 
 impl ZeroRedundancyOptimizer {
-    /// An optimizer of the trainable variables of `vs`, which are global, as they are now. Its state
-    /// is split over this axis of their placements.
+    /// Makes an optimizer of the trainable variables of `vs`, which are global, as they are now.
+    /// Its state is split over this axis of their placements.
     ///
     /// # Errors
     /// A variable is plain, or its placement has no such axis.
@@ -93,7 +93,7 @@ impl ZeroRedundancyOptimizer {
         Ok(Self { world: world(&parameters)?, pairs, shards, optimizer, _deferred: deferred })
     }
 
-    /// The shards as variables, by the names of the model's. Of several names the first in
+    /// Returns the shards as variables, by the names of the model's. Of several names the first in
     /// alphabetical order. Change the model's variables instead.
     pub fn shards(&self) -> &VarStore {
         &self.shards
@@ -193,7 +193,7 @@ impl ZeroRedundancyOptimizer {
         })
     }
 
-    /// Whether a rank has a gradient, for each parameter.
+    /// Returns whether a rank has a gradient, for each parameter.
     fn is_trained(&self) -> Result<Vec<bool>> {
         let mut trained = Vec::new();
         for (parameter, shard) in &self.pairs {
@@ -253,7 +253,7 @@ impl ScaledOptimizer for ZeroRedundancyOptimizer {
     }
 }
 
-/// The group of all ranks, if one of these is not on all of them.
+/// Returns the group of all ranks, if one of these is not on all of them.
 fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
     for parameter in parameters {
         let placement = parameter.placement()?;
@@ -265,7 +265,7 @@ fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
     Ok(None)
 }
 
-/// A parameter's shard on this axis: a leaf of its own.
+/// Returns a parameter's shard on this axis: a leaf of its own.
 fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
     let spec = spec_of(parameter)?;
     if axis >= spec.sbp().len() {
@@ -286,7 +286,7 @@ fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
     })
 }
 
-/// The SBP of the shard of a parameter.
+/// Returns the SBP of the shard of a parameter.
 fn sharded(spec: &Spec, axis: usize, sizes: &[i64]) -> NdSbp {
     let mut sbp = spec.sbp().to_vec();
     let ranks = spec.placement().shape()[axis] as i64;
@@ -302,7 +302,7 @@ fn sharded(spec: &Spec, axis: usize, sizes: &[i64]) -> NdSbp {
     sbp
 }
 
-/// A store like `vs`, with the shards instead of the parameters.
+/// Returns a store like `vs`, with the shards instead of the parameters.
 fn with_shards(vs: &VarStore, pairs: &[(Tensor, Tensor)]) -> VarStore {
     let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
     let mut named: Vec<_> = variables.named_variables.iter().collect();

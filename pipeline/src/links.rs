@@ -14,9 +14,9 @@ use tch::Tensor;
 /// messages of one group follow each other on the device: two ranks that send to each other before
 /// they receive would wait for ever.
 pub struct Links {
-    /// By the rank that this one sends to.
+    /// The links by the rank that this one sends to.
     to: HashMap<usize, Link>,
-    /// By the rank that this one receives from.
+    /// The links by the rank that this one receives from.
     from: HashMap<usize, Link>,
 }
 

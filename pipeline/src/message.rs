@@ -72,8 +72,8 @@ impl Description {
         Ok(Self { kind, sizes: local.size(), requires_grad: tensor.requires_grad(), global })
     }
 
-    /// Whether this and `other` differ only in sizes that follow from the rows. The micro-batches have
-    /// `rows` and `other_rows` rows.
+    /// Returns whether this and `other` differ only in sizes that follow from the rows. The
+    /// micro-batches have `rows` and `other_rows` rows.
     fn fits(&self, rows: i64, other: &Self, other_rows: i64) -> bool {
         if self.kind != other.kind || self.requires_grad != other.requires_grad {
             return false;

@@ -55,12 +55,12 @@ impl Pipeline {
         self.stages.keys().copied().collect()
     }
 
-    /// Whether this rank has the first stage, and so needs the inputs of the batch.
+    /// Returns whether this rank has the first stage, and so needs the inputs of the batch.
     pub fn needs_inputs(&self) -> bool {
         self.stages.contains_key(&0)
     }
 
-    /// Whether this rank has the last stage, and so needs the targets of the loss.
+    /// Returns whether this rank has the last stage, and so needs the targets of the loss.
     pub fn needs_targets(&self) -> bool {
         self.stages.contains_key(&(self.schedule.stages() - 1))
     }

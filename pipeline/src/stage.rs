@@ -136,7 +136,7 @@ impl Layers {
     }
 }
 
-/// Whether the ranges follow each other from 0 to `layers`.
+/// Returns whether the ranges follow each other from 0 to `layers`.
 fn divide(ranges: &[Range<usize>], layers: usize) -> bool {
     let mut end = 0;
     for range in ranges {

@@ -213,7 +213,7 @@ impl<'a> Pipeline<'a> {
         (pace, bubble, stalls + self.bubble_of_v(self.send - late) - bubble)
     }
 
-    /// The bubble of ZB-V with sends that take so long.
+    /// Returns the bubble of ZB-V with sends that take so long.
     fn bubble_of_v(&self, send: f64) -> f64 {
         let Work { backward_input, backward_weight, .. } = self.others;
         let there = (5.0 * self.hops - 2.0) * send;
@@ -221,7 +221,8 @@ impl<'a> Pipeline<'a> {
         (backward_input / 2.0 + there).max(backward_input - backward_weight + back)
     }
 
-    /// The time between two micro-batches if ranks wait for the slowest stage of each chunk.
+    /// Returns the time between two micro-batches if ranks wait for the slowest stage of each
+    /// chunk.
     fn pace_by_chunk(&self) -> f64 {
         self.stages.chunks(self.ranks).map(longest).sum()
     }

@@ -43,7 +43,7 @@ pub struct Efficiency {
 }
 
 impl Efficiency {
-    /// The share of the peak for a product whose smallest dimension is `size`.
+    /// Returns the share of the peak for a product whose smallest dimension is `size`.
     pub fn of(&self, size: f64) -> f64 {
         self.peak_share * size / (size + self.half_size)
     }
@@ -82,8 +82,8 @@ impl Cluster {
         not_negative("cluster.layer_overhead", self.layer_overhead)
     }
 
-    /// The group of each `stride`-th of `ranks` ranks, `size` in all, as on an axis of a mesh. If
-    /// such groups lie differently on nodes, this is the one that crosses nodes most.
+    /// Returns the group of each `stride`-th of `ranks` ranks, `size` in all, as on an axis of a
+    /// mesh. If such groups lie differently on nodes, this is the one that crosses nodes most.
     pub(crate) fn group(&self, size: usize, stride: usize, ranks: usize) -> Group {
         let node = self.ranks_per_node;
         let on_a_node = if ranks <= node {
@@ -97,8 +97,8 @@ impl Cluster {
         Group { size, on_a_node, link }
     }
 
-    /// The link of a ring with `on_a_node` ranks on each node. The ring enters and leaves a node
-    /// once, over the connections of all its ranks there.
+    /// Returns the link of a ring with `on_a_node` ranks on each node. The ring enters and leaves a
+    /// node once, over the connections of all its ranks there.
     fn ring_between(&self, on_a_node: usize) -> Link {
         let shared = self.inter_node.bandwidth * on_a_node as f64;
         let is_only_between = on_a_node == 1;
@@ -107,7 +107,8 @@ impl Cluster {
         Link { bandwidth, latency: self.inter_node.latency }
     }
 
-    /// A [`Cluster::group`] of ranks that send to their neighbours, each over its own connection.
+    /// Returns a [`Cluster::group`] of ranks that send to their neighbours, each over its own
+    /// connection.
     pub(crate) fn neighbours(&self, size: usize, stride: usize, ranks: usize) -> Group {
         let group = self.group(size, stride, ranks);
         let link = if group.crosses_nodes() { self.inter_node } else { self.intra_node };
@@ -116,7 +117,7 @@ impl Cluster {
         Group { link, on_a_node, ..group }
     }
 
-    /// The number of ranks that take turns on the cores that one rank needs.
+    /// Returns the number of ranks that take turns on the cores that one rank needs.
     pub(crate) fn ranks_per_core(&self, ranks: usize) -> f64 {
         let on_a_node = self.ranks_per_node.min(ranks);
         on_a_node as f64 / self.concurrent_ranks.unwrap_or(on_a_node).min(on_a_node) as f64
@@ -144,9 +145,9 @@ impl Group {
         self.size > self.on_a_node
     }
 
-    /// Bytes that a rank sends in a reduce-scatter or an all-gather of `bytes` in all: one half of
-    /// an all-reduce (Thakur et al. 2005, "Optimization of Collective Communication Operations in
-    /// MPICH").
+    /// Returns bytes that a rank sends in a reduce-scatter or an all-gather of `bytes` in all: one
+    /// half of an all-reduce (Thakur et al. 2005, "Optimization of Collective Communication
+    /// Operations in MPICH").
     pub fn reduce_scatter_bytes(&self, bytes: f64) -> f64 {
         bytes * (self.size - 1) as f64 / self.size as f64
     }

@@ -121,13 +121,14 @@ impl LayerCosts {
         Cost::sum(&self.layers[layers])
     }
 
-    /// Bytes that a rank sends to the stage that begins with this layer. As many come back as
-    /// gradients.
+    /// Returns bytes that a rank sends to the stage that begins with this layer. As many come back
+    /// as gradients.
     pub fn sent_to(&self, layer: usize) -> f64 {
         self.inputs[layer]
     }
 
-    /// Bytes of a received input that a rank then gathers from its group of tensor parallelism.
+    /// Returns bytes of a received input that a rank then gathers from its group of tensor
+    /// parallelism.
     pub fn gathered(&self, layer: usize, training: &Training, layout: &Layout) -> f64 {
         if training.scatter_gather && !layout.sequence_parallel {
             self.inputs[layer] * layout.tensor as f64

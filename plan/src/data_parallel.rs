@@ -66,8 +66,8 @@ impl DataParallel {
     }
 }
 
-/// The part of `seconds` in which nothing else runs, if the part `overlap` runs beside `work` seconds
-/// of computing.
+/// Returns the part of `seconds` in which nothing else runs, if the part `overlap` runs beside
+/// `work` seconds of computing.
 fn exposed(seconds: f64, overlap: f64, work: f64) -> f64 {
     seconds - (overlap * seconds).min(work)
 }

@@ -29,7 +29,7 @@ pub enum Error {
         /// The reason, and a valid value.
         reason: String,
     },
-    /// One of several measured runs has an error.
+    /// A measured run, one of several, has an error.
     #[error("run {name:?}: {error}")]
     Run {
         /// The run's name.

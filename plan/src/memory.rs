@@ -76,7 +76,7 @@ impl Memory {
     }
 }
 
-/// Bytes of activations on a rank of the pipeline. `stages` are the costs of its stages.
+/// Returns bytes of activations on a rank of the pipeline. `stages` are the costs of its stages.
 pub(crate) fn activations(
     rank: usize,
     stages: &[Cost],

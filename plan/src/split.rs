@@ -68,7 +68,7 @@ fn smallest_largest(sums: &[f64], stages: usize) -> f64 {
     enough
 }
 
-/// Whether stages that cost at most `most` can have all layers.
+/// Returns whether stages that cost at most `most` can have all layers.
 fn is_enough(sums: &[f64], stages: usize, most: f64) -> bool {
     let layers = sums.len() - 1;
     let mut start = 0;

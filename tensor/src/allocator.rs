@@ -9,7 +9,7 @@ use flow_comm::{Arena, ArenaHandle};
 /// Smaller tensors are left to malloc: copying a small tensor costs less than a block of its own.
 const MIN_BYTES: usize = 64 << 10;
 
-/// While this lives, libtorch allocates large CPU tensors from a group's shared memory, unless
+/// Has libtorch allocate large CPU tensors from a group's shared memory while it lives, unless
 /// another guard is installed later and lives, too. [`Ddp`] installs one itself.
 ///
 /// ```no_run
@@ -40,7 +40,7 @@ impl ArenaAllocatorGuard {
         installed.iter().rev().find_map(Weak::upgrade)
     }
 
-    /// The memory that it allocates from.
+    /// Returns the memory that it allocates from.
     pub fn handle(&self) -> &ArenaHandle {
         &self.handle
     }

@@ -140,7 +140,7 @@ impl Prepared for Batch {
 }
 
 impl Batch {
-    /// The messages on these buffers.
+    /// Returns the messages on these buffers.
     fn ops<'a, B>(&self, buffers: &'a mut [B]) -> Vec<P2pOp<&'a mut B>> {
         let mut ops = Vec::with_capacity(buffers.len());
         for (message, buffer) in self.messages.iter().zip(buffers) {

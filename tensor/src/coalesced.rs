@@ -15,7 +15,8 @@ use crate::tensors::{contiguous, copy_back, cuda_group, current_stream};
 const OPERATION: &str = "broadcasting tensors";
 const ALL_REDUCE: &str = "all_reduce_coalesced";
 
-/// See [`TensorCollectives::all_reduce_coalesced`](crate::TensorCollectives::all_reduce_coalesced).
+/// Reduces several tensors:
+/// [`TensorCollectives::all_reduce_coalesced`](crate::TensorCollectives::all_reduce_coalesced).
 pub(crate) fn all_reduce(group: &ProcessGroup, tensors: &mut [Tensor], op: ReduceOp) -> Result<()> {
     let failed = failed(group, ALL_REDUCE);
     for tensor in tensors.iter() {
@@ -40,7 +41,7 @@ pub(crate) fn all_reduce(group: &ProcessGroup, tensors: &mut [Tensor], op: Reduc
     Ok(())
 }
 
-/// The indices of tensors of each kind.
+/// Returns the indices of tensors of each kind.
 fn by_kind(tensors: &[Tensor]) -> Vec<Vec<usize>> {
     let mut kinds: Vec<(Kind, Vec<usize>)> = Vec::new();
     for (index, tensor) in tensors.iter().enumerate() {
@@ -98,7 +99,7 @@ impl CoalescedBroadcast {
         Ok(Self { names, tensors, sizes, buffers })
     }
 
-    /// Whether there are no tensors.
+    /// Returns whether there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }

@@ -43,7 +43,7 @@ macro_rules! asynchronous {
 ///
 /// A type that has a group gets all of this by [`TensorCollectives::group`].
 pub trait TensorCollectives {
-    /// The group of the ranks that take part.
+    /// Returns the group of the ranks that take part.
     fn group(&self) -> &ProcessGroup;
 
     /// Chooses what ranks compute on: for [`DeviceKind::Cuda`], each the GPU of its local rank
@@ -58,8 +58,8 @@ pub trait TensorCollectives {
         choose(self.group(), kind)
     }
 
-    /// The device this rank computes on: the CPU, unless [`TensorCollectives::use_device`] chose a
-    /// GPU.
+    /// Returns the device this rank computes on: the CPU, unless [`TensorCollectives::use_device`]
+    /// chose a GPU.
     fn device(&self) -> Device {
         let device = self.group().cuda_device();
         device.map_or(Device::Cpu, |device| flow_autograd::torch_device(&device))

@@ -19,7 +19,7 @@ pub enum DeviceKind {
 impl FromStr for DeviceKind {
     type Err = String;
 
-    /// `cpu` or `cuda`, as PyTorch writes them.
+    /// Reads `cpu` or `cuda`, as PyTorch writes them.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         match text {
             "cpu" => Ok(Self::Cpu),
@@ -29,7 +29,8 @@ impl FromStr for DeviceKind {
     }
 }
 
-/// See [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
+/// Chooses this rank's device:
+/// [`TensorCollectives::use_device`](crate::TensorCollectives::use_device).
 pub(crate) fn choose(group: &ProcessGroup, kind: DeviceKind) -> Result<Device> {
     if kind == DeviceKind::Cpu {
         return Ok(Device::Cpu);

@@ -24,7 +24,7 @@ pub enum Error {
     Device {
         /// This rank.
         rank: usize,
-        /// What is missing and what to do.
+        /// The lack, and what to do.
         reason: String,
     },
 }
@@ -32,7 +32,7 @@ pub enum Error {
 /// Result of collectives on tensors.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// This rank's number in the job, which errors of sub-groups use too.
+/// Returns this rank's number in the job, which errors of sub-groups use too.
 pub(crate) fn job_rank(group: &ProcessGroup) -> usize {
     group.ranks()[group.rank()]
 }

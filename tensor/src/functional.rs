@@ -219,7 +219,7 @@ pub fn scatter(group: &ProcessGroup, tensor: &Tensor, root: usize) -> Result<Ten
     )
 }
 
-/// A shape with one dimension more, before the others.
+/// Returns a shape with one dimension more, before the others.
 fn with_first(length: usize, shape: &[i64]) -> Vec<i64> {
     std::iter::once(length as i64).chain(shape.iter().copied()).collect()
 }
@@ -370,7 +370,7 @@ impl TensorMeta {
     }
 }
 
-/// A tensor that a received tensor can depend on.
+/// Returns a tensor that a received tensor can depend on.
 fn anchor(options: (Kind, Device)) -> Tensor {
     Tensor::zeros([0], options).set_requires_grad(is_floating(options.0))
 }
@@ -445,7 +445,7 @@ fn depends_on(empty: &Tensor, tensor: &Tensor) -> Tensor {
     Tensor::cat(&[empty, tensor], 0)
 }
 
-/// A copy in memory of its own; `Tensor::copy` writes zeros there first.
+/// Returns a copy in memory of its own; `Tensor::copy` writes zeros there first.
 fn copied(tensor: &Tensor) -> Tensor {
     tensor.internal_to_copy(of(tensor), false)
 }
@@ -454,7 +454,7 @@ fn of(tensor: &Tensor) -> (Kind, Device) {
     (tensor.kind(), tensor.device())
 }
 
-/// The factor of each rank's element in the result.
+/// Returns the factor of each rank's element in the result.
 fn weight(group: &ProcessGroup, op: ReduceOp) -> f64 {
     match op {
         ReduceOp::Avg => 1.0 / group.world_size() as f64,

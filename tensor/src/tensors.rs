@@ -13,13 +13,14 @@ use crate::error::{Result, failed, torch_failed};
 pub const OVERLAPS: &str =
     "has elements that share memory, as expand() makes them: use contiguous()";
 
-/// Whether several of the tensor's elements may lie in the same place, so that it cannot be written
-/// to.
+/// Returns whether several of the tensor's elements may lie in the same place, so that it cannot be
+/// written to.
 pub fn overlaps(tensor: &Tensor) -> bool {
     !tensor.is_contiguous() && may_overlap(&tensor.size(), &tensor.stride())
 }
 
-/// Whether a step along some dimension stays within what the dimensions of smaller steps reach.
+/// Returns whether a step along some dimension stays within what the dimensions of smaller steps
+/// reach.
 fn may_overlap(shape: &[i64], strides: &[i64]) -> bool {
     let mut steps: Vec<(i64, i64)> = strides
         .iter()
@@ -41,7 +42,7 @@ fn may_overlap(shape: &[i64], strides: &[i64]) -> bool {
     false
 }
 
-/// The group's collectives on the tensor's GPU; None for a tensor that is not on one.
+/// Returns the group's collectives on the tensor's GPU; None for a tensor that is not on one.
 ///
 /// # Errors
 ///
@@ -66,7 +67,7 @@ pub fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<Stream> 
     flow_autograd::current_stream(cuda.device()).map_err(|error| failed(error.to_string()))
 }
 
-/// The tensor itself, without its history, or a contiguous copy of it.
+/// Returns the tensor itself, without its history, or a contiguous copy of it.
 pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
     let tensor = tensor.detach();
     if tensor.is_neg() || tensor.is_conj() {
@@ -89,7 +90,7 @@ pub(crate) fn copy_back(
     copied.map(drop).map_err(torch_failed(group, operation))
 }
 
-/// How many elements of a buffer an element of such a tensor is: one, or its bytes where
+/// Returns how many elements of a buffer an element of such a tensor is: one, or its bytes where
 /// reductions do not know the kind.
 pub(crate) fn units(kind: Kind) -> usize {
     flow_autograd::dtype(kind).map_or_else(|| kind.elt_size_in_bytes(), |_| 1)
@@ -102,7 +103,7 @@ pub struct HostTensor {
 }
 
 impl HostTensor {
-    /// `tensor` is contiguous and on the CPU.
+    /// Makes a buffer of `tensor`, which is contiguous and on the CPU.
     pub fn new(tensor: &Tensor) -> Self {
         let dtype = flow_autograd::dtype(tensor.kind()).unwrap_or(DType::U8);
         Self { tensor: tensor.shallow_clone(), dtype }

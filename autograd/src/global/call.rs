@@ -19,7 +19,7 @@ pub struct Call<'a, S> {
     pub name: &'a str,
     /// The overload, as in `add.Tensor`; empty for the default one.
     pub overload: &'a str,
-    /// How many values the operation returns.
+    /// The number of values that the operation returns.
     pub returns: usize,
     /// Whether results are views of an input.
     pub is_view: bool,
@@ -70,28 +70,28 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { slice(self.view.tensors, self.view.tensor_count) }
     }
 
-    /// The arguments, in the order of the schema.
+    /// Returns the arguments, in the order of the schema.
     pub fn arguments(&self) -> Vec<Argument<'_>> {
         // SAFETY: the arguments' lists outlive the call.
         self.raw_arguments().iter().map(|raw| unsafe { Argument::of(raw) }).collect()
     }
 
-    /// Whether the operation writes the tensors of an argument.
+    /// Returns whether the operation writes the tensors of an argument.
     pub fn is_written(&self, argument: usize) -> bool {
         self.raw_arguments()[argument].written
     }
 
-    /// Whether an argument only receives a result, as `out`.
+    /// Returns whether an argument only receives a result, as `out`.
     pub fn is_out(&self, argument: usize) -> bool {
         self.raw_arguments()[argument].out
     }
 
-    /// How many tensors there are among the arguments.
+    /// Returns the number of tensors among the arguments.
     pub fn tensors(&self) -> usize {
         self.view.tensor_count
     }
 
-    /// Whether a tensor is defined, and not an optional one that is not there.
+    /// Returns whether a tensor is defined, and not an optional one that is not there.
     pub fn is_defined(&self, tensor: usize) -> bool {
         self.views()[tensor].defined
     }
@@ -103,12 +103,12 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { slice(view.sizes, view.dims as usize) }
     }
 
-    /// The kind of the elements of a tensor that is defined.
+    /// Returns the kind of the elements of a tensor that is defined.
     pub fn kind(&self, tensor: usize) -> Option<Kind> {
         self.tensor(tensor).map(|tensor| tensor.kind())
     }
 
-    /// The spec of a tensor; None if it is plain.
+    /// Returns the spec of a tensor; None if it is plain.
     pub fn spec(&self, tensor: usize) -> Option<&S> {
         let spec = self.views()[tensor].spec.cast::<S>();
         // SAFETY: specs are `Arc<S>`, which the tensor keeps; that tensor is replaced by methods only
@@ -116,21 +116,21 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { spec.as_ref() }
     }
 
-    /// Whether a tensor should be a view of another one, and does not share its memory.
+    /// Returns whether a tensor should be a view of another one, and does not share its memory.
     pub fn is_detached_view(&self, tensor: usize) -> bool {
         self.views()[tensor].detached_view
     }
 
-    /// The tensor itself; None if it is not defined.
+    /// Returns the tensor itself; None if it is not defined.
     pub fn tensor(&self, tensor: usize) -> Option<Tensor> {
         let view = &self.views()[tensor];
         // SAFETY: the tensor outlives the call; the handle is C++'s, and not dropped here.
         view.defined.then(|| unsafe { borrow(view.tensor) }.shallow_clone())
     }
 
-    /// The words that decide how the operation is carried out: the operator, kinds, sizes and specs of
-    /// tensors (and strides, for views), and arguments. Of numbers with a fraction only whether they
-    /// are zero.
+    /// Returns the words that decide how the operation is carried out: the operator, kinds, sizes
+    /// and specs of tensors (and strides, for views), and arguments. Of numbers with a fraction
+    /// only whether they are zero.
     pub fn key(&self) -> &[u64] {
         // SAFETY: the key outlives the call.
         unsafe { slice(self.view.key, self.view.key_count) }
@@ -147,7 +147,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { check("a call", ffi::flow_call_set_local(self.view.call, tensor, local)) }
     }
 
-    /// The tensor that the operation runs on in place of this one.
+    /// Returns the tensor that the operation runs on in place of this one.
     pub fn local(&self, tensor: usize) -> Option<Tensor> {
         assert!(tensor < self.view.tensor_count, "the call has no tensor {tensor}");
         // SAFETY: the call is alive; the result is a handle of our own, or null.
@@ -195,7 +195,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { check("a call", ffi::flow_call_run_with(self.view.call, tensors, count)) }
     }
 
-    /// A result of [`Call::run`].
+    /// Returns a result of [`Call::run`].
     ///
     /// # Errors
     /// It is of another type, or the operation was not run.
@@ -227,8 +227,8 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         })
     }
 
-    /// The strides of the first tensor that a view operation makes of the logical tensors; None if
-    /// libtorch cannot tell.
+    /// Returns the strides of the first tensor that a view operation makes of the logical tensors;
+    /// None if libtorch cannot tell.
     pub fn view_strides(&self) -> Option<Vec<i64>> {
         let mut strides = vec![0; 64];
         let mut count = 0;
@@ -245,7 +245,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         is_known.then_some(strides)
     }
 
-    /// The tensors that the caller gets as result `index`; None for an undefined one.
+    /// Returns the tensors that the caller gets as result `index`; None for an undefined one.
     pub fn returned(&self, index: usize) -> Vec<Option<Tensor>> {
         let mut tensors = Vec::<Option<Tensor>>::new();
         // SAFETY: the call is alive, and the list outlives this.
@@ -264,7 +264,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         Node::now(is_noted && tensors.any(|tensor| tensor.requires_grad()))
     }
 
-    /// The argument that a return is, if the operation writes and returns it.
+    /// Returns the argument that a return is, if the operation writes and returns it.
     pub fn written(&self, index: usize) -> Option<usize> {
         // SAFETY: the call is alive.
         usize::try_from(unsafe { ffi::flow_call_writes(self.view.call, index) }).ok()

@@ -12,7 +12,7 @@ use crate::ffi::{check, slice};
 /// inputs, as they are.
 pub struct FastCall<'a, S> {
     view: &'a FastView,
-    /// Of the first global tensor, which keeps it.
+    /// The spec of the first global tensor, which keeps it.
     spec: ManuallyDrop<Arc<S>>,
 }
 
@@ -26,13 +26,13 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
         Self { view, spec }
     }
 
-    /// See [`Call::key`](super::Call::key).
+    /// Returns the key, as [`Call::key`](super::Call::key) does.
     pub fn key(&self) -> &[u64] {
         // SAFETY: the key outlives the call.
         unsafe { slice(self.view.key, self.view.key_count) }
     }
 
-    /// The spec of the first global tensor.
+    /// Returns the spec of the first global tensor.
     pub fn spec(&self) -> &Arc<S> {
         &self.spec
     }

@@ -30,10 +30,10 @@ pub use value::{Argument, LocalResult, Scalar, Wrapping};
 
 /// Carries out the operations on global tensors.
 pub trait Dispatcher: 'static {
-    /// How a tensor lies on the ranks.
+    /// The layout of a tensor on the ranks.
     type Spec: Send + Sync + 'static;
 
-    /// A number that no other spec has, in the life of the process.
+    /// Returns a number that no other spec has, in the life of the process.
     fn spec_id(spec: &Self::Spec) -> u64;
 
     /// Carries out an operation whose key is known from [`Dispatcher::dispatch`], if it needs no more
@@ -49,9 +49,9 @@ pub trait Dispatcher: 'static {
     /// Whatever is wrong with the operation: the caller of the operation gets the text.
     fn dispatch(call: &mut Call<'_, Self::Spec>) -> Result<(), BoxError>;
 
-    /// In backward: what becomes of the gradient of a leaf. `may_take`: it is to be accumulated, and
-    /// not returned to the caller, so that it may be [taken](LeafGradient::Taken). `exclusive`:
-    /// nothing else uses the memory of the gradient's local.
+    /// Decides in backward what becomes of the gradient of a leaf. `may_take`: it is to be
+    /// accumulated, and not returned to the caller, so that it may be [taken](LeafGradient::Taken).
+    /// `exclusive`: nothing else uses the memory of the gradient's local.
     ///
     /// # Errors
     /// They end the backward.
@@ -68,7 +68,7 @@ pub trait Dispatcher: 'static {
 pub enum LeafGradient {
     /// The gradient that has come.
     Same,
-    /// This one instead.
+    /// The leaf gets this gradient instead.
     Boxed(Tensor),
     /// Nothing: the dispatcher sets `.grad` itself, later.
     Taken,
@@ -80,10 +80,10 @@ struct Registered {
     spec: TypeId,
 }
 
-/// What came of the first registration.
+/// The result of the first registration.
 static REGISTERED: OnceLock<Result<Registered, Error>> = OnceLock::new();
 
-/// Whether a tensor is global.
+/// Returns whether a tensor is global.
 pub fn is_global(tensor: &Tensor) -> bool {
     // SAFETY: the tensor is alive.
     unsafe { !ffi::flow_global_spec(tensor.as_ptr()).is_null() }
@@ -134,15 +134,16 @@ impl<S: Send + Sync + 'static> Globals<S> {
         Err(Error::Libtorch { operation: OPERATION, reason })
     }
 
-    /// For those who do not know the dispatcher; None if no dispatcher of this spec is registered.
+    /// Returns the tensors of a dispatcher that the caller does not know; None if no dispatcher of
+    /// this spec is registered.
     pub fn registered() -> Option<Self> {
         let registered = REGISTERED.get()?.as_ref().ok()?;
         (registered.spec == TypeId::of::<S>()).then_some(Self(PhantomData))
     }
 
-    /// A global tensor of these logical sizes. `local` is what this rank has; `like` has its kind,
-    /// device, and conj and neg bits, on a rank that has nothing too. If all ranks have all of the
-    /// tensor (`shares`), its memory is the local's.
+    /// Returns a global tensor of these logical sizes. `local` is what this rank has; `like` has
+    /// its kind, device, and conj and neg bits, on a rank that has nothing too. If all ranks have
+    /// all of the tensor (`shares`), its memory is the local's.
     ///
     /// # Errors
     /// libtorch's.
@@ -168,8 +169,8 @@ impl<S: Send + Sync + 'static> Globals<S> {
         }
     }
 
-    /// A result of these logical sizes on a rank that has nothing of it; `like` has its kind, device,
-    /// and conj and neg bits.
+    /// Returns a result of these logical sizes on a rank that has nothing of it; `like` has its
+    /// kind, device, and conj and neg bits.
     ///
     /// # Errors
     /// libtorch's.
@@ -191,7 +192,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
         }
     }
 
-    /// The spec of a global tensor; None if the tensor is not global.
+    /// Returns the spec of a global tensor; None if the tensor is not global.
     pub fn spec(self, tensor: &Tensor) -> Option<Arc<S>> {
         // SAFETY: the tensor is alive; all specs are `Arc<S>`, and the tensor keeps its own.
         unsafe {
@@ -203,7 +204,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
         }
     }
 
-    /// This rank's local of a global tensor; None on a rank that has nothing.
+    /// Returns this rank's local of a global tensor; None on a rank that has nothing.
     pub fn local(self, tensor: &Tensor) -> Option<Tensor> {
         // SAFETY: the tensor is alive; the result is a handle of our own, or null.
         unsafe {
@@ -212,8 +213,8 @@ impl<S: Send + Sync + 'static> Globals<S> {
         }
     }
 
-    /// A number of a global tensor's own, which it keeps when it is written in place; None if the
-    /// tensor is plain.
+    /// Returns a number of a global tensor's own, which it keeps when it is written in place; None
+    /// if the tensor is plain.
     pub fn id(self, tensor: &Tensor) -> Option<u64> {
         // SAFETY: the tensor is alive.
         let id = unsafe { ffi::flow_global_id(tensor.as_ptr()) };

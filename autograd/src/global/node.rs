@@ -2,10 +2,10 @@
 
 use crate::ffi::global as ffi;
 
-/// Where autograd is.
+/// The place in autograd's graph where a thread is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Node {
-    /// It runs backward.
+    /// Whether the thread runs backward.
     pub is_backward: bool,
     /// The node that it runs, or the one that it has made of this operation of forward: the same
     /// number for both. None if there is no node.
@@ -13,7 +13,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// On this thread. If `is_made`, and no backward runs, the last node that was made.
+    /// Returns this thread's place. If `is_made`, and no backward runs, it is the last node that
+    /// was made.
     pub fn now(is_made: bool) -> Self {
         let mut number = 0;
         let mut is_backward = false;

@@ -25,7 +25,7 @@ pub enum Argument<'a> {
     Bool(bool),
     /// Sizes, dimensions and the like.
     Ints(&'a [i64]),
-    /// Of another type.
+    /// An argument of another type.
     Other,
 }
 
@@ -71,7 +71,7 @@ pub enum Scalar {
 }
 
 impl Scalar {
-    /// For C++.
+    /// Returns what C++ reads.
     pub(super) fn view(self) -> ScalarView {
         match self {
             Self::Int(integer) => ScalarView { tag: ffi::INT, integer, number: 0.0 },
@@ -83,10 +83,10 @@ impl Scalar {
     }
 }
 
-/// How a result of the local operation becomes a global tensor.
+/// The way in which a result of the local operation becomes a global tensor.
 #[derive(Debug)]
 pub struct Wrapping<'a, S> {
-    /// How the logical tensor lies.
+    /// The layout of the logical tensor.
     pub spec: &'a Arc<S>,
     /// Dimensions that are split.
     pub split_dims: &'a [i32],
@@ -96,12 +96,12 @@ pub struct Wrapping<'a, S> {
     pub strides: &'a [i64],
     /// All ranks have all of it.
     pub shares: bool,
-    /// It should be a view of an input, and does not share that one's memory.
+    /// Whether it should be a view of an input, and does not share that one's memory.
     pub is_detached_view: bool,
 }
 
 impl<S> Wrapping<'_, S> {
-    /// For C++.
+    /// Returns what C++ reads.
     pub(super) fn view(&self) -> OutputView {
         assert!(
             self.split_dims.len() == self.split_sizes.len(),

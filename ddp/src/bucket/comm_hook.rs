@@ -39,12 +39,12 @@ pub trait CommHook: Send + 'static {
         Ok(bucket.all_reduce()?)
     }
 
-    /// The type in which [`GradBucket::all_reduce`] sends gradients; None: their own.
+    /// Returns the type in which [`GradBucket::all_reduce`] sends gradients; None: their own.
     fn kind(&self) -> Option<Kind> {
         None
     }
 
-    /// The hook's identity: all ranks must have the same.
+    /// Returns the hook's identity: all ranks must have the same.
     fn name(&self) -> String {
         std::any::type_name::<Self>().into()
     }
@@ -62,18 +62,18 @@ pub struct GradBucket<'a> {
 }
 
 impl GradBucket<'_> {
-    /// The bucket's number. Numbers, and which parameters are in a bucket, change once: after the
-    /// first backward.
+    /// Returns the bucket's number. Numbers, and which parameters are in a bucket, change once:
+    /// after the first backward.
     pub fn index(&self) -> usize {
         self.index
     }
 
-    /// Whether this is the last bucket of the backward.
+    /// Returns whether this is the last bucket of the backward.
     pub fn is_last(&self) -> bool {
         self.is_last
     }
 
-    /// The parameters whose gradients these are, by name.
+    /// Returns the parameters whose gradients these are, by name.
     pub fn parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.members.iter().map(|&member| {
             let parameter = &self.parameters[member];
@@ -81,8 +81,8 @@ impl GradBucket<'_> {
         })
     }
 
-    /// This rank's gradients, of the shapes of [`GradBucket::parameters`]. What is written into
-    /// them is what [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take.
+    /// Returns this rank's gradients, of the shapes of [`GradBucket::parameters`]. What is written
+    /// into them is what [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take.
     ///
     /// # Errors
     ///
@@ -99,7 +99,7 @@ impl GradBucket<'_> {
         Ok(gradients)
     }
 
-    /// A copy of all gradients in one tensor of one dimension, one after the other.
+    /// Returns a copy of all gradients in one tensor of one dimension, one after the other.
     ///
     /// # Errors
     ///
@@ -110,8 +110,8 @@ impl GradBucket<'_> {
         Ok(Tensor::cat(&flat, 0))
     }
 
-    /// The group over which gradients are averaged. A hook may use the group only while the hook is
-    /// called.
+    /// Returns the group over which gradients are averaged. A hook may use the group only while the
+    /// hook is called.
     pub fn group(&self) -> &ProcessGroup {
         // An error is the group's, and what the caller does next finds it.
         let _ = self.path.flush();

@@ -57,7 +57,7 @@ impl CudaDevice {
         })
     }
 
-    /// The places of gradients in flat memory.
+    /// Returns the places of gradients in flat memory.
     fn views(&self, flat: &FlatBucket, members: &[&Parameter]) -> Result<Vec<Tensor>> {
         let mut views = Vec::with_capacity(members.len());
         for (slot, member) in members.iter().enumerate() {

@@ -39,14 +39,14 @@ pub(crate) trait Bucket: Send {
     /// with.
     fn join_gradients(&self) -> Result<()>;
 
-    /// The gradient that a slot was marked ready with, before the bucket is launched; None if it is
-    /// the parameter's own `.grad`.
+    /// Returns the gradient that a slot was marked ready with, before the bucket is launched; None
+    /// if it is the parameter's own `.grad`.
     fn gradient(&self, slot: usize) -> Option<&Tensor>;
 
-    /// The reduced gradient of a slot; None if it is the parameter's own `.grad`.
+    /// Returns the reduced gradient of a slot; None if it is the parameter's own `.grad`.
     fn reduced_grad(&self, slot: usize) -> Option<&Tensor>;
 
-    /// Bytes as communicated.
+    /// Returns the number of bytes that are communicated.
     fn bytes(&self) -> usize;
 
     /// Times of the last reduction on the device's clock, if it has one of its own. The device has
@@ -63,7 +63,7 @@ pub(crate) trait ReducePath: Send + Sync {
     /// Bucket `number`, of these parameters, whose gradients are communicated as `kind`.
     fn bucket(&self, number: u32, members: &[&Parameter], kind: Kind) -> Result<Box<dyn Bucket>>;
 
-    /// Whether `.grad` becomes a view of the bucket, rather than a copy of its part.
+    /// Returns whether `.grad` becomes a view of the bucket, rather than a copy of its part.
     fn grads_are_views(&self) -> bool;
 
     /// Does what can be done for the launched buckets without waiting. Every hook calls this.

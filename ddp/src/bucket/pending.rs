@@ -13,7 +13,7 @@ use super::hook_progress::HookProgress;
 #[must_use = "backward waits for it"]
 pub struct Pending(Launched);
 
-/// How a reduction goes on, and what waiting for it means.
+/// A reduction under way, by what goes on with it and what waiting for it means.
 enum Launched {
     /// The gradients' hooks reduce the bucket in shared memory.
     InHooks(Arc<HookProgress>, Arc<Segments>),
@@ -25,23 +25,23 @@ enum Launched {
     ByHook(Box<dyn FnOnce() -> Result<Tensor, BoxError> + Send>),
 }
 
-/// Where the reduced gradients of a bucket are.
+/// The place of a bucket's reduced gradients.
 pub(crate) enum Reduced {
-    /// In the bucket; at what time, if the host saw it.
+    /// The bucket has them, since this time, if the host saw it.
     InBucket(Option<Instant>),
-    /// In a tensor as long as the bucket.
+    /// A tensor as long as the bucket has them.
     Flat(Tensor),
 }
 
 impl Pending {
-    /// A reduction that is over, with all reduced gradients one after the other, as in
+    /// Makes a reduction that is over, with all reduced gradients one after the other, as in
     /// [`GradBucket::buffer`](crate::GradBucket::buffer). On a GPU they may be computed yet, in
     /// libtorch's current stream.
     pub fn ready(flat: Tensor) -> Self {
         Self::new(move || Ok(flat))
     }
 
-    /// A reduction that `wait` completes, at the end of backward. It returns what
+    /// Makes a reduction that `wait` completes, at the end of backward. It returns what
     /// [`Pending::ready`] is given.
     pub fn new(wait: impl FnOnce() -> Result<Tensor, BoxError> + Send + 'static) -> Self {
         Self(Launched::ByHook(Box::new(wait)))

@@ -6,8 +6,8 @@ use serde::de::DeserializeOwned;
 
 use super::error::{CheckpointError, Result};
 
-/// This rank's result if no rank has failed; else its own error, or that of the first rank that has
-/// one. All ranks call this.
+/// Returns this rank's result if no rank has failed; else its own error, or that of the first rank
+/// that has one. All ranks call this.
 pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
     let mut have_failed = vec![0i64; group.world_size()];
     group.all_gather(&[i64::from(own.is_err())], &mut have_failed)?;
@@ -19,7 +19,7 @@ pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
     own.and(Err(CheckpointError::OtherRank { rank, reason }))
 }
 
-/// What rank 0 has come to, on all ranks. `own` is rank 0's.
+/// Returns rank 0's result, on all ranks. `own` is rank 0's.
 pub fn from_rank_0<T: Serialize + DeserializeOwned>(
     group: &ProcessGroup,
     own: Option<Result<T>>,

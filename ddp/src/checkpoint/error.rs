@@ -17,13 +17,13 @@ pub enum CheckpointError {
     /// A file or folder cannot be read or written.
     #[error("cannot {operation} {}: {cause}; {remedy}", .path.display())]
     File {
-        /// What was being done.
+        /// The operation under way.
         operation: &'static str,
         /// The file or folder.
         path: PathBuf,
         /// The cause.
         cause: io::Error,
-        /// What to do.
+        /// The advice.
         remedy: &'static str,
     },
     /// Another job writes to the folder.
@@ -39,7 +39,7 @@ pub enum CheckpointError {
         .0.display()
     )]
     Unread(PathBuf),
-    /// What has a checkpoint's name is none, and saving would replace it.
+    /// A folder with a checkpoint's name is none, and saving would replace it.
     #[error(
         "{} is no checkpoint of Flow (it has no {lacks}), and saving would replace it; move it \
          away, or use another folder",
@@ -59,7 +59,7 @@ pub enum CheckpointError {
         operation: &'static str,
         /// The tensor's name, or the program's state.
         what: String,
-        /// Why, and what to do.
+        /// The reason, and what to do.
         reason: String,
     },
     /// A file is not what was written.
@@ -67,10 +67,10 @@ pub enum CheckpointError {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The damage.
         reason: String,
     },
-    /// Not one checkpoint in the folder is whole.
+    /// No checkpoint in the folder is whole.
     #[error(
         "all checkpoints in {} are damaged; remove them to start anew: {newest}",
         .folder.display()
@@ -78,7 +78,7 @@ pub enum CheckpointError {
     AllDamaged {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong with the newest.
+        /// The damage of the newest.
         newest: String,
     },
     /// Rank 0, which looks for all, does not see what another rank sees.
@@ -92,12 +92,12 @@ pub enum CheckpointError {
         path: PathBuf,
         /// The rank that sees more.
         rank: usize,
-        /// What it sees: a checkpoint, or so many bytes.
+        /// The checkpoint that it sees, or the number of bytes.
         seen: String,
-        /// What rank 0 sees.
+        /// The same, as rank 0 sees it.
         by_rank_0: String,
     },
-    /// What another rank has failed with.
+    /// Another rank has failed.
     #[error("rank {rank}: {reason}")]
     OtherRank {
         /// The rank.
@@ -132,7 +132,7 @@ pub enum CheckpointError {
     /// A collective failed, or a failure has spoiled the weights.
     #[error(transparent)]
     Training(#[from] crate::Error),
-    /// Of global tensors: their own error.
+    /// An operation on global tensors has failed.
     #[error(transparent)]
     Global(Box<dyn std::error::Error + Send + Sync>),
 }
@@ -145,7 +145,7 @@ impl From<flow_comm::Error> for CheckpointError {
 
 #[doc(hidden)]
 impl CheckpointError {
-    /// The error of `operation` on `path`.
+    /// Makes the error of `operation` on `path`.
     pub fn file(
         operation: &'static str,
         path: impl Into<PathBuf>,
@@ -155,24 +155,24 @@ impl CheckpointError {
         move |cause| Self::File { operation, path, cause, remedy }
     }
 
-    /// The error of writing the file `path`.
+    /// Makes the error of writing the file `path`.
     pub fn write(path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         Self::file("write", path, WRITABLE)
     }
 
-    /// Why `what` cannot be saved or loaded.
+    /// Makes the error that `what` cannot be saved or loaded.
     pub fn unfit(operation: &'static str, what: impl Into<String>, reason: impl ToString) -> Self {
         // libtorch's texts have many lines: the first says what is wrong.
         let reason = reason.to_string().lines().next().unwrap_or_default().to_owned();
         Self::Unfit { operation, what: what.into(), reason }
     }
 
-    /// What is wrong with the file `path`.
+    /// Makes the error that the file `path` is damaged.
     pub fn damaged(path: impl Into<PathBuf>, reason: impl ToString) -> Self {
         Self::Damaged { path: path.into(), reason: reason.to_string() }
     }
 
-    /// Whether a file of the checkpoint is missing or damaged. If not, it may be whole.
+    /// Returns whether a file of the checkpoint is missing or damaged. If not, it may be whole.
     pub(super) fn is_damage(&self) -> bool {
         match self {
             Self::Damaged { .. } => true,

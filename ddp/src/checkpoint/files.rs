@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::error::{CheckpointError, Result, WRITABLE};
 
-/// How long a job that is being stopped may still hold the lock: longer than flow-launch waits
-/// before it kills.
+/// The time for which a job that is being stopped may still hold the lock: longer than flow-launch
+/// waits before it kills.
 const STOPPING: Duration = Duration::from_secs(10);
 
 /// Locks a file in `folder`, until it is dropped or the process ends.
@@ -50,7 +50,7 @@ pub fn write_whole(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Resu
     sync(parent(path)).map_err(CheckpointError::write(path))
 }
 
-/// As `create_dir_all`; the folders survive a loss of power.
+/// Makes a folder as `create_dir_all` does; the folders survive a loss of power.
 pub fn create(folder: &Path) -> io::Result<()> {
     if folder.is_dir() {
         return Ok(());
@@ -60,7 +60,7 @@ pub fn create(folder: &Path) -> io::Result<()> {
     sync(parent(folder))
 }
 
-/// The folder that a file or folder is in.
+/// Returns the folder that a file or folder is in.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."))
 }

@@ -31,9 +31,9 @@ pub struct Folder {
     group: ProcessGroup,
     /// A checkpoint has one of these files at least.
     marks: &'static [&'static str],
-    /// On rank 0.
+    /// The lock, which rank 0 has.
     lock: Option<File>,
-    /// How many checkpoints are kept.
+    /// The number of checkpoints that are kept.
     pub keep: usize,
     /// Whether this training knows of the checkpoints that were there before.
     read: bool,
@@ -42,9 +42,9 @@ pub struct Folder {
 }
 
 impl Folder {
-    /// The folder `path`, which is made if it is missing, locked, and tidied up after a killed job.
-    /// What has none of the files `marks` is no checkpoint, and stays as it is. All ranks call
-    /// this.
+    /// Opens the folder `path`, which is made if it is missing, locked, and tidied up after a
+    /// killed job. What has none of the files `marks` is no checkpoint, and stays as it is. All
+    /// ranks call this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot write there, or another job does.
@@ -96,13 +96,13 @@ impl Folder {
         Ok(())
     }
 
-    /// The checkpoint of `step`, whether there is one or not.
+    /// Returns the checkpoint of `step`, whether there is one or not.
     pub fn checkpoint(&self, step: usize) -> PathBuf {
         self.path.join(format!("step-{step}"))
     }
 
-    /// An empty folder, where the files of the checkpoint of `step` are to be written. On rank 0
-    /// it is there when this returns; on the others it may not be yet.
+    /// Returns an empty folder, where the files of the checkpoint of `step` are to be written. On
+    /// rank 0 it is there when this returns; on the others it may not be yet.
     ///
     /// # Errors
     /// On rank 0, when it cannot be made, or [`commit`](Self::commit) would replace what this
@@ -164,9 +164,9 @@ impl Folder {
         }
     }
 
-    /// The newest checkpoint that is whole: its step, and what `read` has made of its folder. Rank
-    /// 0 calls `read`, all ranks get it. None where there is no checkpoint at all. All ranks call
-    /// this.
+    /// Returns the newest checkpoint that is whole: its step, and what `read` has made of its
+    /// folder. Rank 0 calls `read`, all ranks get it. None where there is no checkpoint at all. All
+    /// ranks call this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot read the disk, finds damaged checkpoints only, or does not
@@ -223,7 +223,7 @@ impl Folder {
         Err(CheckpointError::NotShared { path: self.path.clone(), rank, seen, by_rank_0 })
     }
 
-    /// The steps of the checkpoints, the newest first.
+    /// Returns the steps of the checkpoints, the newest first.
     fn steps(&self) -> Result<Vec<usize>> {
         let remedy = "see that it can be read";
         self.list().map_err(CheckpointError::file("read the folder", &self.path, remedy))
@@ -243,7 +243,7 @@ impl Folder {
         Ok(steps)
     }
 
-    /// Whether the folder is a checkpoint, whole or damaged.
+    /// Returns whether the folder is a checkpoint, whole or damaged.
     fn is_checkpoint(&self, folder: &Path) -> io::Result<bool> {
         for name in self.marks {
             match fs::metadata(folder.join(name)) {
@@ -314,12 +314,12 @@ impl Folder {
     }
 }
 
-/// The name of a rank's newest checkpoint; -1 stands for none.
+/// Returns the name of a rank's newest checkpoint; -1 stands for none.
 fn name_of(step: i64) -> String {
     if step < 0 { "none".to_owned() } else { format!("step-{step}") }
 }
 
-/// The step in a checkpoint's name. Another program's may be `step-0100`.
+/// Returns the step in a checkpoint's name. Another program's may be `step-0100`.
 fn step_of(name: &OsStr) -> Option<usize> {
     let number = name.to_str()?.strip_prefix("step-")?;
     number.parse().ok().filter(|step: &usize| number == step.to_string())

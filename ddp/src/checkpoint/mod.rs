@@ -37,7 +37,7 @@ use sums::SUMS;
 /// Files of a checkpoint.
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
-/// What the program, the sampler and the optimizer go on from.
+/// The file of what the program, the sampler and the optimizer go on from.
 const STATE: &str = "state.json";
 /// Raised when files change so that versions before cannot read them.
 const FORMAT: u32 = 2;
@@ -103,7 +103,7 @@ pub struct Checkpoint<S> {
 struct SavedState<S> {
     format: u32,
     world_size: usize,
-    /// Of each rank.
+    /// The threads of each rank.
     threads: i32,
     /// [`StateDict::parameters`].
     optimizer: Vec<String>,
@@ -112,7 +112,7 @@ struct SavedState<S> {
 }
 
 impl Checkpoints {
-    /// The checkpoints in `folder`, which is made if it is missing. All ranks call this.
+    /// Opens the checkpoints in `folder`, which is made if it is missing. All ranks call this.
     ///
     /// # Errors
     ///
@@ -171,8 +171,8 @@ impl Checkpoints {
             .inspect_err(|_| self.folder.abandon())
     }
 
-    /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
-    /// A damaged one is a warning in the log. All ranks call this.
+    /// Returns the latest checkpoint that is whole, the same on all ranks; None where there is none
+    /// at all. A damaged one is a warning in the log. All ranks call this.
     ///
     /// # Errors
     ///

@@ -24,7 +24,7 @@ pub fn write(folder: &Path) -> io::Result<()> {
     File::open(folder.join(SUMS))?.sync_all()
 }
 
-/// The contents of files in `folder`, if they have their sums.
+/// Returns the contents of files in `folder`, if they have their sums.
 pub fn read<const N: usize>(folder: &Path, names: [&str; N]) -> Result<[Vec<u8>; N]> {
     let sums = String::from_utf8_lossy(&read_file(folder, SUMS)?).into_owned();
     let mut contents = [const { Vec::new() }; N];
@@ -45,7 +45,7 @@ fn read_file(folder: &Path, name: &str) -> Result<Vec<u8>> {
     fs::read(&file).map_err(CheckpointError::file("read", file, remedy))
 }
 
-/// The SHA-256 of a file's bytes, in hexadecimal digits.
+/// Returns the SHA-256 of a file's bytes, in hexadecimal digits.
 fn sum(mut from: impl Read) -> io::Result<String> {
     let mut hash = Sha256::new();
     let mut chunk = vec![0; 1 << 20];

@@ -19,7 +19,8 @@ pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, S
         .map_err(|error| (file.into_owned(), first_line(&error.to_string())))
 }
 
-/// The tensor as a file has it: on the CPU, without gaps. The error is why it cannot be kept.
+/// Returns the tensor as a file has it: on the CPU, without gaps. The error is why it cannot be
+/// kept.
 fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
     if tensor.is_sparse() {
         return Err("it is sparse, which safetensors cannot keep; make it dense".into());
@@ -38,7 +39,7 @@ fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
         .map_err(|error| error.to_string())
 }
 
-/// The tensors in the bytes of such a file, on the CPU.
+/// Returns the tensors in the bytes of such a file, on the CPU.
 pub fn read(bytes: &[u8]) -> Result<Vec<(String, Tensor)>, String> {
     let file = SafeTensors::deserialize(bytes).map_err(|error| format!("{error:?}"))?;
     let mut tensors = Vec::new();

@@ -29,7 +29,7 @@ pub trait Dataset: Send + Sync + 'static {
     /// Number of samples.
     fn len(&self) -> usize;
 
-    /// Whether there is no sample.
+    /// Returns whether there is no sample.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -65,7 +65,7 @@ pub struct DataLoader<'a, D: Dataset + ?Sized> {
 }
 
 impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
-    /// A loader of batches of `batch_size` samples (the last may be smaller), with one
+    /// Makes a loader of batches of `batch_size` samples (the last may be smaller), with one
     /// worker thread.
     pub fn new(dataset: &'a Arc<D>, sampler: &'a DistributedSampler, batch_size: usize) -> Self {
         Self {
@@ -86,21 +86,21 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
         self
     }
 
-    /// How many batches each worker may have made, or be making, that were not yet handed out
+    /// Sets how many batches each worker may have made, or be making, that were not yet handed out
     /// (default: 2, at least 1).
     pub fn prefetch(mut self, batches: usize) -> Self {
         self.prefetch = batches.max(1);
         self
     }
 
-    /// Whether to leave out a last batch of fewer than `batch_size` samples (default: false).
+    /// Sets whether to leave out a last batch of fewer than `batch_size` samples (default: false).
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
     }
 
-    /// How long to wait for a batch from a worker (default: as long as ranks wait for each other).
-    /// A worker that takes longer is left behind: the iteration ends with an error.
+    /// Sets how long to wait for a batch from a worker (default: as long as ranks wait for each
+    /// other). A worker that takes longer is left behind: the iteration ends with an error.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -119,7 +119,7 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
         }
     }
 
-    /// Whether an iteration gives no batch.
+    /// Returns whether an iteration gives no batch.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -363,7 +363,7 @@ impl fmt::Display for BatchId {
     }
 }
 
-/// Why a [`DataLoader`] gave no batch.
+/// The reason for which a [`DataLoader`] gave no batch.
 #[derive(Debug, thiserror::Error)]
 pub enum LoaderError {
     /// The batch size is 0.

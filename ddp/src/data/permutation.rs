@@ -27,12 +27,13 @@ impl Index for usize {
     }
 }
 
-/// From this many elements on, PyTorch takes 64-bit draws and the inside-out form of the shuffle.
+/// The number of elements from which on PyTorch takes 64-bit draws and the inside-out form of the
+/// shuffle.
 const LARGE: usize = u32::MAX as usize / 20;
 
-/// `torch.randperm(n, generator=torch.Generator().manual_seed(seed))` on CPU, element for element:
-/// a Fisher-Yates shuffle driven by the 32-bit Mersenne Twister, of whose seed PyTorch uses the low
-/// 32 bits. Every index must fit `I`.
+/// Returns `torch.randperm(n, generator=torch.Generator().manual_seed(seed))` on CPU, element for
+/// element: a Fisher-Yates shuffle driven by the 32-bit Mersenne Twister, of whose seed PyTorch
+/// uses the low 32 bits. Every index must fit `I`.
 pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
     let mut random = Mt::new(seed as u32);
     let mut order: Vec<I> = (0..n).map(I::new).collect();
@@ -73,8 +74,8 @@ pub(crate) struct KeyedPermutation {
 const MIN_HALF_BITS: u32 = 4;
 
 impl KeyedPermutation {
-    /// The permutation of `0..n` that belongs to `seed` and `epoch`; other seeds and epochs give
-    /// unrelated ones.
+    /// Makes the permutation of `0..n` that belongs to `seed` and `epoch`; other seeds and epochs
+    /// give unrelated ones.
     pub(crate) fn new(n: usize, seed: u64, epoch: u64) -> Self {
         let n = n as u64;
         let bits = u64::BITS - n.saturating_sub(1).leading_zeros();
@@ -106,8 +107,8 @@ impl KeyedPermutation {
     }
 }
 
-/// The output function of SplitMix64, a bijection of 64-bit words in which every input bit flips
-/// half of the output.
+/// Applies the output function of SplitMix64, a bijection of 64-bit words in which every input bit
+/// flips half of the output.
 fn mix(word: u64) -> u64 {
     let word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -58,11 +58,11 @@ pub struct DistributedSampler {
     resumed: AtomicBool,
 }
 
-/// How a [`DistributedSampler`] orders the samples.
+/// The order in which a [`DistributedSampler`] has the samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shuffle {
-    /// In the order of the data set.
+    /// The order of the data set.
     None,
     /// PyTorch's permutation.
     Torch,
@@ -127,12 +127,12 @@ pub enum SamplerError {
 }
 
 impl DistributedSampler {
-    /// A sampler for this rank of `group` over a data set of `len` samples.
+    /// Makes a sampler for this rank of `group` over a data set of `len` samples.
     pub fn new(len: usize, group: &ProcessGroup) -> Self {
         Self::of(len, group.world_size(), group.rank())
     }
 
-    /// A sampler for `rank` of `replicas` over a data set of `len` samples.
+    /// Makes a sampler for `rank` of `replicas` over a data set of `len` samples.
     ///
     /// # Errors
     /// When `replicas` is 0, or `rank` is not below it.
@@ -161,7 +161,7 @@ impl DistributedSampler {
         }
     }
 
-    /// Whether to shuffle, with PyTorch's permutation for seed + epoch (default: true).
+    /// Sets whether to shuffle, with PyTorch's permutation for seed + epoch (default: true).
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = if shuffle { Shuffle::Torch } else { Shuffle::None };
         self
@@ -176,22 +176,23 @@ impl DistributedSampler {
         self
     }
 
-    /// The seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32 bits of
-    /// seed + epoch.
+    /// Sets the seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32
+    /// bits of seed + epoch.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Whether to leave out the last `len % replicas` samples instead of padding (default: false).
+    /// Sets whether to leave out the last `len % replicas` samples instead of padding (default:
+    /// false).
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self
     }
 
-    /// Whether to repeat samples from the front of the order until all ranks have the same number
-    /// (default: true). With `pad(false)`, for evaluation, no sample is seen twice and ranks may
-    /// differ by one sample.
+    /// Sets whether to repeat samples from the front of the order until all ranks have the same
+    /// number (default: true). With `pad(false)`, for evaluation, no sample is seen twice and ranks
+    /// may differ by one sample.
     pub fn pad(mut self, pad: bool) -> Self {
         self.pad = pad;
         self
@@ -206,7 +207,7 @@ impl DistributedSampler {
         self.go_to(epoch, 0, false);
     }
 
-    /// The epoch.
+    /// Returns the epoch.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -216,12 +217,12 @@ impl DistributedSampler {
         self.len_after(self.start() % self.replicas)
     }
 
-    /// Whether this rank sees no sample.
+    /// Returns whether this rank sees no sample.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// This rank's indices in this epoch, all of them.
+    /// Returns this rank's indices in this epoch, all of them.
     pub fn indices(&self) -> Vec<usize> {
         let order = self.order(self.start() % self.replicas);
         (0..self.len()).map(|i| order(i)).collect()
@@ -240,7 +241,7 @@ impl DistributedSampler {
         Indices { order: self.order(skipped), range, taken }
     }
 
-    /// The position of this sampler.
+    /// Returns the position of this sampler.
     pub fn state(&self) -> SamplerState {
         SamplerState {
             epoch: self.epoch,
@@ -282,7 +283,7 @@ impl DistributedSampler {
         self.resumed = AtomicBool::new(resumed);
     }
 
-    /// The number of samples in the whole data set.
+    /// Returns the number of samples in the whole data set.
     pub(crate) fn samples(&self) -> usize {
         self.samples
     }
@@ -291,19 +292,19 @@ impl DistributedSampler {
         self.rank
     }
 
-    /// The positions in this rank's samples that the next iteration goes through.
+    /// Returns the positions in this rank's samples that the next iteration goes through.
     pub(crate) fn range(&self) -> Range<usize> {
         self.start() / self.replicas..self.len()
     }
 
-    /// The place in the order of all ranks where the next iteration starts. Another number of ranks
-    /// may have come that far: the places before it that do not make a whole position of every rank
-    /// are then skipped, and the others dealt.
+    /// Returns the place in the order of all ranks where the next iteration starts. Another number
+    /// of ranks may have come that far: the places before it that do not make a whole position of
+    /// every rank are then skipped, and the others dealt.
     fn start(&self) -> usize {
         if self.resumed.load(Ordering::Relaxed) { self.taken.load(Ordering::Relaxed) } else { 0 }
     }
 
-    /// This rank's number of samples where the first `skipped` places are not dealt out.
+    /// Returns this rank's number of samples where the first `skipped` places are not dealt out.
     fn len_after(&self, skipped: usize) -> usize {
         let samples = self.samples - skipped;
         if self.drop_last {

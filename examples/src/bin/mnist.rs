@@ -117,14 +117,14 @@ impl Training<'_> {
         Ok(())
     }
 
-    /// The steps of a whole epoch.
+    /// Returns the steps of a whole epoch.
     fn batches(&self, train: &Images) -> usize {
         let ranks = self.model.group().world_size();
         train.len().div_ceil(ranks * self.args.training.batch_size.get())
     }
 
-    /// The steps of all epochs. The first one may be resumed in its middle, and steps that are done
-    /// may be those of another number of ranks.
+    /// Returns the steps of all epochs. The first one may be resumed in its middle, and steps that
+    /// are done may be those of another number of ranks.
     fn steps(&self, train: &Arc<Images>, start_epoch: usize) -> usize {
         let options = &self.args.training;
         let later_epochs = options.epochs.get().saturating_sub(start_epoch);

@@ -91,7 +91,7 @@ fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// The training images.
+/// Returns the training images.
 fn load(args: &Args, first: bool) -> Result<Arc<Images>> {
     let folder = args.data.clone().unwrap_or_else(fashion::default_folder);
     if cifar10::is_in(&folder) {
@@ -203,7 +203,7 @@ fn step(by: By, args: &Args, group: &ProcessGroup, device: Device) -> Result<Ste
     })
 }
 
-/// The losses of every `every`th step, a line each, with a number for each training.
+/// Returns the losses of every `every`th step, a line each, with a number for each training.
 fn rows(trained: &[Trained], every: usize) -> Vec<String> {
     let mut rows = Vec::new();
     for step in (0..trained[0].losses.len()).step_by(every) {

@@ -142,7 +142,8 @@ fn train(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The learning rate of a step: up in a straight line, then down along half a cosine to a tenth.
+/// Returns the learning rate of a step: up in a straight line, then down along half a cosine to a
+/// tenth.
 fn rate(options: &Options, step: usize) -> f64 {
     let warm_up = options.steps / 10;
     if step <= warm_up {
@@ -184,7 +185,7 @@ fn batch(text: &Tensor, options: &Options, group: &ProcessGroup) -> (Tensor, Ten
     pieces(text, &of_this_rank, options.context, group.device())
 }
 
-/// The pieces of the text that begin at these places, and the same one byte further on.
+/// Returns the pieces of the text that begin at these places, and the same one byte further on.
 fn pieces(text: &Tensor, places: &Tensor, context: i64, device: Device) -> (Tensor, Tensor) {
     let offsets = Tensor::arange(context + 1, (Kind::Int64, Device::Cpu));
     let pieces = text.take(&(places.unsqueeze(1) + offsets)).to_kind(Kind::Int64).to(device);
@@ -198,7 +199,7 @@ fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Tensor {
     likely.view([-1, VOCABULARY]).nll_loss(&targets.reshape([-1]))
 }
 
-/// The mean loss of a text, cut into pieces that ranks take in turn.
+/// Returns the mean loss of a text, cut into pieces that ranks take in turn.
 fn validate(model: &Ddp<Gpt>, text: &Tensor, options: &Options) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let group = model.group();

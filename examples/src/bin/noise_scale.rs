@@ -36,7 +36,7 @@ impl CommHook for NoiseScale {
     }
 }
 
-/// The noise scale in samples; each rank's batch has `batch` of them. All ranks call this.
+/// Returns the noise scale in samples; each rank's batch has `batch` of them. All ranks call this.
 fn noise_scale(group: &ProcessGroup, squares: &Squares, batch: f64) -> anyhow::Result<f64> {
     let mut own = [squares.own];
     group.all_reduce(&mut own, ReduceOp::Avg)?;

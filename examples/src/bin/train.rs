@@ -59,7 +59,7 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A number as Python prints it: `6.5e-06` where Rust has `0.0000065`.
+/// Returns a number as Python prints it: `6.5e-06` where Rust has `0.0000065`.
 fn scientific(number: f64) -> String {
     match format!("{number:e}").split_once("e-") {
         Some((digits, exponent)) if exponent.len() > 1 || exponent > "4" => {
@@ -69,7 +69,7 @@ fn scientific(number: f64) -> String {
     }
 }
 
-/// A matrix in four decimals, as `[[2.0000], [3.0000]]`.
+/// Returns a matrix in four decimals, as `[[2.0000], [3.0000]]`.
 fn rows(matrix: &Tensor) -> anyhow::Result<String> {
     let mut rows = Vec::new();
     for row in Vec::<Vec<f64>>::try_from(matrix)? {

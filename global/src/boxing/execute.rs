@@ -33,13 +33,13 @@ pub struct Boxing {
     shape: Vec<usize>,
     /// The old layout and the new one.
     layouts: [(Placement, NdSbp); 2],
-    /// The same of complex numbers' parts: see [`Boxing::of_parts`].
+    /// The boxing of complex numbers' parts: see [`Boxing::of_parts`].
     of_parts: OnceLock<Box<Boxing>>,
     plan: Plan,
     operation: Arc<Operation>,
-    /// What one plan cannot do together with the rest comes first ([`between`]).
+    /// Steps that one plan cannot do together with the rest, and that come first ([`between`]).
     first: Vec<Boxing>,
-    /// What this rank has before, and after.
+    /// The region that this rank has before. `result` is that after.
     held: Option<Region>,
     result: Option<Region>,
     slice: Option<Region>,
@@ -52,7 +52,8 @@ pub struct Boxing {
 }
 
 impl Boxing {
-    /// The boxing of tensors of this shape between two layouts, on this rank, kept once it is made.
+    /// Returns the boxing of tensors of this shape between two layouts, on this rank, kept once it
+    /// is made.
     pub fn between(runtime: &Runtime, shape: &[usize], from: Layout, to: Layout) -> Arc<Self> {
         thread_local! {
             static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -78,7 +79,8 @@ impl Boxing {
         })
     }
 
-    /// For tensors of this shape, on this rank. The layouts fit it ([`crate::region::check`]).
+    /// Makes the boxing of tensors of this shape, on this rank. The layouts fit it
+    /// ([`crate::region::check`]).
     pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
         let layouts = [from, to].map(|of| (of.placement.without_group(), of.sbp.to_vec()));
         if let Some((placement, between)) = between(from, to) {
@@ -122,7 +124,8 @@ impl Boxing {
         }
     }
 
-    /// For complex tensors as real ones: the real and the imaginary parts are one more dimension.
+    /// Returns the boxing of complex tensors as real ones: the real and the imaginary parts are one
+    /// more dimension.
     fn of_parts(&self) -> &Self {
         self.of_parts.get_or_init(|| {
             let shape = [&self.shape[..], &[2]].concat();
@@ -133,7 +136,7 @@ impl Boxing {
         })
     }
 
-    /// Whether it adds up partial sums, or takes their mean, and reduces in no other way.
+    /// Returns whether it adds up partial sums, or takes their mean, and reduces in no other way.
     fn adds(&self) -> bool {
         let steps = self.first.iter().chain([self]);
         let ops: Vec<_> = steps.filter_map(|step| Some(step.plan.reduction.as_ref()?.op)).collect();
@@ -161,17 +164,17 @@ impl Boxing {
         Ok(())
     }
 
-    /// The plan that it carries out.
+    /// Returns the plan that it carries out.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// As it is counted where the program asks for it.
+    /// Returns what is counted where the program asks for it.
     pub(crate) fn operation(&self) -> &Arc<Operation> {
         &self.operation
     }
 
-    /// Whether the result is a part of what this rank has, with its memory.
+    /// Returns whether the result is a part of what this rank has, with its memory.
     pub fn is_view(&self) -> bool {
         self.slice.is_some() && self.first.is_empty()
     }
@@ -262,21 +265,21 @@ fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
     key.extend(numbers.iter().map(|&number| number as u64));
 }
 
-/// What comes between two layouts, and on which placement, if one plan cannot connect them: partial
-/// values of different reductions do not commute. Those of inner axes (the last ones) are reduced
-/// before those of outer axes, also if they stay partial in the end; new ones are made after those of
-/// outer axes.
+/// Returns what comes between two layouts, and on which placement, if one plan cannot connect them:
+/// partial values of different reductions do not commute. Those of inner axes (the last ones) are
+/// reduced before those of outer axes, also if they stay partial in the end; new ones are made
+/// after those of outer axes.
 fn between<'a>(from: Layout<'a>, to: Layout<'a>) -> Option<(&'a Placement, NdSbp)> {
     without_last(from, to, Sbp::is_partial).or_else(|| without_last(to, from, has_terms))
 }
 
-/// Whether new partial values are terms: maxima, minima and means are copies.
+/// Returns whether new partial values are terms: maxima, minima and means are copies.
 fn has_terms(sbp: Sbp) -> bool {
     matches!(sbp, Sbp::Partial(op) if neutral(op).is_some())
 }
 
-/// The layout with its last partial axis B, if that, or one before it, has another reduction than
-/// the first axis that changes. `is_counted` says which SBPs are partial.
+/// Returns the layout with its last partial axis B, if that, or one before it, has another
+/// reduction than the first axis that changes. `is_counted` says which SBPs are partial.
 fn without_last<'a>(
     layout: Layout<'a>,
     other: Layout,
@@ -296,7 +299,7 @@ fn without_last<'a>(
     Some((placement, between))
 }
 
-/// What a reduction gives.
+/// The result of a reduction.
 enum Reduced {
     /// This rank's part of the sum.
     Part(Option<Part>),
@@ -398,7 +401,7 @@ impl Exchange {
         packed::exchange(group, self, (rank, kind, device), source, result)
     }
 
-    /// The number of elements that each member shows.
+    /// Returns the number of elements that each member shows.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         self.shown.iter().map(|shown| shown.as_ref().map_or(0, Region::elements))
     }

@@ -13,22 +13,22 @@ pub struct Part {
 }
 
 impl Part {
-    /// A rank's local, in memory without gaps.
+    /// Makes a part of a rank's local, in memory without gaps.
     pub fn new(local: &Tensor, region: &Region) -> Self {
         Self { tensor: local.contiguous(), region: region.clone() }
     }
 
-    /// A part whose elements are still to come.
+    /// Makes a part whose elements are still to come.
     pub fn empty(region: &Region, options: (Kind, Device)) -> Self {
         Self { tensor: Tensor::empty(sizes(region), options), region: region.clone() }
     }
 
-    /// Another handle of it.
+    /// Returns another handle of it.
     pub fn share(&self) -> Self {
         Self { tensor: self.tensor.shallow_clone(), region: self.region.clone() }
     }
 
-    /// A region of the tensor, which this part has, as a view.
+    /// Returns a region of the tensor, which this part has, as a view.
     pub fn view(&self, region: &Region) -> Tensor {
         view(&self.tensor, &self.region, region)
     }
@@ -49,23 +49,23 @@ impl Part {
         );
     }
 
-    /// The size of an element in bytes.
+    /// Returns the size of an element in bytes.
     pub fn element_size(&self) -> usize {
         self.tensor.kind().elt_size_in_bytes()
     }
 
-    /// Its memory, if it is on the CPU.
+    /// Returns its memory, if it is on the CPU.
     pub fn memory(&self) -> HostTensor {
         HostTensor::new(&self.tensor)
     }
 }
 
-/// The sizes of a region.
+/// Returns the sizes of a region.
 pub fn sizes(region: &Region) -> Vec<i64> {
     region.0.iter().map(|range| range.len() as i64).collect()
 }
 
-/// A region of a tensor that has region `whole`.
+/// Returns a region of a tensor that has region `whole`.
 pub fn view(tensor: &Tensor, whole: &Region, region: &Region) -> Tensor {
     let dims = region.0.iter().zip(&whole.0).enumerate();
     dims.filter(|(_, (range, whole))| range != whole).fold(
@@ -76,7 +76,7 @@ pub fn view(tensor: &Tensor, whole: &Region, region: &Region) -> Tensor {
     )
 }
 
-/// The tensor if its memory is its values; else a copy without conj and neg bits.
+/// Returns the tensor if its memory is its values; else a copy without conj and neg bits.
 pub fn resolved(tensor: &Tensor) -> Tensor {
     if tensor.is_conj() || tensor.is_neg() {
         tensor.resolve_conj().resolve_neg()
@@ -139,8 +139,8 @@ pub fn runs(region: &Region, from: &Region, to: &Region, mut run: impl FnMut(usi
     }
 }
 
-/// How many elements lie between neighbours along each dimension of a contiguous tensor that has
-/// this region.
+/// Returns how many elements lie between neighbours along each dimension of a contiguous tensor
+/// that has this region.
 fn steps(region: &Region) -> Vec<usize> {
     let dims = region.0.len();
     let mut steps = vec![1; dims];
@@ -150,7 +150,7 @@ fn steps(region: &Region) -> Vec<usize> {
     steps
 }
 
-/// Where a region begins in a contiguous tensor that has region `whole`.
+/// Returns where a region begins in a contiguous tensor that has region `whole`.
 fn offset(region: &Region, whole: &Region, steps: &[usize]) -> usize {
     let starts = region.0.iter().zip(&whole.0).zip(steps);
     starts.map(|((range, whole), step)| (range.start - whole.start) * step).sum()

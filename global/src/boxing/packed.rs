@@ -11,7 +11,7 @@ use super::plan::Copy;
 use crate::error::Result;
 use crate::region::{Region, are_rows};
 
-/// Both phases at once.
+/// Runs both phases at once.
 pub fn all_reduce(
     group: &ProcessGroup,
     reduce: &Reduce,
@@ -23,7 +23,7 @@ pub fn all_reduce(
     Ok(group.all_reduce_tensor(&mut sum, reduce.op)?)
 }
 
-/// The first phase. None if this rank has no part.
+/// Runs the first phase. None if this rank has no part.
 pub fn reduce_scatter(group: &ProcessGroup, reduce: &Reduce, terms: &Part) -> Result<Option<Part>> {
     let parts = &reduce.parts;
     let flat = if are_rows(parts, &reduce.held) {
@@ -40,7 +40,7 @@ pub fn reduce_scatter(group: &ProcessGroup, reduce: &Reduce, terms: &Part) -> Re
         .map(|own| Part { tensor: sum.view(&sizes(own)[..]), region: own.clone() }))
 }
 
-/// The second phase.
+/// Runs the second phase.
 pub fn exchange(
     group: &ProcessGroup,
     exchange: &Exchange,
@@ -80,17 +80,17 @@ pub fn exchange(
     Ok(())
 }
 
-/// The copies from one rank to another.
+/// Returns the copies from one rank to another.
 fn between(copies: &[Copy], from: usize, to: usize) -> impl Iterator<Item = &Copy> {
     copies.iter().filter(move |copy| copy.from == from && copy.to == to)
 }
 
-/// How many elements one rank sends to another.
+/// Returns how many elements one rank sends to another.
 fn elements(copies: &[Copy], from: usize, to: usize) -> usize {
     between(copies, from, to).map(|copy| copy.region.elements()).sum()
 }
 
-/// All elements one after the other; undefined without any tensor.
+/// Returns all elements one after the other; an undefined tensor without any.
 fn side_by_side(mut tensors: Vec<Tensor>) -> Tensor {
     match tensors.len() {
         0 => Tensor::new(),

@@ -30,7 +30,7 @@ pub struct Reduce {
     /// This rank's part, and whether it is a part of the result.
     pub own: Option<Region>,
     pub is_in_result: bool,
-    /// This phase and the next are an all-reduce.
+    /// Whether this phase and the next are an all-reduce.
     pub is_all_reduce: bool,
 }
 
@@ -52,13 +52,13 @@ pub struct Shares<'a> {
     pub to: Layout<'a>,
     /// The region that each position of the old placement has.
     pub held: Vec<Region>,
-    /// See [`Members`].
+    /// The digest that [`Members`] compare.
     pub digest: u64,
     pub placement: Option<u64>,
 }
 
 impl Shares<'_> {
-    /// The regions that `rank` copies from its old local to its result.
+    /// Returns the regions that `rank` copies from its old local to its result.
     pub fn own(&self, rank: usize) -> Vec<Region> {
         if self.reduces_in_result(rank) {
             return Vec::new();
@@ -67,7 +67,8 @@ impl Shares<'_> {
         own.map(|copy| copy.region.clone()).collect()
     }
 
-    /// The result of `rank`, if copies are all of it: the rest of new partial values is zero.
+    /// Returns the result of `rank`, if copies are all of it: the rest of new partial values is
+    /// zero.
     pub fn covered(&self, rank: usize) -> Option<&Region> {
         let copies = self.plan.copies.iter().filter(|copy| copy.to == rank);
         let copied: usize = copies.map(|copy| copy.region.elements()).sum();
@@ -75,7 +76,7 @@ impl Shares<'_> {
         (copied == result.elements()).then_some(result)
     }
 
-    /// The first phase, if `rank` has to do with it.
+    /// Returns the first phase, if `rank` has to do with it.
     pub fn reduce(&self, rank: usize) -> Option<Reduce> {
         let reduction = self.plan.reduction.as_ref()?;
         let position = self.from.placement.position(rank)?;
@@ -97,7 +98,7 @@ impl Shares<'_> {
         })
     }
 
-    /// The second phase, if `rank` has to do with it.
+    /// Returns the second phase, if `rank` has to do with it.
     pub fn exchange(&self, rank: usize) -> Option<Exchange> {
         let (ranks, copies) = connected(rank, &self.plan.copies)?;
         let mut shown = Vec::new();
@@ -117,7 +118,7 @@ impl Shares<'_> {
         Members { ranks, group: OnceLock::new(), digest, placement }
     }
 
-    /// The region that `rank` has between the phases.
+    /// Returns the region that `rank` has between the phases.
     fn part(&self, rank: usize) -> Option<Region> {
         let position = self.from.placement.position(rank)?;
         match &self.plan.reduction {
@@ -126,7 +127,7 @@ impl Shares<'_> {
         }
     }
 
-    /// Whether the result of `rank` has its part as it is: the part is reduced there.
+    /// Returns whether the result of `rank` has its part as it is: the part is reduced there.
     fn reduces_in_result(&self, rank: usize) -> bool {
         let part = self.part(rank);
         self.plan.reduction.is_some()
@@ -135,7 +136,7 @@ impl Shares<'_> {
             })
     }
 
-    /// The region of the memory in which others read the part of `rank`.
+    /// Returns the region of the memory in which others read the part of `rank`.
     fn shown(&self, rank: usize) -> Option<Region> {
         match self.to.placement.position(rank) {
             Some(target) if self.reduces_in_result(rank) => Some(self.plan.results[target].clone()),
@@ -144,8 +145,8 @@ impl Shares<'_> {
     }
 }
 
-/// The ranks that this one copies to or from, and those that they do, in order; and the copies
-/// between them. None if there are none.
+/// Returns the ranks that this one copies to or from, and those that they do, in order; and the
+/// copies between them. None if there are none.
 fn connected(rank: usize, copies: &[Copy]) -> Option<(Vec<usize>, Vec<Copy>)> {
     let mut ranks = vec![rank];
     let remote: Vec<&Copy> = copies.iter().filter(|copy| copy.from != copy.to).collect();
@@ -177,13 +178,13 @@ impl Members {
         Ok(self.group.get_or_init(|| group))
     }
 
-    /// The digest that all must agree on: of this boxing and the operations before it.
+    /// Returns the digest that all must agree on: of this boxing and the operations before it.
     pub fn agreed(&self, groups: &Groups) -> u64 {
         let before = self.placement.map_or(0, |placement| sequence::digest_of(groups, placement));
         self.digest ^ before
     }
 
-    /// An error, with what ranks were doing.
+    /// Returns an error, with what ranks were doing.
     pub fn explained(&self, error: Error, groups: &Groups) -> Error {
         match self.placement {
             Some(placement) => {

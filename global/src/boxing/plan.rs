@@ -24,7 +24,7 @@ pub struct Layout<'a> {
     pub sbp: &'a [Sbp],
 }
 
-/// From one layout to another.
+/// A plan of how tensors of one shape get from one layout to another.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The first phase, if there are partial values to reduce.
@@ -34,17 +34,17 @@ pub struct Plan {
     /// The region of each rank of the new placement in the end, by position. Elements that it does not
     /// copy are `filler`: the rest of its partial values.
     pub results: Vec<Region>,
-    /// Leaves what it is reduced with as it is: 0 in sums, 1 in products.
+    /// The value that leaves what it is reduced with as it is: 0 in sums, 1 in products.
     pub filler: f64,
-    /// Both phases together are an all-reduce in each group of the reduction: all ranks keep their
-    /// regions, which are reduced.
+    /// Whether both phases together are an all-reduce in each group of the reduction: all ranks
+    /// keep their regions, which are reduced.
     pub is_all_reduce: bool,
 }
 
 /// The first phase: reduce-scatters among ranks of the old placement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reduction {
-    /// How partial values are reduced.
+    /// The reduction of partial values.
     pub op: ReduceOp,
     /// The positions whose partial values are reduced together, by group.
     pub groups: Vec<Vec<usize>>,
@@ -59,13 +59,14 @@ pub struct Copy {
     pub from: usize,
     /// The rank that needs it.
     pub to: usize,
-    /// Where it is in the tensor.
+    /// The region of the tensor.
     pub region: Region,
 }
 
 impl Plan {
-    /// Plans for a tensor of this shape. The layouts fit it ([`crate::region::check`]). Those axes whose
-    /// partial values are reduced have one reduction, and so have those that get new ones.
+    /// Makes the plan for a tensor of this shape. The layouts fit it ([`crate::region::check`]).
+    /// Those axes whose partial values are reduced have one reduction, and so have those that get
+    /// new ones.
     pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
         let (old, new) = plain(from, to);
         let from = Layout { sbp: &old, ..from };
@@ -96,7 +97,7 @@ impl Plan {
         Self { reduction, copies, results, filler: filler.unwrap_or(0.0), is_all_reduce }
     }
 
-    /// The result of a rank that had all of it before: nobody communicates with it.
+    /// Returns the result of a rank that had all of it before: nobody communicates with it.
     pub fn slice(&self, rank: usize) -> Option<&Region> {
         let mut own = self.copies.iter().filter(|copy| copy.from == rank || copy.to == rank);
         let first = own.next()?;
@@ -108,7 +109,7 @@ impl Plan {
         is_slice.then_some(&first.region)
     }
 
-    /// How many elements all ranks together receive from others.
+    /// Returns how many elements all ranks together receive from others.
     pub fn received(&self) -> usize {
         let reduced = self.reduction.as_ref().map_or(0, Reduction::received);
         let copied = self.copies.iter().filter(|copy| copy.from != copy.to);
@@ -117,8 +118,8 @@ impl Plan {
 }
 
 impl Reduction {
-    /// How many elements all ranks together receive from others: each rank of a group those of its
-    /// part, from each other.
+    /// Returns how many elements all ranks together receive from others: each rank of a group those
+    /// of its part, from each other.
     fn received(&self) -> usize {
         let mut received = 0;
         for group in &self.groups {
@@ -129,8 +130,8 @@ impl Reduction {
     }
 }
 
-/// The SBPs as plans know them. On an axis of one rank all are B. New partial values that may be
-/// copies, as for a maximum, are B, too.
+/// Returns the SBPs as plans know them. On an axis of one rank all are B. New partial values that
+/// may be copies, as for a maximum, are B, too.
 fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
     let old = without_single(from);
     let mut new = without_single(to);
@@ -144,7 +145,7 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
     (old, new)
 }
 
-/// The SBP of a layout, but B on axes of one rank.
+/// Returns the SBP of a layout, but B on axes of one rank.
 fn without_single(layout: Layout) -> NdSbp {
     let axes = layout.sbp.iter().zip(layout.placement.shape());
     axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
@@ -171,12 +172,12 @@ impl Axes {
     }
 }
 
-/// The partial axes.
+/// Returns the partial axes.
 fn partial(sbp: &[Sbp]) -> impl Iterator<Item = usize> {
     (0..sbp.len()).filter(|&axis| sbp[axis].is_partial())
 }
 
-/// The positions that differ in these axes' coordinates only, in the order of those.
+/// Returns the positions that differ in these axes' coordinates only, in the order of those.
 pub(crate) fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
     let mut groups = BTreeMap::<Vec<usize>, Vec<usize>>::new();
     for position in 0..placement.ranks().len() {
@@ -187,8 +188,8 @@ pub(crate) fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
     groups.into_values().collect()
 }
 
-/// What each position has after the reduction: what it needs in the end, if the needs of its group
-/// divide what the group has; else an equal part.
+/// Returns what each position has after the reduction: what it needs in the end, if the needs of
+/// its group divide what the group has; else an equal part.
 fn parts(
     from: Layout,
     to: Layout,
@@ -216,7 +217,7 @@ fn parts(
     parts
 }
 
-/// Whether regions are disjoint and together a whole.
+/// Returns whether regions are disjoint and together a whole.
 fn divides(regions: &[Option<Region>], whole: &Region) -> bool {
     let regions: Vec<&Region> = regions.iter().flatten().collect();
     let are_disjoint = regions.iter().enumerate().all(|(index, region)| {
@@ -226,17 +227,17 @@ fn divides(regions: &[Option<Region>], whole: &Region) -> bool {
         && regions.iter().map(|region| region.elements()).sum::<usize>() == whole.elements()
 }
 
-/// The dimension along which a region is cut into equal parts: the first that is long enough, as
-/// its parts are contiguous, else the longest. None without dimensions.
+/// Returns the dimension along which a region is cut into equal parts: the first that is long
+/// enough, as its parts are contiguous, else the longest. None without dimensions.
 fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
     let shape = region.shape();
     let longest = (0..shape.len()).rev().max_by_key(|&dim| shape[dim]);
     shape.iter().position(|&size| size >= parts).or(longest)
 }
 
-/// What each position of the new placement must have that is not zero. Of the ranks along a new
-/// partial axis, each has what it had before, if that is all together, and alike for all at the same
-/// place of the axis; else the first has all.
+/// Returns what each position of the new placement must have that is not zero. Of the ranks along a
+/// new partial axis, each has what it had before, if that is all together, and alike for all at the
+/// same place of the axis; else the first has all.
 fn needed(
     from: Layout,
     to: Layout,
@@ -270,7 +271,7 @@ fn needed(
     needed
 }
 
-/// What the rank at a position of the new placement has before of what it gets.
+/// Returns what the rank at a position of the new placement has before of what it gets.
 fn kept(
     from: Layout,
     to: Layout,
@@ -327,7 +328,7 @@ fn copies(
     copies
 }
 
-/// In how many axes two coordinates differ.
+/// Returns in how many axes two coordinates differ.
 fn distance(one: &[usize], other: &[usize]) -> usize {
     one.iter().zip(other).filter(|(one, other)| one != other).count()
 }

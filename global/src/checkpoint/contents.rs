@@ -14,9 +14,9 @@ use super::shards::file_name;
 pub const INDEX: &str = "index.json";
 /// Raised when files change so that versions before cannot read them.
 pub const FORMAT: u32 = 1;
-/// Before the names of the `VarStore`'s variables.
+/// The text before the names of the `VarStore`'s variables.
 pub const MODEL: &str = "model.";
-/// Before the names of the optimizer's state.
+/// The text before the names of the optimizer's state.
 pub const OPTIMIZER: &str = "optimizer.";
 
 /// The contents of `index.json`.

@@ -15,7 +15,7 @@ use crate::handle::{find_spec, local_of, wrap};
 use crate::placement::Placement;
 use crate::sbp::B;
 
-/// The variables, by name: the same order on all ranks.
+/// Returns the variables, by name: the same order on all ranks.
 pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {
     let variables = vs.variables().into_iter();
     let mut variables: Vec<_> =
@@ -24,12 +24,12 @@ pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {
     variables
 }
 
-/// The optimizer's state as a checkpoint names it.
+/// Returns the optimizer's state as a checkpoint names it.
 pub fn named(state: impl IntoIterator<Item = (String, Tensor)>) -> Vec<(String, Tensor)> {
     state.into_iter().map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)).collect()
 }
 
-/// Tensors as entries. A plain one is the same on all ranks.
+/// Returns tensors as entries. A plain one is the same on all ranks.
 pub fn entries(tensors: &[(String, Tensor)], group: &ProcessGroup) -> Result<Vec<Entry>> {
     tensors.iter().map(|(name, tensor)| entry(name, tensor, group)).collect()
 }
@@ -54,8 +54,8 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
     Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
 }
 
-/// Tensors for the state of an optimizer that a checkpoint has: each has the SBP of its parameter.
-/// The error says what this model does not have.
+/// Returns tensors for the state of an optimizer that a checkpoint has: each has the SBP of its
+/// parameter. The error says what this model does not have.
 pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>, String> {
     let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
     let mut parameters: Vec<_> = variables.trainable_variables.iter().collect();
@@ -85,7 +85,7 @@ pub fn blank_state(index: &Index, vs: &VarStore) -> Result<Vec<(String, Tensor)>
     Ok(state)
 }
 
-/// Zeros with the SBP of the tensor.
+/// Returns zeros with the SBP of the tensor.
 fn zeros_like(tensor: &Tensor) -> crate::Result<Tensor> {
     let tensor = tensor.detach();
     match find_spec(&tensor) {

@@ -33,7 +33,7 @@ pub struct Saved {
 pub struct Shard {
     /// The rank that has saved it: its file.
     pub rank: usize,
-    /// Where it begins, for each dimension.
+    /// The index at which it begins, for each dimension.
     pub start: Vec<usize>,
     /// Its sizes.
     pub shape: Vec<usize>,
@@ -63,7 +63,7 @@ impl Index {
 }
 
 impl Shard {
-    /// Whether it lies in a tensor of this shape.
+    /// Returns whether it lies in a tensor of this shape.
     fn is_inside(&self, shape: &[usize]) -> bool {
         let mut bounds = self.start.iter().zip(&self.shape).zip(shape);
         self.start.len() == shape.len()
@@ -88,15 +88,15 @@ impl Shard {
 pub struct Read {
     /// The rank whose file it is in.
     pub rank: usize,
-    /// Where the shard is in the tensor.
+    /// The region of the shard.
     pub shard: Region,
     /// The part of the tensor that is needed.
     pub region: Region,
 }
 
 impl Saved {
-    /// A tensor of this layout: of ranks that have the same, the first saves it. Partial values
-    /// are to be reduced before.
+    /// Describes a tensor of this layout: of ranks that have the same, the first saves it. Partial
+    /// values are to be reduced before.
     pub fn new(dtype: &str, shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Self {
         let mut shards = Vec::new();
         for (position, region) in regions(placement, sbp, shape).into_iter().enumerate() {
@@ -111,7 +111,7 @@ impl Saved {
         Self { dtype: dtype.into(), shape: shape.to_vec(), shards }
     }
 
-    /// The reads that make a region of the tensor.
+    /// Returns the reads that make a region of the tensor.
     ///
     /// # Errors
     /// The shards do not have all of it: files of ranks are missing, or the index is damaged.

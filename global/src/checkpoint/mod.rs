@@ -87,7 +87,7 @@ pub struct ShardedCheckpoints {
 }
 
 impl ShardedCheckpoints {
-    /// The checkpoints in `folder`, which is made if it is missing. All ranks call this.
+    /// Opens the checkpoints in `folder`, which is made if it is missing. All ranks call this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot write there, or another job does.
@@ -193,7 +193,7 @@ impl ShardedCheckpoints {
         agree(&self.group, self.folder.begin(contents.step))
     }
 
-    /// The latest checkpoint that is whole, the same on all ranks; None where there is none at all.
+    /// Returns the latest checkpoint that is whole, the same on all ranks; None where there is none at all.
     /// A damaged one is a warning in the log. All ranks call this.
     ///
     /// # Errors

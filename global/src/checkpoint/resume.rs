@@ -24,7 +24,7 @@ pub struct ShardedCheckpoint<S> {
 }
 
 impl<S> ShardedCheckpoint<S> {
-    /// The step that it was saved with.
+    /// Returns the step that it was saved with.
     pub fn step(&self) -> usize {
         self.contents.step
     }

@@ -34,12 +34,12 @@ pub const DTYPES: [(Kind, &str); 13] = [
 /// No header is longer, says the format.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// The name of this kind in safetensors, if it has one.
+/// Returns the name of this kind in safetensors, if it has one.
 pub fn dtype(kind: Kind) -> Option<&'static str> {
     DTYPES.iter().find(|(known, _)| *known == kind).map(|(_, dtype)| *dtype)
 }
 
-/// The bytes of so many elements, if the dtype is known.
+/// Returns the bytes of so many elements, if the dtype is known.
 pub fn size(dtype: &str, shape: &[usize]) -> Option<usize> {
     let (kind, _) = DTYPES.iter().find(|(_, known)| *known == dtype)?;
     let mut sizes = shape.iter();
@@ -65,7 +65,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// The header of a file with these tensors, given by name, dtype and shape. The largest
+    /// Makes the header of a file with these tensors, given by name, dtype and shape. The largest
     /// elements come first, so that all are aligned.
     ///
     /// # Errors
@@ -89,14 +89,14 @@ impl Header {
         Ok(header)
     }
 
-    /// The tensors in the order of their elements.
+    /// Returns the tensors in the order of their elements.
     pub fn in_order(&self) -> Vec<(&String, &TensorInfo)> {
         let mut tensors: Vec<_> = self.tensors.iter().collect();
         tensors.sort_by_key(|(_, info)| info.data_offsets);
         tensors
     }
 
-    /// The file's first bytes: all but the elements.
+    /// Returns the file's first bytes: all but the elements.
     ///
     /// # Errors
     /// The header is longer than the format allows.
@@ -111,7 +111,7 @@ impl Header {
         Ok([&length.to_le_bytes()[..], &header].concat())
     }
 
-    /// The header of a file, and where the elements begin.
+    /// Reads the header of a file, and where the elements begin.
     ///
     /// # Errors
     /// The file cannot be read; `InvalidData` or `UnexpectedEof` where it is damaged.

@@ -27,14 +27,14 @@ pub struct Entry {
     /// The logical sizes.
     pub shape: Vec<usize>,
     pub placement: Placement,
-    /// None of them is partial.
+    /// The SBP, which is not partial on any axis.
     pub sbp: NdSbp,
-    /// None on ranks outside the placement.
+    /// The local; None on ranks outside the placement.
     pub local: Option<Tensor>,
 }
 
 impl Entry {
-    /// How the checkpoint's index has it.
+    /// Returns how the checkpoint's index has it.
     ///
     /// # Errors
     /// It cannot be saved: says what to do.
@@ -47,14 +47,14 @@ impl Entry {
         Ok(Saved::new(dtype, &self.shape, &self.placement, &self.sbp))
     }
 
-    /// This rank's region; None outside the placement.
+    /// Returns this rank's region; None outside the placement.
     pub fn region(&self, rank: usize) -> Option<Region> {
         let position = self.placement.position(rank)?;
         Some(regions(&self.placement, &self.sbp, &self.shape).swap_remove(position))
     }
 }
 
-/// The name of a rank's file.
+/// Returns the name of a rank's file.
 pub fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
@@ -97,7 +97,7 @@ pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Re
     file.metadata().map(|metadata| metadata.len()).map_err(failed_to_write(&path))
 }
 
-/// The tensor in memory of the CPU without gaps.
+/// Returns the tensor in memory of the CPU without gaps.
 fn plain(tensor: &Tensor) -> std::result::Result<Tensor, TchError> {
     let plain = tensor.detach().f_to_device(Device::Cpu)?;
     plain.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()
@@ -121,7 +121,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of the checkpoint in `folder`, which has this index.
+    /// Makes a reader of the checkpoint in `folder`, which has this index.
     pub fn new(folder: &'a Path, index: &'a Index) -> Self {
         Self { folder, index, headers: HashMap::new() }
     }

@@ -34,7 +34,7 @@ pub struct Context<'a, 'c> {
 }
 
 impl Context<'_, '_> {
-    /// The runtime, which the tensors of the job share.
+    /// Returns the runtime, which the tensors of the job share.
     pub fn runtime(&self) -> Result<&Arc<Runtime>> {
         self.placement.runtime()
     }
@@ -101,23 +101,23 @@ impl Context<'_, '_> {
         self.boxed(local, &shape, &from, &vec![B; split.len()])
     }
 
-    /// The logical shape of a tensor.
+    /// Returns the logical shape of a tensor.
     pub fn shape(&self, tensor: usize) -> Vec<usize> {
         shape(self.call.sizes(tensor))
     }
 
-    /// The part of a tensor that this rank has, as the signature wants it.
+    /// Returns the part of a tensor that this rank has, as the signature wants it.
     pub fn region(&self, tensor: usize) -> Region {
         let all = regions(self.placement, &self.choice.inputs[tensor], &self.shape(tensor));
         all.into_iter().nth(self.position).unwrap_or_else(|| Region::all(&[]))
     }
 
-    /// An argument; None beyond the last.
+    /// Returns an argument; None beyond the last.
     pub fn argument(&self, index: usize) -> Argument<'_> {
         self.call.arguments().get(index).copied().unwrap_or(Argument::Other)
     }
 
-    /// A number that is an argument.
+    /// Returns a number that is an argument.
     pub fn number(&self, index: usize) -> Option<f64> {
         match self.argument(index) {
             Argument::Int(value) => Some(value as f64),
@@ -134,7 +134,7 @@ impl Context<'_, '_> {
         }
     }
 
-    /// Whether an argument is true.
+    /// Returns whether an argument is true.
     pub fn flag(&self, index: usize) -> bool {
         self.argument(index) == Argument::Bool(true)
     }

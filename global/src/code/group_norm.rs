@@ -37,24 +37,24 @@ struct Groups {
 }
 
 impl Groups {
-    /// A tensor of the images' size: images, groups, channels of a group, pixels.
+    /// Returns a tensor of the images' size: images, groups, channels of a group, pixels.
     fn grouped(&self, tensor: &Tensor) -> Result<Tensor> {
         let shape = [self.images, self.groups, self.channels, self.pixels];
         Ok(tensor.f_to_kind(self.kind)?.f_reshape(shape)?)
     }
 
-    /// Values of groups, for the elements of [`Self::grouped`].
+    /// Returns values of groups, for the elements of [`Self::grouped`].
     fn spread(&self, values: &Tensor) -> Result<Tensor> {
         Ok(values.f_to_kind(self.kind)?.f_view([self.images, self.groups, 1, 1])?)
     }
 
-    /// The sum over images and pixels, for each channel.
+    /// Returns the sum over images and pixels, for each channel.
     fn sum(&self, of: &Tensor) -> Result<Tensor> {
         let sum = of.f_sum_dim_intlist([0i64, 3].as_slice(), false, self.kind)?;
         Ok(sum.f_reshape([self.groups * self.channels])?)
     }
 
-    /// The mean of each group, for its elements.
+    /// Returns the mean of each group, for its elements.
     fn mean(&self, of: &Tensor) -> Result<Tensor> {
         Ok(of.f_mean_dim([2i64, 3].as_slice(), true, self.kind)?)
     }

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kinds::wide;
 use crate::sbp::B;
 
-/// The number of elements of a logical tensor.
+/// Returns the number of elements of a logical tensor.
 fn elements(context: &Context<'_, '_>, tensor: usize) -> f64 {
     context.shape(tensor).iter().product::<usize>() as f64
 }

@@ -23,7 +23,8 @@ mod reductions;
 pub use context::{Code, Context};
 pub use random::draws;
 
-/// The code of an operation whose signature asks for it; its name is without the `_` of in-place ones.
+/// Returns the code of an operation whose signature asks for it; its name is without the `_` of
+/// in-place ones.
 pub fn of(name: &str) -> Option<Code> {
     Some(match name {
         "mean" => reductions::mean,
@@ -52,13 +53,13 @@ pub fn of(name: &str) -> Option<Code> {
     })
 }
 
-/// Whether sizes are among an operation's arguments, so that the operation itself runs on whole tensors
-/// only.
+/// Returns whether sizes are among an operation's arguments, so that the operation itself runs on
+/// whole tensors only.
 pub fn takes_sizes(name: &str) -> bool {
     matches!(name, "native_group_norm" | "native_group_norm_backward")
 }
 
-/// The code of an operation that never runs on the locals.
+/// Returns the code of an operation that never runs on the locals.
 pub fn always(name: &str) -> Option<Code> {
     (name == "is_same_size").then_some(checks::is_same_size as Code)
 }

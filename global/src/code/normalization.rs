@@ -42,14 +42,14 @@ impl Batch {
         }
     }
 
-    /// The sum over the batch of each channel.
+    /// Returns the sum over the batch of each channel.
     fn sum(&self, context: &Context<'_, '_>, of: &Tensor) -> Result<Tensor> {
         let own = of.f_sum_dim_intlist(&self.dims[..], false, of.kind())?;
         let [terms, sums] = &self.sbps;
         context.boxed(&own, &[self.channels], terms, sums)
     }
 
-    /// Values of channels, for the elements of the batch.
+    /// Returns values of channels, for the elements of the batch.
     fn spread(&self, values: &Tensor) -> Result<Tensor> {
         Ok(values.f_view(&self.view[..])?)
     }

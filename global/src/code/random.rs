@@ -12,8 +12,8 @@ use crate::kinds::kind_of;
 use crate::random::{self, Bits, Draw};
 use crate::region::shape;
 
-/// Whether an operation draws a tensor of random numbers; its name is without the `_` of in-place
-/// ones.
+/// Returns whether an operation draws a tensor of random numbers; its name is without the `_` of
+/// in-place ones.
 pub fn draws(name: &str) -> bool {
     matches!(
         name,
@@ -63,7 +63,7 @@ pub fn draw(context: &mut Context<'_, '_>) -> Result<()> {
     context.give_written(0)
 }
 
-/// The kind that an operation as `rand_like` is asked for.
+/// Returns the kind that an operation as `rand_like` is asked for.
 fn asked_kind(context: &Context<'_, '_>, name: &str) -> Option<Kind> {
     // (self, dtype), (self, high, dtype), (self, low, high, dtype)
     let argument = match name {
@@ -74,7 +74,7 @@ fn asked_kind(context: &Context<'_, '_>, name: &str) -> Option<Kind> {
     context.int(argument).and_then(kind_of)
 }
 
-/// Whether `bernoulli_` has a tensor of probabilities.
+/// Returns whether `bernoulli_` has a tensor of probabilities.
 fn has_probabilities(context: &Context<'_, '_>) -> bool {
     let tensors = context.call.tensors();
     tensors > 1 && context.call.is_defined(tensors - 1)
@@ -187,7 +187,7 @@ fn bernoulli(context: &mut Context<'_, '_>, draw: &mut Draw) -> Result<()> {
     context.give(0, &drawn, &shape)
 }
 
-/// Ones with a probability, else zeros. The numbers are drawn in double precision, also for
+/// Returns ones with a probability, else zeros. The numbers are drawn in double precision, also for
 /// integers and flags.
 fn trials(
     context: &Context<'_, '_>,
@@ -199,7 +199,7 @@ fn trials(
     Ok(uniform.f_lt_tensor(probability)?.f_to_kind(like.kind())?)
 }
 
-/// The part of the numbers that this rank has.
+/// Returns the part of the numbers that this rank has.
 fn values(
     context: &Context<'_, '_>,
     draw: &mut Draw,

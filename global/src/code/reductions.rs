@@ -18,7 +18,7 @@ fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
     dims.iter().map(|&dim| if dim < 0 { dim + rank } else { dim }).collect()
 }
 
-/// The shape without these dimensions, or with one element in each.
+/// Returns the shape without these dimensions, or with one element in each.
 fn reduced(shape: &[usize], dims: &[i64], keep: bool) -> Vec<usize> {
     let mut sizes = Vec::new();
     for (dim, &size) in shape.iter().enumerate() {
@@ -42,7 +42,7 @@ fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
     }
 }
 
-/// Each rank's sum, divided by the number of all elements.
+/// Returns each rank's sum, divided by the number of all elements.
 pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     // mean(self, dtype) and mean(self, dims, keepdim, dtype)
     let shape = context.shape(0);
@@ -64,7 +64,7 @@ pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
     context.give(0, &mean, &reduced(&shape, &dims, keep))
 }
 
-/// A norm of all elements, from those of the parts.
+/// Returns a norm of all elements, from those of the parts.
 pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     // (self, order, dims, keepdim, dtype), and norm(self, order, dtype)
     let dtype = if context.call.overload == "ScalarOpt_dtype" { 2 } else { 4 };
@@ -98,7 +98,7 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     context.give(0, &norm.f_to_kind(kind)?.f_view(&sizes[..])?, &shape)
 }
 
-/// The greatest or least of the elements; `none` if there are none.
+/// Returns the greatest or least of the elements; `none` if there are none.
 fn extreme(
     of: &Tensor,
     none: f64,

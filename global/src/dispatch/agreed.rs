@@ -13,7 +13,7 @@ use crate::sbp::{NdSbp, Sbp, text};
 use crate::sequence::Operation;
 use crate::spec::Spec;
 
-/// The operation, as it is compared. `have` are the SBPs of its tensors.
+/// Returns the operation, as it is compared. `have` are the SBPs of its tensors.
 pub fn operation(
     call: &Call<'_, Spec>,
     op: &Op<'_>,
@@ -70,8 +70,8 @@ pub fn compare(call: &Call<'_, Spec>, placement: &Placement, runtime: &Runtime) 
     compare::values(call.name, (placement, &[all]), runtime, &given(call)?, remedy)
 }
 
-/// The plain tensors and the numbers with a fraction among the arguments, with digests of what is in
-/// them.
+/// Returns the plain tensors and the numbers with a fraction among the arguments, with digests of
+/// what is in them.
 fn given(call: &Call<'_, Spec>) -> Result<Vec<(String, u64)>> {
     let mut given = Vec::new();
     for (argument, value) in call.arguments().into_iter().enumerate() {
@@ -96,7 +96,7 @@ fn given(call: &Call<'_, Spec>) -> Result<Vec<(String, u64)>> {
     Ok(given)
 }
 
-/// The error of an input that cannot be boxed.
+/// Returns the error of an input that cannot be boxed.
 pub fn unboxed(
     call: &Call<'_, Spec>,
     input: usize,

@@ -22,9 +22,9 @@ struct Known {
     key: Box<[u64]>,
     /// Lists that are sizes of this rank's local: the argument, and its value.
     ints: Vec<(usize, Vec<i64>)>,
-    /// What the results are parts of, by return.
+    /// The layouts of the results, by return.
     outputs: Vec<OutputLayout>,
-    /// See [`ExecutionPlan::operation`].
+    /// The operation of the plan: [`ExecutionPlan::operation`].
     operation: Option<Arc<Operation>>,
 }
 

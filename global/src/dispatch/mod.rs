@@ -210,7 +210,7 @@ fn run_code(
     code(&mut Context { call, choice: &plan.choice, ints: &plan.ints, placement, position })
 }
 
-/// The placement of the inputs: one for all of them.
+/// Returns the placement of the inputs: one for all of them.
 fn placement_of(call: &Call<'_, Spec>) -> Result<Placement> {
     let mut specs = (0..call.tensors()).filter_map(|tensor| call.spec(tensor));
     let Some(first) = specs.next() else {
@@ -275,7 +275,7 @@ fn prepare(
     }
 }
 
-/// A tensor's local; of a plain tensor itself.
+/// Returns a tensor's local; of a plain tensor itself.
 fn input_local(call: &Call<'_, Spec>, index: usize) -> Result<Option<Tensor>> {
     let Some(tensor) = call.tensor(index) else { return Ok(None) };
     Ok(match call.spec(index) {
@@ -336,7 +336,7 @@ fn give(
     Ok(call.output(index, &output.of(&spec))?)
 }
 
-/// The tensor that an operation as `transpose_` has written gets the sizes and the spec of the
+/// Gives the tensor that an operation as `transpose_` has written the sizes and the spec of the
 /// result.
 fn reshape(
     call: &Call<'_, Spec>,

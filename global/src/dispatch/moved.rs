@@ -14,7 +14,7 @@ use crate::policy;
 use crate::sbp::{B, reduced};
 use crate::spec::Spec;
 
-/// Whether the inputs of this operation may be moved. `copy_` is a move by nature.
+/// Returns whether the inputs of this operation may be moved. `copy_` is a move by nature.
 pub fn may_move(call: &Call<'_, Spec>) -> bool {
     policy::moves_inputs() || is_copy(call)
 }

@@ -8,7 +8,7 @@ use crate::spec::Spec;
 
 /// The tensors that an operation writes.
 pub struct Written {
-    /// It writes some of its arguments, and rules know.
+    /// Whether it writes some of its arguments, and rules know.
     pub is_in_place: bool,
     /// Arguments that only receive the result, as `out`.
     pub outs: Vec<usize>,
@@ -17,7 +17,7 @@ pub struct Written {
 }
 
 impl Written {
-    /// The name that rules know.
+    /// Returns the name that rules know.
     pub fn rule_name<'a>(&self, call: &'a Call<'_, Spec>) -> &'a str {
         let name = call.name;
         let name = name.strip_prefix("aten::").unwrap_or(name);
@@ -57,7 +57,7 @@ impl Written {
     }
 }
 
-/// The operation of a call.
+/// Returns the operation of a call.
 pub fn op_of<'a>(
     call: &'a Call<'_, Spec>,
     name: &'a str,

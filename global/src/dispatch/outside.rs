@@ -87,7 +87,7 @@ pub fn run(
     Ok(())
 }
 
-/// A result as this rank has it.
+/// Returns a result as this rank has it.
 fn without_local(
     meta: &Meta,
     output: &OutputLayout,
@@ -118,7 +118,7 @@ fn find_out(
     })
 }
 
-/// What the operation gives for tensors of these values.
+/// Returns what the operation gives for tensors of these values.
 fn try_out(
     call: &mut Call<'_, Spec>,
     plan: &ExecutionPlan,
@@ -148,7 +148,7 @@ fn try_out(
     results(call, plan)
 }
 
-/// The tensor with these bits set.
+/// Returns the tensor with these bits set.
 fn with_bits(mut tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor {
     if is_conj {
         tensor = tensor.internal_conj();
@@ -159,7 +159,7 @@ fn with_bits(mut tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor {
     tensor
 }
 
-/// What is to be known of the results of a call that has run.
+/// Returns what is to be known of the results of a call that has run.
 fn results(call: &Call<'_, Spec>, plan: &ExecutionPlan) -> Result<Vec<Outside>> {
     let mut known = Vec::new();
     for (index, output) in plan.outputs.iter().enumerate() {
@@ -175,7 +175,7 @@ fn results(call: &Call<'_, Spec>, plan: &ExecutionPlan) -> Result<Vec<Outside>> 
     Ok(known)
 }
 
-/// What is to be known of a tensor that the operation has given.
+/// Returns what is to be known of a tensor that the operation has given.
 fn meta(tensor: &Tensor, output: &OutputLayout, plan: &ExecutionPlan) -> Meta {
     let is_whole = takes_sizes(&plan.name);
     Meta {
@@ -189,7 +189,8 @@ fn meta(tensor: &Tensor, output: &OutputLayout, plan: &ExecutionPlan) -> Meta {
 /// Sent instead of the number of words.
 const FAILED: i64 = -1;
 
-/// On ranks of the placement: the first one sends what is to be known of the results.
+/// Sends what is to be known of the results: ranks of the placement call this, and the first one
+/// sends.
 pub fn send(
     call: &Call<'_, Spec>,
     plan: &ExecutionPlan,
@@ -209,7 +210,7 @@ pub fn send(
     Ok(())
 }
 
-/// On ranks outside the placement.
+/// Receives what [`send`] sends, on ranks outside the placement.
 fn receive(plan: &ExecutionPlan, placement: &Placement, runtime: &Runtime) -> Result<Vec<Outside>> {
     let world = runtime.world();
     let root = placement.ranks()[0];
@@ -232,8 +233,8 @@ fn receive(plan: &ExecutionPlan, placement: &Placement, runtime: &Runtime) -> Re
     })
 }
 
-/// As numbers: a tag, for lists how many tensors they have, and for each tensor the kind, the bits,
-/// the number of dimensions, and the sizes.
+/// Returns what is known as numbers: a tag, for lists how many tensors they have, and for each
+/// tensor the kind, the bits, the number of dimensions, and the sizes.
 fn words_of(known: &Outside) -> Vec<i64> {
     match known {
         Outside::Tensor(meta) => [vec![0], words_of_tensor(meta)].concat(),
@@ -272,7 +273,7 @@ fn outside_of(words: &mut impl Iterator<Item = i64>) -> Option<Outside> {
     })
 }
 
-/// The number that the ranks of a placement have, on all ranks of the job.
+/// Returns the number that the ranks of a placement have, on all ranks of the job.
 pub fn share_scalar(
     placement: &Placement,
     runtime: &Runtime,
@@ -284,7 +285,7 @@ pub fn share_scalar(
     Ok(scalar_of([shared.int64_value(&[0]), shared.int64_value(&[1])]))
 }
 
-/// A number from its bits, and back: what ranks outside a placement get.
+/// Returns a number from its bits, and back: what ranks outside a placement get.
 fn scalar_bits(scalar: Scalar) -> [i64; 2] {
     match scalar {
         Scalar::Int(value) => [0, value],
@@ -301,7 +302,7 @@ fn scalar_of([tag, bits]: [i64; 2]) -> Scalar {
     }
 }
 
-/// The error of ranks that wait for a value, or give it to ranks outside the placement.
+/// Returns the error of ranks that wait for a value, or give it to ranks outside the placement.
 pub fn unshared(call: &Call<'_, Spec>, source: Error) -> Error {
     Error::Boxing {
         operation: call.name.to_owned(),

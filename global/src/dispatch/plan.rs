@@ -88,7 +88,7 @@ pub enum Outside {
     Scalar,
 }
 
-/// What is known of a tensor that is not here.
+/// The description of a tensor that is not here.
 #[derive(Clone, Debug)]
 pub struct Meta {
     /// Logical sizes.
@@ -106,7 +106,7 @@ pub struct Meta {
 pub struct OutputLayout {
     /// The layout of the logical tensor.
     pub sbp: NdSbp,
-    /// The same, while a tensor has it, and its number.
+    /// The spec, while a tensor has it, and its number.
     pub spec: (Weak<Spec>, u64),
     /// Dimensions that are split.
     pub split_dims: Vec<i32>,
@@ -118,13 +118,13 @@ pub struct OutputLayout {
     pub shares: bool,
     /// A view that does not share memory.
     pub is_detached_view: bool,
-    /// It is an argument.
+    /// Whether it is an argument, which the operation writes.
     pub is_written: bool,
 }
 
 impl ExecutionPlan {
-    /// Whether the operation, on a rank of the placement, runs on the locals as they are, and nothing
-    /// is left to do then.
+    /// Returns whether the operation, on a rank of the placement, runs on the locals as they are,
+    /// and nothing is left to do then.
     pub fn is_local(
         &self,
         call: &Call<'_, Spec>,
@@ -146,7 +146,7 @@ impl ExecutionPlan {
 }
 
 impl OutputLayout {
-    /// The spec, on the placement of the operation.
+    /// Returns the spec, on the placement of the operation.
     pub fn spec(&self, placement: &Placement) -> Arc<Spec> {
         let (spec, id) = &self.spec;
         spec.upgrade().unwrap_or_else(|| Spec::again(*id, placement, &self.sbp))
@@ -164,7 +164,7 @@ impl OutputLayout {
         }
     }
 
-    /// The sizes of the logical tensor, of which this rank has a local.
+    /// Returns the sizes of the logical tensor, of which this rank has a local.
     pub fn logical(&self, local: &Tensor) -> Vec<i64> {
         let mut sizes = local.size();
         for (&dim, &size) in self.split_dims.iter().zip(&self.split_sizes) {

@@ -119,7 +119,7 @@ impl Planning<'_, '_> {
         Ok(plan)
     }
 
-    /// Whether the placement has all ranks of the job.
+    /// Returns whether the placement has all ranks of the job.
     fn is_everywhere(&self) -> bool {
         self.placement.ranks().len() == self.runtime.world().world_size()
     }
@@ -135,7 +135,7 @@ impl Planning<'_, '_> {
         (!choice.has_code || self.written.outs.is_empty()).then_some(choice)
     }
 
-    /// All tensors B: what every operation can run on.
+    /// Returns all tensors B: what every operation can run on.
     fn gathered(&self) -> Result<Choice> {
         if rule(self.op.name).is_none() {
             policy::gathered(unqualified(self.call.name))?;
@@ -143,7 +143,7 @@ impl Planning<'_, '_> {
         Ok(Choice::all_broadcast(&self.op, self.placement))
     }
 
-    /// Whether the shapes of results depend on values.
+    /// Returns whether the shapes of results depend on values.
     fn is_dynamic(&self, has_rule: bool) -> bool {
         let call = self.call;
         match unqualified(call.name) {
@@ -165,7 +165,7 @@ impl Planning<'_, '_> {
         Ok(Some(code))
     }
 
-    /// The boxing of a tensor.
+    /// Returns the boxing of a tensor.
     ///
     /// # Errors
     /// The tensor's kind cannot be boxed so: an error of all ranks, of those outside the placement too.
@@ -256,9 +256,9 @@ impl Planning<'_, '_> {
         Ok(())
     }
 
-    /// Whether a rank may run the operation alone: it needs nothing of others, writes nothing, and its
-    /// results are the same on all ranks, or those of its input. So each rank may print what is B, and
-    /// autograd may copy a gradient on some ranks.
+    /// Returns whether a rank may run the operation alone: it needs nothing of others, writes
+    /// nothing, and its results are the same on all ranks, or those of its input. So each rank may
+    /// print what is B, and autograd may copy a gradient on some ranks.
     fn is_harmless(&self, plan: &ExecutionPlan) -> bool {
         let is_alone = plan.code.is_none()
             && !plan.is_sent
@@ -271,13 +271,14 @@ impl Planning<'_, '_> {
     }
 }
 
-/// Whether each rank has the same of a tensor with these two SBPs: an axis of one rank has all.
+/// Returns whether each rank has the same of a tensor with these two SBPs: an axis of one rank has
+/// all.
 fn lies_alike(placement: &Placement, one: &[Sbp], other: &[Sbp]) -> bool {
     let mut axes = one.iter().zip(other).zip(placement.shape());
     axes.all(|((one, other), &extent)| one == other || extent == 1)
 }
 
-/// An operation's name without `aten::`.
+/// Returns an operation's name without `aten::`.
 fn unqualified(name: &str) -> &str {
     name.strip_prefix("aten::").unwrap_or(name)
 }
@@ -306,7 +307,7 @@ fn ints(
     all
 }
 
-/// The sizes that a list asks for; -1 is what is left of the first input.
+/// Returns the sizes that a list asks for; -1 is what is left of the first input.
 fn known_sizes(op: &Op<'_>, argument: usize) -> Vec<usize> {
     let asked = op.ints(argument);
     let elements: usize = op.inputs[0].shape.iter().product();
@@ -315,8 +316,8 @@ fn known_sizes(op: &Op<'_>, argument: usize) -> Vec<usize> {
     asked.iter().map(|&size| usize::try_from(size).unwrap_or(left)).collect()
 }
 
-/// The dimensions of a result that are split, and their logical sizes: as an argument says, or as
-/// those of the first input that is split on the same axis.
+/// Returns the dimensions of a result that are split, and their logical sizes: as an argument says,
+/// or as those of the first input that is split on the same axis.
 fn splits(op: &Op<'_>, choice: &Choice, sbp: &[Sbp]) -> (Vec<i32>, Vec<i64>) {
     let mut splits = BTreeMap::new();
     for (axis, sbp) in sbp.iter().enumerate() {
@@ -329,13 +330,14 @@ fn splits(op: &Op<'_>, choice: &Choice, sbp: &[Sbp]) -> (Vec<i32>, Vec<i64>) {
     splits.into_iter().unzip()
 }
 
-/// The size that an argument gives the dimension which is split on an axis.
+/// Returns the size that an argument gives the dimension which is split on an axis.
 fn named_size(op: &Op<'_>, choice: &Choice, axis: usize, dim: usize) -> Option<usize> {
     let (argument, _) = choice.shapes.iter().find(|(_, sbps)| sbps[axis] == Sbp::Split(dim))?;
     known_sizes(op, *argument).get(dim).copied()
 }
 
-/// The size of the dimension that is split on an axis, of the first input that is split there.
+/// Returns the size of the dimension that is split on an axis, of the first input that is split
+/// there.
 fn input_size(op: &Op<'_>, choice: &Choice, axis: usize) -> Option<usize> {
     let mut inputs = op.inputs.iter().zip(&choice.inputs).filter(|(input, _)| input.is_defined());
     inputs.find_map(|(input, sbp)| Some(input.shape[sbp[axis].dim()?]))

@@ -46,7 +46,7 @@ pub fn resize_outs(
     Ok(resized)
 }
 
-/// The same on ranks outside the placement, for the result `index` of these sizes.
+/// Resizes the `out` tensor of result `index` on ranks outside the placement, to these sizes.
 pub fn resize_out(
     call: &Call<'_, Spec>,
     plan: &ExecutionPlan,

@@ -12,9 +12,10 @@ use crate::tensor::GlobalTensor;
 /// Samples of this class do not count, as in libtorch.
 const IGNORED: i64 = -100;
 
-/// The cross entropy of each sample. The last dimension of `logits` has the classes, and may be
-/// split on any axes of the placement; `target` has the true classes, with the other dimensions of
-/// `logits`. A sample of class -100 has the loss 0. Logits of half precision are added up in `f32`.
+/// Returns the cross entropy of each sample. The last dimension of `logits` has the classes, and
+/// may be split on any axes of the placement; `target` has the true classes, with the other
+/// dimensions of `logits`. A sample of class -100 has the loss 0. Logits of half precision are
+/// added up in `f32`.
 ///
 /// The logits stay where they are: three numbers for each sample are reduced.
 ///
@@ -77,12 +78,12 @@ pub fn parallel_cross_entropy(logits: &Tensor, target: &Tensor) -> Result<Tensor
     Ok(losses.f_masked_fill(&target.f_eq(IGNORED)?, 0.0)?)
 }
 
-/// The SBP with another one in place of `from`.
+/// Returns the SBP with another one in place of `from`.
 fn replaced(sbp: &[Sbp], from: Sbp, to: Sbp) -> NdSbp {
     sbp.iter().map(|&sbp| if sbp == from { to } else { sbp }).collect()
 }
 
-/// The SBP of a tensor with one more dimension, the first.
+/// Returns the SBP of a tensor with one more dimension, the first.
 fn shifted(sbp: &[Sbp]) -> NdSbp {
     let axes = sbp.iter().map(|sbp| match *sbp {
         Sbp::Split(dim) => S(dim + 1),
@@ -91,14 +92,14 @@ fn shifted(sbp: &[Sbp]) -> NdSbp {
     axes.collect()
 }
 
-/// The sizes of the samples of this rank's logits.
+/// Returns the sizes of the samples of this rank's logits.
 fn sizes_of(logits: &Tensor) -> Vec<i64> {
     let mut sizes = logits.size();
     sizes.pop();
     sizes
 }
 
-/// The greatest logit of each sample in this rank's classes.
+/// Returns the greatest logit of each sample in this rank's classes.
 fn greatest(logits: &Tensor, classes: i64, samples: &[i64]) -> Result<Tensor> {
     Ok(match classes {
         0 => Tensor::f_full(samples, f64::NEG_INFINITY, (logits.kind(), logits.device()))?,
@@ -106,8 +107,8 @@ fn greatest(logits: &Tensor, classes: i64, samples: &[i64]) -> Result<Tensor> {
     })
 }
 
-/// Of each sample, the sum of this rank's exponentials, and the true class's logit if that is here:
-/// both without the greatest logit.
+/// Returns for each sample the sum of this rank's exponentials, and the true class's logit if that
+/// is here: both without the greatest logit.
 fn terms(
     logits: &Tensor,
     greatest: &Tensor,

@@ -22,8 +22,8 @@ pub struct VocabEmbedding {
     result: Sbp,
 }
 
-/// An embedding whose vocabulary is split over an axis of the placement. Name, sizes and initial
-/// values are those of [`nn::embedding`]; no rank has more than its part.
+/// Returns an embedding whose vocabulary is split over an axis of the placement. Name, sizes and
+/// initial values are those of [`nn::embedding`]; no rank has more than its part.
 ///
 /// # Errors
 /// The placement has no such axis.
@@ -48,7 +48,7 @@ impl VocabEmbedding {
         self
     }
 
-    /// The vectors of these indices, reduced: B on the layer's axis, or split as
+    /// Returns the vectors of these indices, reduced: B on the layer's axis, or split as
     /// [`scattered`](Self::scattered) says. The gradient of the weight is made where its rows are.
     ///
     /// # Errors

@@ -34,8 +34,8 @@ pub struct RowLinear {
     result: Sbp,
 }
 
-/// A linear layer whose outputs are split over an axis of the placement. Names, sizes and initial
-/// values are those of [`nn::linear`]; no rank has more than its part.
+/// Returns a linear layer whose outputs are split over an axis of the placement. Names, sizes and
+/// initial values are those of [`nn::linear`]; no rank has more than its part.
 ///
 /// # Errors
 /// The placement has no such axis.
@@ -52,8 +52,8 @@ pub fn column_linear<'a>(
     Ok(ColumnLinear { ws, bs, axis })
 }
 
-/// A linear layer whose inputs are split over an axis of the placement. Names, sizes and initial
-/// values are those of [`nn::linear`]; no rank has more than its part.
+/// Returns a linear layer whose inputs are split over an axis of the placement. Names, sizes and
+/// initial values are those of [`nn::linear`]; no rank has more than its part.
 ///
 /// # Errors
 /// The placement has no such axis.
@@ -89,8 +89,8 @@ fn weights(
 }
 
 impl ColumnLinear {
-    /// The result is S(last) on the layer's axis. An input that is split there is gathered. Backward,
-    /// the input's gradient is reduced, to the layout that the input had.
+    /// Runs the layer. The result is S(last) on the layer's axis. An input that is split there is
+    /// gathered. Backward, the input's gradient is reduced, to the layout that the input had.
     ///
     /// # Errors
     /// The input is plain or does not fit, or a collective fails.
@@ -111,7 +111,8 @@ impl RowLinear {
         self
     }
 
-    /// The result is reduced: B on the layer's axis, or split as [`scattered`](Self::scattered) says.
+    /// Runs the layer. The result is reduced: B on the layer's axis, or split as
+    /// [`scattered`](Self::scattered) says.
     ///
     /// # Errors
     /// The input is plain or does not fit, or a collective fails.

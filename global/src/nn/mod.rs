@@ -33,7 +33,7 @@ use crate::placement::Placement;
 use crate::sbp::{B, NdSbp, Sbp};
 use crate::tensor::GlobalTensor;
 
-/// A new variable: one axis has this SBP, the others B. No rank makes more than its part.
+/// Returns a new variable: one axis has this SBP, the others B. No rank makes more than its part.
 fn variable(
     path: &nn::Path<'_>,
     (name, sizes, init): (&str, &[i64], nn::Init),
@@ -55,7 +55,7 @@ fn variable(
     Ok(path.add(name, tensor, true))
 }
 
-/// The SBP of a tensor, with another one on this axis.
+/// Returns the SBP of a tensor, with another one on this axis.
 fn with_axis(tensor: &Tensor, axis: usize, on_axis: Sbp) -> Result<NdSbp> {
     let mut sbp = tensor.sbp()?;
     if let Some(sbp) = sbp.get_mut(axis) {
@@ -64,7 +64,7 @@ fn with_axis(tensor: &Tensor, axis: usize, on_axis: Sbp) -> Result<NdSbp> {
     Ok(sbp)
 }
 
-/// The tensor, boxed on this axis.
+/// Returns the tensor, boxed on this axis.
 fn pinned(tensor: &Tensor, axis: usize, on_axis: Sbp) -> Result<Tensor> {
     tensor.to_global(&tensor.placement()?, with_axis(tensor, axis, on_axis)?)
 }

@@ -26,9 +26,9 @@ const WIDTH: usize = 64;
 /// SBPs on the axes that are decided.
 #[derive(Clone, Debug)]
 pub(super) struct Decided {
-    /// Of each value, where it is made.
+    /// The SBP of each value, where it is made.
     pub values: Vec<NdSbp>,
-    /// What each input of each call is boxed to.
+    /// The SBP that each input of each call is boxed to.
     pub inputs: Vec<Vec<NdSbp>>,
 }
 
@@ -54,20 +54,20 @@ enum Node {
 struct Candidate {
     /// The value, what it is to have, its bytes.
     inputs: Vec<(usize, Sbp, f64)>,
-    /// As inputs, but they are written in place, so that nothing else than this will do.
+    /// The inputs that are written in place, so that nothing else than this will do.
     written: Vec<(usize, Sbp, f64)>,
     outputs: Vec<(usize, Sbp, f64)>,
     cost: f64,
     signature: Option<Signature>,
 }
 
-/// What is known of a value.
+/// The knowledge of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Slot {
     made: Option<Sbp>,
-    /// What it must be made as.
+    /// The SBP that it must be made as.
     exact: Option<Sbp>,
-    /// What calls want, one bit each.
+    /// The SBPs that calls want, one bit each.
     wanted: u64,
 }
 
@@ -155,7 +155,7 @@ fn there_and_back(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     share(from, to, ranks) + share(to, from, ranks)
 }
 
-/// SBPs of a tensor on one axis: B, and splits along dimensions that are long enough.
+/// Returns SBPs of a tensor on one axis: B, and splits along dimensions that are long enough.
 pub(super) fn domain(shape: &[usize], ranks: usize) -> Vec<Sbp> {
     let dims = shape.iter().enumerate().filter(|&(_, &size)| size >= ranks);
     [B].into_iter().chain(dims.map(|(dim, _)| S(dim))).collect()
@@ -188,9 +188,9 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// All nodes: calls by autograd's node, so that the backward of a call follows it, and so do the
-    /// calls that take the results, such as the update of a weight; before a call the leaves that it
-    /// takes.
+    /// Returns all nodes: calls by autograd's node, so that the backward of a call follows it, and
+    /// so do the calls that take the results, such as the update of a weight; before a call the
+    /// leaves that it takes.
     fn order(&self) -> Vec<Node> {
         let trace = self.replay.trace;
         // The node that a tensor was last written in, and that it is next used in.
@@ -238,7 +238,7 @@ impl Search<'_> {
         order
     }
 
-    /// A tensor's shape on the axes that are decided.
+    /// Returns a tensor's shape on the axes that are decided.
     fn local(&self, value: usize, sbp: &[Sbp]) -> Vec<usize> {
         let value = &self.replay.trace.values[value];
         super::cost::local(&value.tensor.shape, &value.placement, sbp)
@@ -348,7 +348,7 @@ impl Search<'_> {
         candidates
     }
 
-    /// Whether the dimensions that a signature splits are long enough.
+    /// Returns whether the dimensions that a signature splits are long enough.
     fn fits(&self, op: &Op, signature: &Signature) -> bool {
         (0..op.inputs.len()).all(|at| match signature.inputs[at].dim() {
             Some(dim) if op.inputs[at].is_defined() => {
@@ -366,7 +366,7 @@ impl Search<'_> {
         shape
     }
 
-    /// The index of the candidate for each node.
+    /// Returns the index of the candidate for each node.
     fn run(&self, nodes: &[Vec<Candidate>]) -> Vec<usize> {
         let ranks = self.ranks as f64;
         let mut uses = vec![0; self.replay.trace.values.len()];
@@ -432,7 +432,7 @@ impl Search<'_> {
     }
 }
 
-/// The values that a node's candidates take or make.
+/// Returns the values that a node's candidates take or make.
 fn touched(node: &[Candidate]) -> Vec<usize> {
     let values = node.iter().flat_map(|one| {
         one.inputs.iter().chain(&one.written).chain(&one.outputs).map(|&(id, ..)| id)
@@ -443,7 +443,7 @@ fn touched(node: &[Candidate]) -> Vec<usize> {
     values
 }
 
-/// The slot of an open value.
+/// Returns the slot of an open value.
 fn place(open: &[usize], value: usize) -> usize {
     open.iter().position(|&other| other == value).unwrap_or(0)
 }

@@ -10,7 +10,7 @@ use crate::sbp::Sbp;
 /// counts as 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
-    /// How many floating-point operations a rank does in the time in which it receives a byte. The
+    /// The number of floating-point operations that a rank does while it receives a byte. The
     /// more it is, the more is computed on all ranks alike to save bytes.
     ///
     /// 100 by default. About 10 for cores that share memory, 1000 for GPUs with NVLink, 10000 for
@@ -41,7 +41,7 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// All of it, in bytes received.
+    /// Returns all of it, in bytes received.
     pub fn total(&self, costs: &Costs) -> f64 {
         self.bytes + self.flops / costs.flops_per_byte + self.memory * costs.memory
     }
@@ -105,18 +105,18 @@ fn elements(shape: &[usize]) -> f64 {
     shape.iter().product::<usize>() as f64
 }
 
-/// Each element of the result takes as much as a filter has elements.
+/// Counts a convolution: each element of the result takes as much as a filter has elements.
 fn convolution(result: &[usize], weight: &[usize]) -> f64 {
     let filters = weight.first().map_or(1, |&filters| filters.max(1));
     2.0 * elements(result) * elements(weight) / filters as f64
 }
 
-/// Each query is multiplied with each key.
+/// Counts attention: each query is multiplied with each key.
 fn attention(query: &[usize], key: &[usize]) -> f64 {
     elements(query) * key.get(2).map_or(1.0, |&keys| keys as f64)
 }
 
-/// The shape of the largest part that a rank has.
+/// Returns the shape of the largest part that a rank has.
 pub(super) fn local(shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Vec<usize> {
     let mut shape = shape.to_vec();
     for (sbp, &extent) in sbp.iter().zip(placement.shape()) {

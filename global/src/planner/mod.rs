@@ -39,7 +39,7 @@ pub struct ChosenSbps {
     pub pins: Vec<Pin>,
     /// The cost of the step with the weights and pins.
     pub cost: Cost,
-    /// With the weights alone.
+    /// The cost with the weights alone.
     pub without_pins: Cost,
 }
 
@@ -83,15 +83,15 @@ pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
     Ok(ChosenSbps { weights, pins, cost, without_pins })
 }
 
-/// The cost of a traced step as it is.
+/// Returns the cost of a traced step as it is.
 pub fn cost(trace: &Trace) -> Cost {
     let mut replay = Replay::new(trace, Costs::default());
     let recorded = replay.recorded();
     replay.run(&recorded)
 }
 
-/// The pins that save most, if leaves have the layout of the trace. None if tensors have several
-/// placements.
+/// Finds the pins that save most, if leaves have the layout of the trace. None if tensors have
+/// several placements.
 pub(crate) fn pins(trace: &Trace, costs: &Costs) -> Vec<Pin> {
     if several(trace).is_some() {
         return Vec::new();
@@ -103,7 +103,7 @@ pub(crate) fn pins(trace: &Trace, costs: &Costs) -> Vec<Pin> {
     describe(&mut search, &best, before)
 }
 
-/// Two placements of a trace, if there is more than one.
+/// Returns two placements of a trace, if there is more than one.
 fn several(trace: &Trace) -> Option<(&Placement, &Placement)> {
     let mut placements = trace.values.iter().map(|value| &value.placement);
     let first = placements.next()?;

@@ -155,7 +155,7 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// Bytes that a rank receives on average.
+    /// Returns bytes that a rank receives on average.
     fn boxing(&mut self, id: usize, from: Code, to: Code) -> f64 {
         if from == to {
             return 0.0;
@@ -234,7 +234,7 @@ impl<'a> Replay<'a> {
     }
 }
 
-/// The class of a key, by the keys before.
+/// Returns the class of a key, by the keys before.
 fn class(known: &mut HashMap<String, usize>, key: String) -> usize {
     let next = known.len();
     *known.entry(key).or_insert(next)

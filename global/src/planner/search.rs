@@ -59,7 +59,7 @@ impl<'a> Search<'a> {
         Self { replay, free, weights, pins }
     }
 
-    /// The best that is found.
+    /// Returns the best that is found.
     pub fn run(&mut self) -> Given {
         let mut best = self.replay.recorded();
         let mut least = self.replay.total(&best);
@@ -194,7 +194,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The pins of a group as well.
+/// Gives the pins of a group as well.
 fn with(given: &Given, best: &Given, group: &Group) -> Given {
     let mut given = given.clone();
     group.iter().for_each(|&id| given.pins[id] = best.pins[id]);
@@ -231,7 +231,8 @@ fn weights(replay: &Replay) -> Vec<Group> {
     groups.into_values().collect()
 }
 
-/// The weight that a weight or an optimizer's state belongs to: the update takes them together.
+/// Returns the weight that a weight or an optimizer's state belongs to: the update takes them
+/// together.
 fn owners(replay: &Replay) -> BTreeMap<usize, usize> {
     let trace = replay.trace;
     let mut root: Vec<usize> = (0..trace.values.len()).collect();
@@ -271,14 +272,14 @@ fn owners(replay: &Replay) -> BTreeMap<usize, usize> {
     owners
 }
 
-/// Where the update begins: after the last call of backward.
+/// Returns where the update begins: after the last call of backward.
 fn update(trace: &Trace) -> usize {
     let backward = trace.calls.iter().rposition(|call| call.phase == Phase::Backward);
     backward.map_or(trace.calls.len(), |last| last + 1)
 }
 
-/// Values that a program can pin, with `to_global` and `grad_sbp`: results of its own operations, but
-/// not views of weights, and their gradients. Those of equal layers are a group.
+/// Returns values that a program can pin, with `to_global` and `grad_sbp`: results of its own
+/// operations, but not views of weights, and their gradients. Those of equal layers are a group.
 fn pins(replay: &Replay) -> Vec<Group> {
     let trace = replay.trace;
     let gradients = trace.gradients();

@@ -75,7 +75,8 @@ struct Indexed {
 }
 
 impl Indexed {
-    /// None without indices, and for masks, which stand for as many dimensions as they have.
+    /// Returns None without indices, and for masks, which stand for as many dimensions as they
+    /// have.
     fn of(indices: &[Input]) -> Option<Self> {
         let used = indices.iter().enumerate().filter(|(_, index)| index.is_defined());
         let used: Vec<usize> = used.map(|(dim, _)| dim).collect();
@@ -114,7 +115,7 @@ fn index(op: &Op) -> Vec<Signature> {
     [terms].into_iter().chain(others).chain(along).collect()
 }
 
-/// The SBP of the indexed tensor, and B for all indices.
+/// Returns the SBP of the indexed tensor, and B for all indices.
 fn with_indices(sbp: Sbp, indices: &[Input]) -> Vec<Sbp> {
     [vec![sbp], vec![B; indices.len()]].concat()
 }

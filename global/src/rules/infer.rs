@@ -24,7 +24,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// All tensors B: what every operation can run on.
+    /// Makes all tensors B: what every operation can run on.
     pub fn all_broadcast(op: &Op, placement: &Placement) -> Self {
         let sbp = vec![B; placement.axes()];
         Self {
@@ -70,7 +70,7 @@ pub fn infer(op: &Op, placement: &Placement, have: &[NdSbp]) -> Option<Choice> {
     Some(choice)
 }
 
-/// The first of the cheapest of a rule's signatures and of all tensors B.
+/// Returns the first of the cheapest of a rule's signatures and of all tensors B.
 fn cheapest(op: &Op, mut signatures: Vec<Signature>, have: &[Sbp]) -> Option<Signature> {
     signatures.push(Signature::all(op, B));
     let costs = signatures.into_iter().filter_map(|one| Some((cost(op, &one, have)?, one)));
@@ -78,9 +78,10 @@ fn cheapest(op: &Op, mut signatures: Vec<Signature>, have: &[Sbp]) -> Option<Sig
     Some(signature)
 }
 
-/// Bytes that each rank receives on average to give the inputs these SBPs; None if it cannot be:
-/// there is no such dimension, it is shorter than the axis (but where tensors are split so already,
-/// and the operation bears empty parts), or an in-place operation would box what it writes.
+/// Returns bytes that each rank receives on average to give the inputs these SBPs; None if it
+/// cannot be: there is no such dimension, it is shorter than the axis (but where tensors are split
+/// so already, and the operation bears empty parts), or an in-place operation would box what it
+/// writes.
 fn cost(op: &Op, signature: &Signature, have: &[Sbp]) -> Option<f64> {
     let mut bytes = 0.0;
     let bears_empty = bears_empty(op.name);
@@ -105,9 +106,9 @@ fn cost(op: &Op, signature: &Signature, have: &[Sbp]) -> Option<f64> {
     Some(bytes)
 }
 
-/// The part of a tensor that a rank receives in boxing on one axis. Slicing costs next to nothing,
-/// but is not free: equally good signatures that keep what is there come first. Partial values are
-/// made only where nothing else will do, as what follows will have to reduce them.
+/// Returns the part of a tensor that a rank receives in boxing on one axis. Slicing costs next to
+/// nothing, but is not free: equally good signatures that keep what is there come first. Partial
+/// values are made only where nothing else will do, as what follows will have to reduce them.
 pub(crate) fn share(from: Sbp, to: Sbp, ranks: f64) -> f64 {
     const SLICE: f64 = 1e-9;
     if from == to {

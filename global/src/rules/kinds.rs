@@ -7,9 +7,9 @@ use tch::Kind;
 use super::op::{Arg, Op};
 use crate::kinds::{is_complex, is_float, kind_of, real};
 
-/// Whether converted terms add up to the converted sum. A wider kind of floating point holds each
-/// term as it is; a narrower one rounds each of them. Integers are sums modulo a power of two: these
-/// stay right in fewer bits, and not in more.
+/// Returns whether converted terms add up to the converted sum. A wider kind of floating point
+/// holds each term as it is; a narrower one rounds each of them. Integers are sums modulo a power
+/// of two: these stay right in fewer bits, and not in more.
 pub fn keeps_terms(from: Kind, to: Kind) -> bool {
     if from == to {
         return true;
@@ -24,14 +24,14 @@ pub fn keeps_terms(from: Kind, to: Kind) -> bool {
     (is_complex(to) || !is_complex(from)) && (is_wider || real(from) == real(to))
 }
 
-/// The kind that libtorch's sum of a kind has.
+/// Returns the kind that libtorch's sum of a kind has.
 pub fn of_sum(kind: Kind) -> Kind {
     if is_integer(kind) || kind == Kind::Bool { Kind::Int64 } else { kind }
 }
 
 impl Op<'_> {
-    /// Whether partial sums of the first input stay partial sums in the result, whose kind argument
-    /// `arg` is; without that argument, the kind of a sum.
+    /// Returns whether partial sums of the first input stay partial sums in the result, whose kind
+    /// argument `arg` is; without that argument, the kind of a sum.
     pub fn keeps_terms(&self, arg: usize) -> bool {
         let Some(from) = self.inputs[0].kind else { return false };
         let to = match self.int(arg) {
@@ -42,9 +42,9 @@ impl Op<'_> {
     }
 }
 
-/// The kind of a pointwise operation's result, as libtorch promotes the kinds of its tensors and of a
-/// number: tensors without dimensions, and numbers after them, count only if they are of a higher
-/// category.
+/// Returns the kind of a pointwise operation's result, as libtorch promotes the kinds of its
+/// tensors and of a number: tensors without dimensions, and numbers after them, count only if they
+/// are of a higher category.
 pub fn promoted(op: &Op, number: Option<&Arg>) -> Option<Kind> {
     let mut with_dims = None;
     let mut without_dims = None;
@@ -64,7 +64,7 @@ pub fn promoted(op: &Op, number: Option<&Arg>) -> Option<Kind> {
     raised(with_dims, raised(without_dims, number))
 }
 
-/// A kind, or the other one if that is of a higher category.
+/// Returns a kind, or the other one if that is of a higher category.
 fn raised(kind: Option<Kind>, other: Option<Kind>) -> Option<Kind> {
     match (kind, other) {
         (Some(kind), Some(other)) if category(other) > category(kind) => {
@@ -75,7 +75,7 @@ fn raised(kind: Option<Kind>, other: Option<Kind>) -> Option<Kind> {
     }
 }
 
-/// The kind that holds the values of two.
+/// Returns the kind that holds the values of two.
 fn of_both(one: Kind, other: Kind) -> Kind {
     if is_complex(one) != is_complex(other) {
         return complex(of_both(real(one), real(other)));
@@ -104,7 +104,7 @@ fn is_integer(kind: Kind) -> bool {
     category(kind) == 1
 }
 
-/// The kind of complex numbers whose parts are of a kind; of complex numbers itself.
+/// Returns the kind of complex numbers whose parts are of a kind; of complex numbers itself.
 fn complex(kind: Kind) -> Kind {
     match kind {
         Kind::Half => Kind::ComplexHalf,

@@ -38,8 +38,8 @@ fn nll_loss_backward(op: &Op) -> Vec<Signature> {
     vec![Signature::new([gradient, S(0), S(0), B, B], [S(0)])]
 }
 
-/// Whether input and target are alike. Where they are broadcast or converted, the number of elements
-/// and the kind of the loss are others than the input's.
+/// Returns whether input and target are alike. Where they are broadcast or converted, the number of
+/// elements and the kind of the loss are others than the input's.
 fn are_alike(op: &Op, input: usize) -> bool {
     let [input, target] = [&op.inputs[input], &op.inputs[input + 1]];
     input.is_float() && input == target

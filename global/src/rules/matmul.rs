@@ -30,7 +30,7 @@ fn outer_and_sum(op: &Op) -> Vec<Signature> {
     vec![Signature::new([of_rows, S(0), B], [S(0)]), Signature::new([of_columns, B, S(0)], [S(1)])]
 }
 
-/// The dimension of rows; those of a batch come before.
+/// Returns the dimension of rows; those of a batch come before.
 fn rows(op: &Op) -> usize {
     usize::from(op.name.contains("bmm"))
 }

@@ -35,14 +35,14 @@ const FAMILIES: &[&[Rule]] = &[
     views::RULES,
 ];
 
-/// Whether an operation runs where some ranks have nothing of its tensors: it is on each element by
-/// itself, or only moves elements.
+/// Returns whether an operation runs where some ranks have nothing of its tensors: it is on each
+/// element by itself, or only moves elements.
 pub fn bears_empty(name: &str) -> bool {
     has_name(pointwise::RULES, name) || has_name(views::RULES, name)
 }
 
-/// Whether libtorch reads the memory of some inputs as if they had no gaps: statistics, which its own
-/// forward has made.
+/// Returns whether libtorch reads the memory of some inputs as if they had no gaps: statistics,
+/// which its own forward has made.
 pub fn reads_without_gaps(name: &str) -> bool {
     has_name(normalization::RULES, name)
 }
@@ -51,7 +51,7 @@ fn has_name(rules: &[Rule], name: &str) -> bool {
     rules.iter().any(|rule| rule.names.contains(&name))
 }
 
-/// The rule of an operation, if there is one.
+/// Returns the rule of an operation, if there is one.
 pub fn rule(name: &str) -> Option<&'static Rule> {
     static RULES: OnceLock<HashMap<&str, &Rule>> = OnceLock::new();
     let rules = RULES.get_or_init(|| {
@@ -64,7 +64,7 @@ pub fn rule(name: &str) -> Option<&'static Rule> {
     rules.get(name).copied()
 }
 
-/// The names of all operations that have a rule, family by family.
+/// Returns the names of all operations that have a rule, family by family.
 pub fn names() -> impl Iterator<Item = &'static str> {
     FAMILIES.iter().flat_map(|rules| rules.iter()).flat_map(|rule| rule.names).copied()
 }

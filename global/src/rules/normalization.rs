@@ -14,7 +14,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["cudnn_batch_norm_backward"], signatures: cudnn_batch_norm_backward },
 ];
 
-/// The dimensions before those that are normalized, whose shape is argument `arg`.
+/// Returns the dimensions before those that are normalized, whose shape is argument `arg`.
 fn outer(op: &Op, input: usize, arg: usize) -> std::ops::Range<usize> {
     0..op.rank(input).saturating_sub(op.ints(arg).len())
 }

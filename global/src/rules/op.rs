@@ -21,7 +21,7 @@ pub struct Op<'a> {
     pub inputs: Vec<Input>,
     /// The number of tensors that it returns.
     pub outputs: usize,
-    /// It writes its first tensor, or the running statistics.
+    /// Whether it writes its first tensor, or the running statistics.
     pub in_place: bool,
     /// Its first tensor may be written in another layout, which is boxed back then.
     pub boxes_written: bool,
@@ -72,24 +72,24 @@ impl Input {
         Self { shape: Vec::new(), kind: None }
     }
 
-    /// Whether the tensor is there.
+    /// Returns whether the tensor is there.
     pub fn is_defined(&self) -> bool {
         self.kind.is_some()
     }
 
-    /// Whether its elements are numbers of floating point.
+    /// Returns whether its elements are numbers of floating point.
     pub fn is_float(&self) -> bool {
         self.kind.is_some_and(is_float)
     }
 
-    /// The tensor's own dimension that becomes dimension `dim` of a result with `rank` dimensions, to
-    /// which the tensor is broadcast. None if the tensor has none there.
+    /// Returns the tensor's own dimension that becomes dimension `dim` of a result with `rank`
+    /// dimensions, to which the tensor is broadcast. None if the tensor has none there.
     pub fn dim_in(&self, dim: usize, rank: usize) -> Option<usize> {
         (dim + self.shape.len()).checked_sub(rank)
     }
 
-    /// The SBP that the tensor is to have where a result of `rank` dimensions, to which it is broadcast, is
-    /// split along `dim`.
+    /// Returns the SBP that the tensor is to have where a result of `rank` dimensions, to which it
+    /// is broadcast, is split along `dim`.
     pub fn split_as(&self, dim: usize, rank: usize) -> Sbp {
         match self.dim_in(dim, rank) {
             Some(own) if self.shape[own] != 1 => Sbp::Split(own),
@@ -97,7 +97,7 @@ impl Input {
         }
     }
 
-    /// Bytes of an element; 0 if the tensor is not there.
+    /// Returns bytes of an element; 0 if the tensor is not there.
     pub fn bytes(&self) -> usize {
         self.kind.map_or(0, Kind::elt_size_in_bytes)
     }
@@ -127,17 +127,17 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// The number of dimensions of an input.
+    /// Returns the number of dimensions of an input.
     pub fn rank(&self, input: usize) -> usize {
         self.inputs[input].shape.len()
     }
 
-    /// The number of dimensions of what pointwise operations make of all inputs.
+    /// Returns the number of dimensions of what pointwise operations make of all inputs.
     pub fn broadcast_rank(&self) -> usize {
         self.inputs.iter().map(|input| input.shape.len()).max().unwrap_or(0)
     }
 
-    /// A number that is an argument.
+    /// Returns a number that is an argument.
     pub fn int(&self, arg: usize) -> Option<i64> {
         match self.args.get(arg)? {
             Arg::Int(value) => Some(*value),
@@ -145,12 +145,12 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// Whether an argument is true.
+    /// Returns whether an argument is true.
     pub fn flag(&self, arg: usize) -> bool {
         matches!(self.args.get(arg), Some(Arg::Bool(true)))
     }
 
-    /// A list that is an argument; empty if there is none.
+    /// Returns a list that is an argument; empty if there is none.
     pub fn ints(&self, arg: usize) -> &[i64] {
         match self.args.get(arg) {
             Some(Arg::Ints(values)) => values,
@@ -158,8 +158,8 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// A dimension that is an argument, of a tensor with `rank` dimensions; negative ones count from
-    /// the end. None if it is missing or out of range.
+    /// Returns a dimension that is an argument, of a tensor with `rank` dimensions; negative ones
+    /// count from the end. None if it is missing or out of range.
     pub fn dim(&self, arg: usize, rank: usize) -> Option<usize> {
         dim(self.int(arg)?, rank)
     }
@@ -172,7 +172,7 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// Whether an input must be as it is, because the operation writes it: also the running
+    /// Returns whether an input must be as it is, because the operation writes it: also the running
     /// statistics of batch norm, whose schema does not say so.
     pub fn is_fixed(&self, input: usize) -> bool {
         let has_statistics = matches!(
@@ -183,7 +183,7 @@ impl<'a> Op<'a> {
         self.in_place && !self.boxes_written && is_written
     }
 
-    /// Whether the argument is a tensor, and not a number.
+    /// Returns whether the argument is a tensor, and not a number.
     pub fn is_tensor(&self, arg: usize) -> bool {
         matches!(self.args.get(arg), Some(Arg::Tensor(_)))
     }
@@ -208,12 +208,12 @@ pub struct Signature {
 }
 
 impl Signature {
-    /// A signature without shapes and code.
+    /// Makes a signature without shapes and code.
     pub fn new(inputs: impl Into<Vec<Sbp>>, outputs: impl Into<Vec<Sbp>>) -> Self {
         Self { inputs: inputs.into(), outputs: outputs.into(), shapes: Vec::new(), has_code: false }
     }
 
-    /// The same for all tensors.
+    /// Makes the signature that has this SBP for all tensors.
     pub fn all(op: &Op, sbp: Sbp) -> Self {
         Self::new(vec![sbp; op.inputs.len()], vec![sbp; op.outputs])
     }
@@ -238,7 +238,7 @@ impl Signature {
         self
     }
 
-    /// Whether code of the rule runs.
+    /// Sets whether code of the rule runs.
     pub fn with_code(mut self, has_code: bool) -> Self {
         self.has_code = has_code;
         self

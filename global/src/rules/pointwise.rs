@@ -163,7 +163,7 @@ fn with(op: &Op, partial: impl IntoIterator<Item = Signature>) -> Vec<Signature>
     kept.chain(splits(op)).collect()
 }
 
-/// Whether the partial sums of a signature stay partial sums in the kind of the result.
+/// Returns whether the partial sums of a signature stay partial sums in the kind of the result.
 fn stays_partial(op: &Op, signature: &Signature, kind: Option<Kind>) -> bool {
     if !signature.outputs.contains(&P) {
         return true;
@@ -172,7 +172,7 @@ fn stays_partial(op: &Op, signature: &Signature, kind: Option<Kind>) -> bool {
     terms.all(|(input, _)| input.kind.zip(kind).is_some_and(|(from, to)| keeps_terms(from, to)))
 }
 
-/// The kind of the result of an operation that is linear in some input.
+/// Returns the kind of the result of an operation that is linear in some input.
 fn result_kind(op: &Op) -> Option<Kind> {
     if op.in_place || op.name == "copy" {
         return op.inputs.first()?.kind;

@@ -54,7 +54,7 @@ fn dims(op: &Op, arg: usize) -> Vec<usize> {
     op.dims(arg, op.rank(0))
 }
 
-/// The dimension that is an argument; all, if it is none, as in the overload without one.
+/// Returns the dimension that is an argument; all, if it is none, as in the overload without one.
 fn overloaded(op: &Op, arg: usize) -> Vec<usize> {
     let rank = op.rank(0);
     op.dim(arg, rank).map_or_else(|| (0..rank).collect(), |dim| vec![dim])

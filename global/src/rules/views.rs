@@ -60,7 +60,7 @@ fn cumsum(op: &Op) -> Vec<Signature> {
     signatures
 }
 
-/// The dimension that an argument is; all, if it is none.
+/// Returns the dimension that an argument is; all, if it is none.
 fn dims_at(op: &Op, arg: usize) -> Vec<usize> {
     let rank = op.rank(0);
     op.dim(arg, rank).map_or_else(|| (0..rank).collect(), |dim| vec![dim])
@@ -143,14 +143,14 @@ fn reshape(op: &Op) -> Vec<Signature> {
     [Signature::all(op, P)].into_iter().chain(splits).collect()
 }
 
-/// The sizes asked for; one of them may be -1: what is left.
+/// Returns the sizes asked for; one of them may be -1: what is left.
 fn sizes(asked: &[i64], elements: usize) -> Vec<usize> {
     let known: usize = asked.iter().filter_map(|&size| usize::try_from(size).ok()).product();
     let left = elements.checked_div(known).unwrap_or(0);
     asked.iter().map(|&size| usize::try_from(size).unwrap_or(left)).collect()
 }
 
-/// The dimension of the new shape that begins where a dimension of the old one does.
+/// Returns the dimension of the new shape that begins where a dimension of the old one does.
 fn target(from: &[usize], to: &[usize], dim: usize) -> Option<usize> {
     let before: usize = from[..dim].iter().product();
     let mut product = 1;
@@ -168,7 +168,7 @@ fn repeat(op: &Op) -> Vec<Signature> {
     moved(op, |dim, _| (times.get(dim + new) == Some(&1)).then_some(dim + new))
 }
 
-/// The place of a dimension after two others were taken away, and have become the last one.
+/// Returns the place of a dimension after two others were taken away, and have become the last one.
 fn beside(dim: usize, diagonal: [usize; 2]) -> Option<usize> {
     let gone = diagonal.iter().filter(|&&other| other < dim).count();
     (!diagonal.contains(&dim)).then(|| dim - gone)

@@ -7,15 +7,15 @@ use crate::error::Result;
 /// An input or a result of a job.
 #[derive(Debug)]
 pub enum Array {
-    /// Of a consistent job: the logical array.
+    /// The logical array, of a consistent job.
     Whole(Tensor),
-    /// Of a mirrored job: an array for each rank, in the placement's order.
+    /// An array for each rank, of a mirrored job, in the placement's order.
     List(Vec<Tensor>),
 }
 
 impl Array {
-    /// The logical array: a list's arrays one after the other, along dimension 0. Arrays without
-    /// dimensions become an array of as many elements.
+    /// Returns the logical array: a list's arrays one after the other, along dimension 0. Arrays
+    /// without dimensions become an array of as many elements.
     ///
     /// # Errors
     /// Arrays of a list that do not fit each other.
@@ -29,7 +29,7 @@ impl Array {
         }
     }
 
-    /// An array for each rank; the logical array alone.
+    /// Returns an array for each rank; the logical array alone.
     pub fn list(self) -> Vec<Tensor> {
         match self {
             Array::Whole(tensor) => vec![tensor],

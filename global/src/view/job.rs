@@ -40,7 +40,7 @@ struct Training {
     step: u64,
 }
 
-/// What the model has returned.
+/// The result of the model.
 struct Output {
     tensor: Tensor,
     /// On all ranks.
@@ -50,8 +50,8 @@ struct Output {
 }
 
 impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
-    /// A job that minimizes the mean of what the model returns. Its variables begin with the first
-    /// rank's values. In the consistent view those that are not yet global become so, as B: a
+    /// Makes a job that minimizes the mean of what the model returns. Its variables begin with the
+    /// first rank's values. In the consistent view those that are not yet global become so, as B: a
     /// variable that is to be split is distributed before.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         Self::new(view, placement, vs, Some(training), model)
     }
 
-    /// A job that returns what the model does, without gradients.
+    /// Makes a job that returns what the model does, without gradients.
     ///
     /// # Errors
     /// As of [`Job::train`].
@@ -149,8 +149,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         self.result(output)
     }
 
-    /// As [`Job::run`], but does not wait for the result: `callback` gets it in the job's next
-    /// call, or in [`Job::wait`]. A result that is not fetched so is dropped with the job.
+    /// Runs as [`Job::run`] does, but does not wait for the result: `callback` gets it in the job's
+    /// next call, or in [`Job::wait`]. A result that is not fetched so is dropped with the job.
     ///
     /// # Errors
     /// As of [`Job::run`].
@@ -222,7 +222,7 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         Ok(output)
     }
 
-    /// The inputs for this rank's model, after they are checked.
+    /// Returns the inputs for this rank's model, after they are checked.
     fn checked(&self, inputs: Vec<Array>) -> Result<Vec<Tensor>> {
         if inputs.len() != self.inputs.len() {
             let declared: Vec<&str> = self.inputs.iter().map(|input| &*input.name).collect();

@@ -52,7 +52,7 @@ pub use job::Job;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 
-/// How a program sees batches and results.
+/// The way in which a program sees batches and results.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum View {
     /// Each rank has a copy of the model, and arrays of its own.
@@ -62,7 +62,7 @@ pub enum View {
     Consistent,
 }
 
-/// The first `count` ranks of a group, on one axis.
+/// Returns the first `count` ranks of a group, on one axis.
 ///
 /// # Errors
 /// There are fewer: both numbers.

@@ -17,7 +17,7 @@ use crate::placement::Placement;
 use crate::sbp::B;
 use crate::tensor::GlobalTensor;
 
-/// All variables by name, in the same order on all ranks.
+/// Returns all variables by name, in the same order on all ranks.
 pub fn sorted(vs: &nn::VarStore) -> Vec<(String, Tensor)> {
     let mut variables: Vec<(String, Tensor)> = vs.variables().into_iter().collect();
     variables.sort_by(|(one, _), (other, _)| one.cmp(other));

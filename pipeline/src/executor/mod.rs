@@ -78,7 +78,7 @@ pub struct Step<'a, 'l> {
     measured: Measured,
 }
 
-/// What a forward keeps for its backward.
+/// The tensors that a forward keeps for its backward.
 struct Activation {
     micro_batch: MicroBatch,
     /// Leaves.

@@ -80,7 +80,7 @@ impl Action {
         self.parts().2
     }
 
-    /// Whether the action is a computation, and not a send or a receive.
+    /// Returns whether the action is a computation, and not a send or a receive.
     pub fn is_computation(self) -> bool {
         matches!(
             self,

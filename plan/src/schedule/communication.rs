@@ -84,7 +84,7 @@ type Place = (usize, usize);
 /// The receives of all ranks.
 struct Channels {
     micro_batches: usize,
-    /// By the ranks that send and receive: the receives, in the order of their sends.
+    /// The receives by the ranks that send and receive, in the order of their sends.
     receives: HashMap<(usize, usize), Vec<Action>>,
     /// The place of each receive of an activation, by stage and micro-batch.
     activations: Vec<Option<Place>>,

@@ -19,7 +19,7 @@ use super::action::Action;
 pub struct Schedule {
     pub(super) rank_of_stage: Vec<usize>,
     pub(super) micro_batches: usize,
-    /// By rank.
+    /// The actions by rank.
     pub(super) actions: Vec<Vec<Action>>,
 }
 

@@ -81,7 +81,7 @@ pub enum Error {
     /// A cost is negative or not finite.
     #[error("a cost of {0}; costs are finite numbers, 0 or more")]
     Cost(f64),
-    /// There are costs of more or fewer stages than the schedule has.
+    /// The costs are of more or fewer stages than the schedule has.
     #[error("costs of {given} stages, but the schedule has {stages}; give each stage's")]
     Stages {
         /// The number of costs.

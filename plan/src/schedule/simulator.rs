@@ -54,9 +54,9 @@ impl Costs {
 pub struct Interval {
     /// The computation.
     pub action: Action,
-    /// When it begins.
+    /// The time at which it begins.
     pub start: f64,
-    /// When it is over.
+    /// The time at which it is over.
     pub end: f64,
 }
 

@@ -98,7 +98,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A pair at one size, beside its limit.
+/// Returns a pair at one size, beside its limit.
 fn measure(
     group: &ProcessGroup,
     options: &Options,
@@ -154,7 +154,7 @@ fn measure(
     Ok(())
 }
 
-/// How many elements a rank reads and writes if nothing is staged.
+/// Returns how many elements a rank reads and writes if nothing is staged.
 fn traffic(plan: &Plan, from: Layout, rank: usize) -> usize {
     let part = from.placement.position(rank).and_then(|position| {
         let reduction = plan.reduction.as_ref()?;

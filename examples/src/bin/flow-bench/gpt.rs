@@ -120,7 +120,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The steps of a block of measurements, by rank 0's times.
+/// Returns the steps of a block of measurements, by rank 0's times.
 fn steps(group: &ProcessGroup, mut warm_up: Vec<Duration>) -> Result<usize> {
     let mut count = [0_i64];
     if group.rank() == 0 {
@@ -138,7 +138,7 @@ fn plain(options: &Options, x: &Tensor, y: &Tensor) -> Result<Training> {
     Ok(Training { block, store, optimizer, x: x.shallow_clone(), y: y.shallow_clone() })
 }
 
-/// The block over all ranks, with the weights and the inputs of the plain one.
+/// Returns the block over all ranks, with the weights and the inputs of the plain one.
 fn tensor_parallel(options: &Options, placement: &Placement, plain: &Training) -> Result<Training> {
     let store = VarStore::new(Device::Cpu);
     let root = store.root();

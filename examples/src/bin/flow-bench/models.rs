@@ -51,7 +51,7 @@ impl Model {
         }
     }
 
-    /// The model, a classifier of ten classes, with its variables below `path`.
+    /// Returns the model, a classifier of ten classes, with its variables below `path`.
     pub fn build(self, path: &nn::Path) -> SequentialT {
         match self {
             Model::Mlp => mlp(path),
@@ -102,7 +102,7 @@ fn gpt(path: &nn::Path) -> SequentialT {
     ))
 }
 
-/// A block on one process.
+/// Returns a block on one process.
 pub fn plain_gpt_block(path: &nn::Path, width: i64, heads: i64) -> Result<SequentialT, Infallible> {
     gpt_block(
         path,
@@ -112,9 +112,9 @@ pub fn plain_gpt_block(path: &nn::Path, width: i64, heads: i64) -> Result<Sequen
     )
 }
 
-/// A block of GPT-2 (Radford et al. 2019) of this width, with so many heads. Its linear layers are
-/// made from their names, inputs and outputs: `column` makes those whose outputs may be split over
-/// ranks, and `row` those that take such inputs.
+/// Returns a block of GPT-2 (Radford et al. 2019) of this width, with so many heads. Its linear
+/// layers are made from their names, inputs and outputs: `column` makes those whose outputs may be
+/// split over ranks, and `row` those that take such inputs.
 pub fn gpt_block<C: Module + 'static, R: Module + 'static, E>(
     path: &nn::Path,
     (width, heads): (i64, i64),

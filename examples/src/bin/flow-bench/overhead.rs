@@ -162,7 +162,7 @@ fn random(sizes: &[i64]) -> Tensor {
     Tensor::randn(sizes, (Kind::Float, Device::Cpu))
 }
 
-/// An MLP and its optimizer, on global tensors if there is a placement.
+/// Returns an MLP and its optimizer, on global tensors if there is a placement.
 fn mlp(placement: Option<&Placement>) -> Result<(nn::Sequential, nn::Optimizer, nn::VarStore)> {
     let vs = nn::VarStore::new(Device::Cpu);
     let net = nn::seq()

@@ -14,7 +14,7 @@ pub struct Sizes {
     pub json: bool,
 }
 
-/// A size on the command line.
+/// Returns a size on the command line.
 pub fn parse_size(text: &str) -> Result<usize, String> {
     let bytes = text
         .parse()
@@ -23,7 +23,7 @@ pub fn parse_size(text: &str) -> Result<usize, String> {
     bytes.ok_or_else(|| "a buffer of f32 takes a multiple of 4 bytes, at least 4".into())
 }
 
-/// A size for people to read.
+/// Returns a size for people to read.
 pub fn size_name(bytes: usize) -> String {
     match bytes {
         bytes if bytes.is_multiple_of(1 << 20) => format!("{} MiB", bytes >> 20),

@@ -6,13 +6,13 @@ use anyhow::Result;
 use flow_ddp::ProcessGroup;
 use tch::{Cuda, Device};
 
-/// How often to repeat what took these times, for `total` altogether.
+/// Returns how often to repeat what took these times, for `total` altogether.
 pub fn repetitions(warm_up: &mut [Duration], total: Duration) -> usize {
     let one = median(warm_up).max(Duration::from_nanos(100));
     total.div_duration_f64(one).max(5.0) as usize
 }
 
-/// How long each of `count` calls takes.
+/// Measures how long each of `count` calls takes.
 pub fn time<E>(count: usize, mut run: impl FnMut() -> Result<(), E>) -> Result<Vec<Duration>, E> {
     let mut times = Vec::with_capacity(count);
     for _ in 0..count {

@@ -21,7 +21,7 @@ impl Text {
         Ok(Self(text::read(path)?))
     }
 
-    /// A checksum, to tell texts apart.
+    /// Returns a checksum, to tell texts apart.
     pub fn checksum(&self) -> u32 {
         self.0.iter().fold(1, |sum, &byte| (sum ^ u32::from(byte)).wrapping_mul(0x0100_0193))
     }
@@ -67,7 +67,7 @@ impl Text {
         self.at(&places, placement, options, device)
     }
 
-    /// How many batches of pieces, one after the other, the text has.
+    /// Returns how many batches of pieces, one after the other, the text has.
     ///
     /// # Errors
     /// When it has none.
@@ -84,7 +84,7 @@ impl Text {
         Ok(batches)
     }
 
-    /// The batch with this number, as [`batch`](Self::batch) has it.
+    /// Returns the batch with this number, as [`batch`](Self::batch) has it.
     pub fn pieces(
         &self,
         placement: &Placement,
@@ -104,7 +104,7 @@ impl Text {
         self.at(&Vec::<i64>::try_from(places.to_local()?)?, placement, options, device)
     }
 
-    /// The batch of the pieces at this rank's places.
+    /// Returns the batch of the pieces at this rank's places.
     fn at(
         &self,
         places: &[i64],

@@ -18,7 +18,7 @@ pub struct Job<'a> {
     /// The placement of this rank's stages, with the axes `dp` and `tp`.
     pub placement: Placement,
     pub pipeline: Pipeline,
-    /// How many micro-batches went through each stage in training.
+    /// The number of micro-batches that went through each stage in training.
     pub micro_batches: Vec<Arc<AtomicU64>>,
     /// A rank that has the last stage.
     pub last_rank: usize,
@@ -61,7 +61,8 @@ impl<'a> Job<'a> {
     }
 }
 
-/// The placement of each rank of the pipeline: its ranks of the mesh, with the axes `dp` and `tp`.
+/// Returns the placement of each rank of the pipeline: its ranks of the mesh, with the axes `dp`
+/// and `tp`.
 fn placements(mesh: &Mesh, group: &ProcessGroup) -> Result<Vec<Placement>> {
     let &[_, dp, tp] = mesh.shape() else { bail!("the mesh has {} axes", mesh.shape().len()) };
     let mut placements = Vec::new();

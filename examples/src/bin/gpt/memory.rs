@@ -34,7 +34,7 @@ impl Memory {
     }
 }
 
-/// The bytes of this rank's parts of tensors.
+/// Returns the bytes of this rank's parts of tensors.
 fn bytes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<usize> {
     let mut bytes = 0;
     for tensor in tensors {

@@ -44,8 +44,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// The layers of each stage, as the planner divides them: layer 0 is the embedding, then come the
-    /// blocks, and the head is last.
+    /// Returns the layers of each stage, as the planner divides them: layer 0 is the embedding,
+    /// then come the blocks, and the head is last.
     pub fn stages(&self, stages: usize) -> flow::plan::Result<Vec<Range<usize>>> {
         let [layers, hidden, heads, sequence, vocabulary] =
             [self.layers, self.width, self.heads, self.context, VOCABULARY]
@@ -73,7 +73,7 @@ pub struct Stage {
     embedding: Option<Embedding>,
     blocks: Vec<Arc<Mutex<Block>>>,
     head: Option<Head>,
-    /// How many micro-batches went through, over the whole training.
+    /// The number of micro-batches that went through, over the whole training.
     pub micro_batches: Arc<AtomicU64>,
 }
 
@@ -102,8 +102,9 @@ struct Norm {
 }
 
 impl Stage {
-    /// The stage of these [layers](Config::stages). All ranks make all stages, in their order, and so
-    /// draw the same first weights: a rank has memory for those only that are placed on it.
+    /// Makes the stage of these [layers](Config::stages). All ranks make all stages, in their
+    /// order, and so draw the same first weights: a rank has memory for those only that are placed
+    /// on it.
     pub fn new(
         path: &nn::Path,
         config: Config,
@@ -161,7 +162,7 @@ impl Stage {
         }
     }
 
-    /// The random numbers of a layer for the next micro-batch.
+    /// Returns the random numbers of a layer for the next micro-batch.
     fn draws(&self, layer: i64, train: bool) -> Draws {
         let micro_batch = self.micro_batches.load(Ordering::Relaxed);
         let place = (micro_batch * (self.config.layers as u64 + 1) + layer as u64) * DRAWS;
@@ -213,7 +214,7 @@ fn lock(block: &Mutex<Block>) -> std::sync::MutexGuard<'_, Block> {
     block.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The mean cross entropy of the targets.
+/// Returns the mean cross entropy of the targets.
 pub fn loss(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let losses = parallel_cross_entropy(logits, targets)?;
     Ok(losses.f_mean(losses.kind())?)

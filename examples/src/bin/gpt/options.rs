@@ -147,7 +147,7 @@ fn probability(text: &str) -> Result<f64, String> {
 }
 
 impl Options {
-    /// The sizes of the model, which has so many stages.
+    /// Returns the sizes of the model, which has so many stages.
     pub fn config(&self, stages: usize) -> Result<Config> {
         let &Self { layers, width, heads, context, dropout, seed, recompute, .. } = self;
         let tp = self.tp.get() as i64;
@@ -161,7 +161,7 @@ impl Options {
         Ok(Config { layers, width, heads, context, dropout, seed, recompute })
     }
 
-    /// The schedule of the pipeline. `--sample` runs a single micro-batch.
+    /// Returns the schedule of the pipeline. `--sample` runs a single micro-batch.
     pub fn schedule(&self) -> Result<Schedule> {
         let batch = self.batch_size;
         let parts = self.micro_batches;
@@ -170,8 +170,8 @@ impl Options {
         Ok(Schedule::named(&self.schedule, self.pp.get(), self.chunks.get(), parts)?)
     }
 
-    /// All ranks, with the axes `pp`, `dp` and `tp`: tensor parallel ranks are neighbours, as they
-    /// move the most.
+    /// Returns all ranks, with the axes `pp`, `dp` and `tp`: tensor parallel ranks are neighbours,
+    /// as they move the most.
     pub fn mesh(&self, group: &ProcessGroup) -> Result<Mesh> {
         let tp = self.tp.get();
         let pp = self.pp.get();
@@ -186,12 +186,13 @@ impl Options {
         Ok(Mesh::new(group, &ranks, &[pp, dp, tp])?.with_names(&["pp", "dp", "tp"])?)
     }
 
-    /// The steps until the learning rate is at its lowest.
+    /// Returns the steps until the learning rate is at its lowest.
     pub fn lr_decay_steps(&self) -> u64 {
         self.lr_decay_steps.unwrap_or(self.steps)
     }
 
-    /// The options and the text that the trained weights depend on, beside the steps; first the model's [`SIZES`].
+    /// Returns the options and the text that the trained weights depend on, beside the steps; first
+    /// the model's [`SIZES`].
     pub fn hyperparameters(&self, checksum: u32) -> Vec<(String, String)> {
         let kind = format!("{:?}", self.dtype.kind());
         let held_out = self.validate_every.is_some();

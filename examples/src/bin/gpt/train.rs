@@ -90,7 +90,7 @@ pub fn train(
     Ok(())
 }
 
-/// Whether something that is done every so many steps, and after the last, is due.
+/// Returns whether something that is done every so many steps, and after the last, is due.
 fn is_due(every: usize, done: u64, last_step: u64) -> bool {
     done.is_multiple_of(every as u64) || done == last_step
 }
@@ -231,7 +231,7 @@ impl Job<'_> {
     }
 }
 
-/// The elements that this rank has of trainable variables.
+/// Returns the elements that this rank has of trainable variables.
 fn local_elements(vs: &nn::VarStore) -> Result<i64> {
     let mut elements = 0;
     for variable in vs.trainable_variables() {
@@ -240,7 +240,7 @@ fn local_elements(vs: &nn::VarStore) -> Result<i64> {
     Ok(elements)
 }
 
-/// The learning rate of each step: up in a straight line, then down along half a cosine.
+/// Returns the learning rate of each step: up in a straight line, then down along half a cosine.
 fn rates(options: &Options) -> LrScheduler {
     let steps = options.lr_decay_steps();
     let cosine = LrScheduler::Cosine { base: options.lr, steps, alpha: 0.1 };
