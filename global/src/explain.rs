@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::placement::Placement;
-use crate::planner::{Cost, Costs, Pin, cost, pins};
+use crate::planner::{Cost, Pin, Prices, cost, pins};
 use crate::sbp::{NdSbp, Sbp, text};
-use crate::trace::{Action, Call, Phase, Trace};
+use crate::trace::{CallKind, Phase, Trace, TracedCall};
 
 /// A trace as a table. Its text has a line for each kind of call, then the bytes by kind of boxing,
 /// then the pins.
@@ -33,7 +33,7 @@ pub struct Row {
     /// Whether autograd runs them.
     pub phase: Phase,
     /// Each tensor that they get.
-    pub inputs: Vec<Given>,
+    pub inputs: Vec<RowInput>,
     /// The SBPs of the results.
     pub outputs: Vec<NdSbp>,
     /// Received by a rank for all of them.
@@ -44,7 +44,7 @@ pub struct Row {
 
 /// A tensor that a call gets.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Given {
+pub struct RowInput {
     /// Its logical shape.
     pub shape: Vec<usize>,
     /// The SBP that it had.
@@ -79,7 +79,7 @@ impl Table {
                 *total = (total.0 + 1, total.1 + boxing.bytes);
             }
         }
-        let pins = pins(trace, &Costs::default());
+        let pins = pins(trace, &Prices::default());
         Self { rows: rows(trace), boxings, cost: cost(trace), pins }
     }
 }
@@ -110,20 +110,20 @@ pub(crate) fn rows(trace: &Trace) -> Vec<Row> {
     rows
 }
 
-fn row(trace: &Trace, call: &Call) -> Row {
+fn row(trace: &Trace, call: &TracedCall) -> Row {
     let inputs = call.inputs.iter().zip(&call.boxed).filter_map(|(id, boxed)| {
         let value = &trace.values[(*id)?];
         let sbp = text(&value.sbp);
         let boxed = text(boxed);
-        Some(Given { shape: value.tensor.shape.clone(), sbp, boxed })
+        Some(RowInput { shape: value.tensor.shape.clone(), sbp, boxed })
     });
     let outputs = call.outputs.iter().flatten().map(|&id| trace.values[id].sbp.clone());
     let bytes = trace.boxings(call).map(|boxing| boxing.bytes).sum();
-    let why = match call.action {
-        Action::ToGlobal => Why::Asked,
-        Action::Gradient => Why::Leaf,
-        Action::Operation if call.has_rule => Why::Rule,
-        Action::Operation => Why::NoRule,
+    let why = match call.kind {
+        CallKind::ToGlobal => Why::Asked,
+        CallKind::Gradient => Why::Leaf,
+        CallKind::Operation if call.has_rule => Why::Rule,
+        CallKind::Operation => Why::NoRule,
     };
     let in_place = if call.in_place { "_" } else { "" };
     let overload = if call.overload.is_empty() { "" } else { "." };
@@ -190,7 +190,7 @@ impl fmt::Display for Row {
         let phase = if self.phase == Phase::Backward { "backward " } else { "" };
         let bytes = if self.bytes > 0.0 { size(self.bytes) } else { String::new() };
         write!(f, "{:>6}x {bytes:>10}  {phase}{}(", self.count, self.name)?;
-        for (index, Given { shape, sbp, boxed }) in self.inputs.iter().enumerate() {
+        for (index, RowInput { shape, sbp, boxed }) in self.inputs.iter().enumerate() {
             let comma = if index > 0 { ", " } else { "" };
             if sbp == boxed {
                 write!(f, "{comma}{shape:?} {sbp}")?

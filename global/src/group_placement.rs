@@ -3,7 +3,7 @@
 use flow_autograd::global::Globals;
 use flow_tensor::ProcessGroup;
 
-use crate::dispatch::Operations;
+use crate::dispatch::GlobalDispatcher;
 use crate::error::Result;
 use crate::placement::{Placement, Ranks};
 
@@ -15,7 +15,7 @@ impl Placement {
     /// # Errors
     /// No ranks, a rank twice or that the group does not have, or parts of different shapes.
     pub fn new(group: &ProcessGroup, ranks: impl Ranks) -> Result<Self> {
-        Globals::register::<Operations>()?;
+        Globals::register::<GlobalDispatcher>()?;
         Self::of(ranks)?.on(group)
     }
 

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
 use crate::boxing::memory::resolved;
-use crate::boxing::plan::Layout;
+use crate::boxing::plan::TensorLayout;
 use crate::error::{Error, Result};
 use crate::region::shape;
 use crate::sbp::B;
@@ -63,8 +63,8 @@ pub fn boxed(tensor: &Tensor, to: &Arc<Spec>) -> Result<Tensor> {
     }
     let sizes = tensor.size();
     let shape = shape(&sizes);
-    let old = Layout { placement: from.placement(), sbp: from.sbp() };
-    let new = Layout { placement: to.placement(), sbp: to.sbp() };
+    let old = TensorLayout { placement: from.placement(), sbp: from.sbp() };
+    let new = TensorLayout { placement: to.placement(), sbp: to.sbp() };
     let runtime = to.placement().runtime()?;
     let boxing = Boxing::between(runtime, &shape, old, new);
     sequence::note(&runtime.groups, boxing.operation());

@@ -25,7 +25,7 @@ const MAX_DIMS: usize = 64;
 /// Returns the global tensor whose part, copy or partial sum `local` is on this rank. What should
 /// be copies becomes what the first rank has.
 pub fn from_locals(local: &Tensor, spec: &Arc<Spec>) -> Result<Tensor> {
-    let given = Given::of_all_ranks(local, spec.placement())?;
+    let given = GivenLocal::of_all_ranks(local, spec.placement())?;
     let shape = logical_shape(&given, spec.placement(), spec.sbp())?;
     let sizes: Vec<i64> = shape.iter().map(|&size| size as i64).collect();
     let to = spec.clone();
@@ -190,13 +190,13 @@ fn first_copies(local: &Tensor, spec: Arc<Spec>, sizes: &[i64]) -> Result<Tensor
 }
 
 /// The tensor that a rank gives to `to_global`, in numbers.
-struct Given {
+struct GivenLocal {
     kind: i64,
     requires_grad: bool,
     shape: Vec<usize>,
 }
 
-impl Given {
+impl GivenLocal {
     /// Gathers those of all ranks of the job.
     fn of_all_ranks(local: &Tensor, placement: &Placement) -> Result<Vec<Self>> {
         let runtime = placement.runtime()?;
@@ -221,8 +221,8 @@ impl Given {
 
 /// Returns the shape of the logical tensor, from those of all locals, which are checked. All ranks
 /// find the same errors.
-fn logical_shape(given: &[Given], placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
-    let locals: Vec<&Given> = placement.ranks().iter().map(|&rank| &given[rank]).collect();
+fn logical_shape(given: &[GivenLocal], placement: &Placement, sbp: &[Sbp]) -> Result<Vec<usize>> {
+    let locals: Vec<&GivenLocal> = placement.ranks().iter().map(|&rank| &given[rank]).collect();
     let first = placement.ranks()[0];
     if let Some(rank) = given.iter().position(|other| other.kind != locals[0].kind) {
         return Err(Error::Unsupported {

@@ -21,7 +21,7 @@ use crate::handle::{boxed, local_of, spec_of, wrap};
 use crate::placement::Placement;
 use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp, P};
-use crate::sequence::{self, Operation};
+use crate::sequence::{self, AgreedOperation};
 use crate::spec::Spec;
 
 /// Leaves of a model that were distributed together, on one placement. (The placement itself, which
@@ -201,7 +201,7 @@ impl Replicas {
             let group = runtime.groups.group(&ranks)?;
             let names: Vec<_> = members.iter().map(|&leaf| self.leaf(leaf).name.clone()).collect();
             let text = format!("buckets for the gradients of {}", names.join(", "));
-            let operation = Operation::new(placement, ("buckets", &axes, names), text, false);
+            let operation = AgreedOperation::new(placement, ("buckets", &axes, names), text, false);
             sequence::note(&runtime.groups, &operation);
             let mut parameters = Vec::new();
             for &leaf in &members {

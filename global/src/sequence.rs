@@ -26,14 +26,14 @@ const MAX_PLACEMENTS: usize = 1024;
 const REPORTS: Duration = Duration::from_secs(5);
 
 /// An operation, the same on all ranks.
-pub struct Operation {
+pub struct AgreedOperation {
     placement: u64,
     digest: u64,
     text: String,
     is_copy: bool,
 }
 
-impl Operation {
+impl AgreedOperation {
     /// Makes an operation on this placement; `what` all ranks agree on, and `text` is for errors.
     /// `is_copy`: it copies a tensor as it is, as autograd does with the gradient of a leaf where
     /// something else uses it, which may be so on some ranks only.
@@ -62,7 +62,7 @@ struct Sequence {
     count: usize,
     digest: u64,
     /// Each with the digest after it; operation `n`, from 1 on, is at `n % KEPT`.
-    last: Vec<(u64, Arc<Operation>)>,
+    last: Vec<(u64, Arc<AgreedOperation>)>,
 }
 
 thread_local! {
@@ -70,7 +70,7 @@ thread_local! {
 }
 
 /// Counts an operation. Returns false if a rank may run it alone.
-pub fn note(groups: &Groups, operation: &Arc<Operation>) -> bool {
+pub fn note(groups: &Groups, operation: &Arc<AgreedOperation>) -> bool {
     if operation.is_of_autograd() {
         return false;
     }
@@ -105,7 +105,7 @@ impl Sequence {
         entries.map(|(digest, operation)| (*digest, operation.text.clone())).collect()
     }
 
-    fn add(&mut self, operation: &Arc<Operation>) {
+    fn add(&mut self, operation: &Arc<AgreedOperation>) {
         self.count += 1;
         self.digest =
             (self.digest.rotate_left(5) ^ operation.digest).wrapping_mul(0x9E37_79B9_7F4A_7C15);

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use crate::boxing::plan::{Layout, Plan};
+use crate::boxing::plan::{BoxingPlan, TensorLayout};
 use crate::placement::Placement;
 use crate::rules::infer::Choice;
 use crate::rules::op::{Arg, Input, Op};
@@ -17,7 +17,7 @@ pub struct Trace {
     /// The tensors, by id.
     pub values: Vec<Value>,
     /// The operations.
-    pub calls: Vec<Call>,
+    pub calls: Vec<TracedCall>,
 }
 
 /// A tensor. What is written in place stays the same tensor.
@@ -57,7 +57,7 @@ pub enum Phase {
 
 /// The kinds of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
+pub enum CallKind {
     /// An operation of libtorch.
     Operation,
     /// Boxing that the program asks for.
@@ -68,15 +68,15 @@ pub enum Action {
 
 /// Something that ran on global tensors.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub struct TracedCall {
     /// Whether it is an operation, a conversion or a gradient.
-    pub action: Action,
+    pub kind: CallKind,
     /// The name of the operation, [`Op::name`]; `to_global` and `gradient` of boxing.
     pub name: String,
     /// The overload, [`Op::overload`].
     pub overload: String,
     /// The arguments, [`Op::args`].
-    pub args: Vec<Argument>,
+    pub args: Vec<TracedArgument>,
     /// Ids of values; None for an optional tensor that is not there.
     pub inputs: Vec<Option<usize>>,
     /// The SBP that each input was boxed to.
@@ -96,7 +96,7 @@ pub struct Call {
 
 /// An argument: [`Arg`], but it owns what it has.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Argument {
+pub enum TracedArgument {
     /// Sizes, dimensions and the like.
     Ints(Vec<i64>),
     /// Anything else.
@@ -105,7 +105,7 @@ pub enum Argument {
 
 /// Boxing that a call needed.
 #[derive(Clone, Copy, Debug)]
-pub struct Boxing<'a> {
+pub struct TracedBoxing<'a> {
     /// The tensor.
     pub value: usize,
     /// The SBP that it had.
@@ -116,7 +116,7 @@ pub struct Boxing<'a> {
     pub bytes: f64,
 }
 
-impl From<&Arg<'_>> for Argument {
+impl From<&Arg<'_>> for TracedArgument {
     fn from(arg: &Arg) -> Self {
         Self::Other(match arg {
             Arg::Ints(values) => return Self::Ints(values.to_vec()),
@@ -131,7 +131,7 @@ impl From<&Arg<'_>> for Argument {
     }
 }
 
-impl Argument {
+impl TracedArgument {
     /// Returns the argument as rules have it.
     pub(crate) fn borrow(&self) -> Arg<'_> {
         match self {
@@ -194,11 +194,11 @@ impl Trace {
                 })),
             });
         }
-        self.calls.push(Call {
-            action: Action::Operation,
+        self.calls.push(TracedCall {
+            kind: CallKind::Operation,
             name: op.name.to_string(),
             overload: op.overload.to_string(),
-            args: op.args.iter().map(Argument::from).collect(),
+            args: op.args.iter().map(TracedArgument::from).collect(),
             inputs: inputs.to_vec(),
             boxed,
             outputs: outputs.clone(),
@@ -218,19 +218,19 @@ impl Trace {
         sbp: &[Sbp],
         (phase, node): (Phase, Option<u64>),
     ) -> usize {
-        self.boxing(Action::ToGlobal, &[input], placement, sbp, (phase, node))
+        self.boxing(CallKind::ToGlobal, &[input], placement, sbp, (phase, node))
     }
 
     /// Adds that a gradient was boxed to the SBP of its leaf; returns the id of what the leaf gets.
     pub fn gradient(&mut self, gradient: usize, leaf: usize) -> usize {
         let Value { placement, sbp, .. } = self.values[leaf].clone();
         let phase = (Phase::Backward, None);
-        self.boxing(Action::Gradient, &[gradient, leaf], &placement, &sbp, phase)
+        self.boxing(CallKind::Gradient, &[gradient, leaf], &placement, &sbp, phase)
     }
 
     fn boxing(
         &mut self,
-        action: Action,
+        kind: CallKind,
         inputs: &[usize],
         placement: &Placement,
         sbp: &[Sbp],
@@ -241,9 +241,9 @@ impl Trace {
         let role = Role::Result;
         let result =
             self.add(Value { tensor, placement, sbp: sbp.to_vec(), name: String::new(), role });
-        self.calls.push(Call {
-            action,
-            name: if action == Action::Gradient { "gradient" } else { "to_global" }.to_string(),
+        self.calls.push(TracedCall {
+            kind,
+            name: if kind == CallKind::Gradient { "gradient" } else { "to_global" }.to_string(),
             overload: String::new(),
             args: Vec::new(),
             inputs: inputs.iter().map(|&input| Some(input)).collect(),
@@ -258,7 +258,7 @@ impl Trace {
     }
 
     /// Returns the tensors that were boxed for a call; those that it writes are boxed back.
-    pub fn boxings<'a>(&'a self, call: &'a Call) -> impl Iterator<Item = Boxing<'a>> {
+    pub fn boxings<'a>(&'a self, call: &'a TracedCall) -> impl Iterator<Item = TracedBoxing<'a>> {
         let to_placement = self.placement(call);
         call.inputs.iter().zip(&call.boxed).enumerate().filter_map(move |(index, (input, to))| {
             let value = (*input)?;
@@ -266,17 +266,17 @@ impl Trace {
             if from == to && Some(placement) == to_placement {
                 return None;
             }
-            let old = Layout { placement, sbp: from };
-            let new = Layout { placement: to_placement?, sbp: to };
+            let old = TensorLayout { placement, sbp: from };
+            let new = TensorLayout { placement: to_placement?, sbp: to };
             let is_written = call.in_place && index == 0;
             let back = if is_written { received(tensor, new, old) } else { 0.0 };
             let bytes = received(tensor, old, new) + back;
-            Some(Boxing { value, from, to, bytes })
+            Some(TracedBoxing { value, from, to, bytes })
         })
     }
 
     /// Returns the placement of what a call returns, else of what it gets.
-    pub fn placement(&self, call: &Call) -> Option<&Placement> {
+    pub fn placement(&self, call: &TracedCall) -> Option<&Placement> {
         let value = call.outputs.iter().chain(&call.inputs).copied().flatten().next()?;
         Some(&self.values[value].placement)
     }
@@ -287,7 +287,7 @@ impl Trace {
     pub fn on(&self, placement: &Placement, sbp: impl Fn(&Value) -> NdSbp) -> Self {
         let mut trace = self.clone();
         let broadcast = vec![B; placement.axes()];
-        let converted = self.calls.iter().filter(|call| call.action == Action::ToGlobal);
+        let converted = self.calls.iter().filter(|call| call.kind == CallKind::ToGlobal);
         let converted: Vec<_> = converted.filter_map(|call| call.outputs[0]).collect();
         for (id, value) in trace.values.iter_mut().enumerate() {
             let is_given = value.role != Role::Result || converted.contains(&id);
@@ -343,8 +343,8 @@ impl Trace {
     /// Returns the gradient of each value, where the trace shows it: what enters the backward of
     /// the call that made the value.
     pub fn gradients(&self) -> Vec<Option<usize>> {
-        let mut maker: Vec<Option<&Call>> = vec![None; self.values.len()];
-        let mut backward = HashMap::<u64, Vec<&Call>>::new();
+        let mut maker: Vec<Option<&TracedCall>> = vec![None; self.values.len()];
+        let mut backward = HashMap::<u64, Vec<&TracedCall>>::new();
         for call in &self.calls {
             if call.phase == Phase::Backward
                 && let Some(node) = call.node
@@ -372,10 +372,10 @@ impl Trace {
     }
 }
 
-impl Call {
+impl TracedCall {
     /// Returns the operation, as rules see it.
     pub fn op(&self, values: &[Value]) -> Op<'_> {
-        let args = self.args.iter().map(Argument::borrow).collect();
+        let args = self.args.iter().map(TracedArgument::borrow).collect();
         let inputs = self
             .inputs
             .iter()
@@ -386,7 +386,7 @@ impl Call {
 }
 
 /// Returns the bytes that a rank of the new layout receives from others, on average.
-pub fn received(tensor: &Input, from: Layout, to: Layout) -> f64 {
-    let elements = Plan::new(&tensor.shape, from, to).received();
+pub fn received(tensor: &Input, from: TensorLayout, to: TensorLayout) -> f64 {
+    let elements = BoxingPlan::new(&tensor.shape, from, to).received();
     (elements * tensor.bytes()) as f64 / to.placement.ranks().len() as f64
 }

@@ -6,7 +6,7 @@ use crate::schedule::ScheduleKind;
 
 /// Seconds that one micro-batch takes in a stage, or in several.
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
-pub struct Work {
+pub struct StageTime {
     /// The forward.
     pub forward: f64,
     /// The backward's gradients of inputs, and the recomputation for them.
@@ -15,7 +15,7 @@ pub struct Work {
     pub backward_weight: f64,
 }
 
-impl Work {
+impl StageTime {
     /// Returns the seconds of forward and backward.
     pub fn total(&self) -> f64 {
         self.forward + self.backward_input + self.backward_weight
@@ -46,8 +46,8 @@ impl Work {
 }
 
 /// Returns the most seconds that one of these takes for a micro-batch.
-fn longest(works: &[Work]) -> f64 {
-    works.iter().map(Work::total).fold(0.0, f64::max)
+fn longest(works: &[StageTime]) -> f64 {
+    works.iter().map(StageTime::total).fold(0.0, f64::max)
 }
 
 /// Seconds of a step in which the average rank of a pipeline does not compute.
@@ -86,7 +86,7 @@ impl ScheduleKind {
 pub fn waits(
     kind: ScheduleKind,
     ranks: usize,
-    stages: &[Work],
+    stages: &[StageTime],
     send: f64,
     micro_batches: usize,
 ) -> Waits {
@@ -107,13 +107,13 @@ pub fn waits(
 /// The quantities in the formulas of all schedules.
 struct Pipeline<'a> {
     /// The work of each stage.
-    stages: &'a [Work],
+    stages: &'a [StageTime],
     /// The work of all stages.
-    all: Work,
+    all: StageTime,
     /// The work of the slowest rank.
-    slowest: Work,
+    slowest: StageTime,
     /// The work of the other ranks.
-    others: Work,
+    others: StageTime,
     ranks: usize,
     /// The number of borders between neighbouring ranks.
     hops: f64,
@@ -128,16 +128,18 @@ impl<'a> Pipeline<'a> {
     fn new(
         kind: ScheduleKind,
         ranks: usize,
-        stages: &'a [Work],
+        stages: &'a [StageTime],
         send: f64,
         micro_batches: usize,
     ) -> Self {
         let chunks = stages.len() / ranks;
         let slowest = (0..ranks)
-            .map(|rank| Work::sum(kind.stages_of(rank, ranks, chunks).map(|stage| &stages[stage])))
+            .map(|rank| {
+                StageTime::sum(kind.stages_of(rank, ranks, chunks).map(|stage| &stages[stage]))
+            })
             .max_by(|a, b| a.total().total_cmp(&b.total()))
             .unwrap_or_default();
-        let all = Work::sum(stages);
+        let all = StageTime::sum(stages);
         Self {
             stages,
             all,
@@ -153,7 +155,7 @@ impl<'a> Pipeline<'a> {
     /// All ranks wait for the slowest forward, then for the slowest backward.
     fn gpipe(&self) -> (f64, f64, f64) {
         let forward = self.stages.iter().map(|work| work.forward).fold(0.0, f64::max);
-        let backward = self.stages.iter().map(Work::backward).fold(0.0, f64::max);
+        let backward = self.stages.iter().map(StageTime::backward).fold(0.0, f64::max);
         let pace = forward + backward;
         (pace, self.all.total() - pace, 2.0 * self.hops * self.send)
     }
@@ -170,14 +172,14 @@ impl<'a> Pipeline<'a> {
         let bubble = self
             .stages
             .chunks(self.ranks)
-            .map(|chunk| Work::sum(chunk).total() - longest(chunk))
+            .map(|chunk| StageTime::sum(chunk).total() - longest(chunk))
             .fold(0.0, f64::max);
         if self.ranks == 1 {
             return (self.pace_by_chunk(), bubble, 0.0);
         }
         // Below this a send is over before its receiver has time for what is sent.
         let forward = self.stages.iter().map(|work| work.forward).fold(f64::INFINITY, f64::min);
-        let total = self.stages.iter().map(Work::total).fold(f64::INFINITY, f64::min);
+        let total = self.stages.iter().map(StageTime::total).fold(f64::INFINITY, f64::min);
         let late = ((self.send - forward) / 2.0).max((self.send - total / 2.0) / 2.0).max(0.0);
         let chunks = self.stages.len() / self.ranks;
         let borders = (self.stages.len() - 1) as f64;
@@ -189,7 +191,7 @@ impl<'a> Pipeline<'a> {
     /// gradients of inputs after it. Meanwhile it does p - 1 gradients of weights. With sends, as
     /// the simulator has it, that path crosses each border four times.
     fn zb_h1(&self) -> (f64, f64, f64) {
-        let Work { forward, backward_input, backward_weight } = self.others;
+        let StageTime { forward, backward_input, backward_weight } = self.others;
         let bubble = forward + backward_input - backward_weight;
         if self.ranks == 1 {
             return (self.slowest.total(), bubble, 0.0);
@@ -215,7 +217,7 @@ impl<'a> Pipeline<'a> {
 
     /// Returns the bubble of ZB-V with sends that take so long.
     fn bubble_of_v(&self, send: f64) -> f64 {
-        let Work { backward_input, backward_weight, .. } = self.others;
+        let StageTime { backward_input, backward_weight, .. } = self.others;
         let there = (5.0 * self.hops - 2.0) * send;
         let back = (6.0 * self.hops - 2.0) * send;
         (backward_input / 2.0 + there).max(backward_input - backward_weight + back)
@@ -237,7 +239,7 @@ impl<'a> Pipeline<'a> {
 /// Returns the time between two micro-batches in 1F1B. Rank r holds p - r activations, so that it waits
 /// for a gradient from rank q after q - r + 1 micro-batches. The time is the longest mean over
 /// neighbouring ranks of their work and the sends there and back between them.
-fn round_trip(stages: &[Work], send: f64) -> f64 {
+fn round_trip(stages: &[StageTime], send: f64) -> f64 {
     let mut period = longest(stages);
     // Each round finds neighbours that take longer than `period` on average, and their mean.
     loop {
@@ -376,14 +378,14 @@ mod tests {
 
     fn timeline(
         kind: ScheduleKind,
-        stages: &[Work],
+        stages: &[StageTime],
         send: f64,
         ranks: usize,
         count: usize,
     ) -> Timeline {
         let chunks = stages.len() / ranks;
         let schedule = Schedule::named(kind.name(), ranks, chunks, count).unwrap();
-        let costs = |&Work { forward, backward_input, backward_weight }: &Work| Costs {
+        let costs = |&StageTime { forward, backward_input, backward_weight }: &StageTime| Costs {
             forward,
             backward_input,
             backward_weight,
@@ -393,9 +395,15 @@ mod tests {
     }
 
     /// What the formulas have for a step.
-    fn step(kind: ScheduleKind, stages: &[Work], send: f64, ranks: usize, count: usize) -> f64 {
+    fn step(
+        kind: ScheduleKind,
+        stages: &[StageTime],
+        send: f64,
+        ranks: usize,
+        count: usize,
+    ) -> f64 {
         let Waits { imbalance, bubble, sends } = waits(kind, ranks, stages, send, count);
-        let mean = Work::sum(stages).total() / ranks as f64;
+        let mean = StageTime::sum(stages).total() / ranks as f64;
         count as f64 * mean + imbalance + bubble + sends
     }
 
@@ -412,7 +420,7 @@ mod tests {
             send in 0..5u8,
         ) {
             let quarters = |count: u8| f64::from(count) / 4.0;
-            let work = Work {
+            let work = StageTime {
                 forward: quarters(weight + longer),
                 backward_input: quarters(weight + longer + longest),
                 backward_weight: quarters(weight),
@@ -488,12 +496,12 @@ mod tests {
                 _ => blocks.collect(),
             };
             sizes[count - 1] += f64::from(last) / 4.0;
-            let work = |&size: &f64| Work {
+            let work = |&size: &f64| StageTime {
                 forward: 1.125 * size,
                 backward_input: (1.125 + f64::from(again)) * size,
                 backward_weight: size,
             };
-            let stages: Vec<Work> = sizes.iter().map(work).collect();
+            let stages: Vec<StageTime> = sizes.iter().map(work).collect();
             let count = kind.fewest_micro_batches(ranks) + more;
             let send = f64::from(send) / 4.0;
             let simulated = timeline(kind, &stages, send, ranks, count).total();
@@ -514,9 +522,9 @@ mod tests {
     fn interleaved_waits_chunk_by_chunk() {
         let work = |range: std::ops::Range<usize>| {
             let blocks = range.len() as f64;
-            Work { forward: blocks, backward_input: blocks, backward_weight: blocks }
+            StageTime { forward: blocks, backward_input: blocks, backward_weight: blocks }
         };
-        let stages: Vec<Work> = crate::split(&[1.0; 80], 48).into_iter().map(work).collect();
+        let stages: Vec<StageTime> = crate::split(&[1.0; 80], 48).into_iter().map(work).collect();
         let kind = ScheduleKind::Interleaved;
         let simulated = timeline(kind, &stages, 0.0, 8, 128).total();
         let planned = step(kind, &stages, 0.0, 8, 128);
@@ -529,7 +537,7 @@ mod tests {
     fn sends_stall_each_round_of_1f1b() {
         let of = |kind, chunks: usize| {
             let part = 1.0 / chunks as f64;
-            let work = Work { forward: part, backward_input: part, backward_weight: part };
+            let work = StageTime { forward: part, backward_input: part, backward_weight: part };
             step(kind, &vec![work; 8 * chunks], 0.5, 8, 64)
         };
         assert!((of(ScheduleKind::Gpipe, 1) - 220.0).abs() < 1e-9);

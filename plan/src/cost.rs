@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::bubble::Work;
+use crate::bubble::StageTime;
 use crate::cluster::{Cluster, Group};
 use crate::layout::{Layout, Recompute};
 use crate::model::{Layer, Model};
@@ -52,9 +52,9 @@ impl Cost {
     }
 
     /// Returns the seconds of a micro-batch.
-    pub fn work(&self) -> Work {
+    pub fn work(&self) -> StageTime {
         let forward = self.forward + self.all_reduce;
-        Work {
+        StageTime {
             forward,
             backward_input: forward + self.recompute + self.recompute_all_reduce,
             backward_weight: self.forward,

@@ -1,6 +1,6 @@
 //! Data parallelism in a step: reducing gradients, gathering weights, the optimizer.
 
-use crate::bubble::Work;
+use crate::bubble::StageTime;
 use crate::cluster::Group;
 use crate::cost::Cost;
 use crate::layout::Layout;
@@ -23,7 +23,13 @@ pub(crate) struct DataParallel {
 impl DataParallel {
     /// Computes it. `ranks` are the costs of the pipeline's ranks, `slowest` is the work of the slowest
     /// rank for a micro-batch, and `count` is the number of micro-batches.
-    pub fn new(ranks: &[Cost], slowest: &Work, count: f64, task: &Task, layout: &Layout) -> Self {
+    pub fn new(
+        ranks: &[Cost],
+        slowest: &StageTime,
+        count: f64,
+        task: &Task,
+        layout: &Layout,
+    ) -> Self {
         let group = task.cluster.group(layout.data, layout.tensor, layout.ranks());
         let Training { weights, gradients, optimizer, data_overlap, .. } = task.training;
         let parameters = ranks.iter().map(|cost| cost.parameters).fold(0.0, f64::max);

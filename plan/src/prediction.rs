@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::Serialize;
 
-use crate::bubble::{Waits, Work, waits};
+use crate::bubble::{StageTime, Waits, waits};
 use crate::cluster::{Cluster, Group};
 use crate::cost::{Cost, LayerCosts};
 use crate::data_parallel::DataParallel;
@@ -205,7 +205,7 @@ impl Stages {
             ));
             ranks.push(Cost::sum(&stages_of_rank));
         }
-        let work: Vec<Work> = stages.iter().map(Cost::work).collect();
+        let work: Vec<StageTime> = stages.iter().map(Cost::work).collect();
         let on_the_way = training.pipeline_overlap * hop;
         let waits = waits(schedule, pipeline, &work, on_the_way, micro_batches);
         let busy_hop = busy_part * hop;

@@ -87,7 +87,7 @@ pub struct RawFastCall {
 
 /// The key of an operation, which is known once it was dispatched.
 #[repr(C)]
-pub struct FastView {
+pub struct FastCallView {
     /// The object of C++.
     pub call: *mut RawFastCall,
     /// The words that decide how it is carried out.
@@ -160,7 +160,7 @@ pub struct OutputView {
 #[repr(C)]
 pub struct Callbacks {
     /// Runs an operation if it is known.
-    pub fast: unsafe extern "C" fn(call: *const FastView, done: *mut bool) -> *mut c_char,
+    pub fast: unsafe extern "C" fn(call: *const FastCallView, done: *mut bool) -> *mut c_char,
     /// Carries out an operation.
     pub dispatch: unsafe extern "C" fn(call: *const CallView) -> *mut c_char,
     /// Decides what becomes of the gradient of a leaf.

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use super::value::Wrapping;
 use crate::error::Error;
-use crate::ffi::global::{self as ffi, FastView};
+use crate::ffi::global::{self as ffi, FastCallView};
 use crate::ffi::{check, slice};
 
 /// An operation of libtorch on global tensors, by its key: what it runs on are the locals of its
 /// inputs, as they are.
 pub struct FastCall<'a, S> {
-    view: &'a FastView,
+    view: &'a FastCallView,
     /// The spec of the first global tensor, which keeps it.
     spec: ManuallyDrop<Arc<S>>,
 }
@@ -20,7 +20,7 @@ impl<'a, S: Send + Sync + 'static> FastCall<'a, S> {
     /// # Safety
     ///
     /// What `view` points to must be alive as long as this, and its spec be in an `Arc<S>`.
-    pub(super) unsafe fn new(view: &'a FastView) -> Self {
+    pub(super) unsafe fn new(view: &'a FastCallView) -> Self {
         // SAFETY: the caller's promise; the spec stays the tensor's, as it is not dropped here.
         let spec = ManuallyDrop::new(unsafe { Arc::from_raw(view.spec.cast()) });
         Self { view, spec }

@@ -20,7 +20,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 use crate::error::{BoxError, Error};
-use crate::ffi::global::{self as ffi, CallView, Callbacks, FastView};
+use crate::ffi::global::{self as ffi, CallView, Callbacks, FastCallView};
 use crate::ffi::{borrow, check, report};
 
 pub use call::Call;
@@ -237,7 +237,7 @@ impl<S: Send + Sync + 'static> Globals<S> {
 ///
 /// `view` must be valid during the call, with a spec in an `Arc<D::Spec>`, and `done` be writable.
 unsafe extern "C" fn call_fast<D: Dispatcher>(
-    view: *const FastView,
+    view: *const FastCallView,
     done: *mut bool,
 ) -> *mut c_char {
     report("an operation on global tensors", || {

@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use super::memory::{self, Part, resolved, runs, view};
 use super::packed;
 use super::phases::{Exchange, Reduce, Shares};
-use super::plan::{Layout, Plan};
+use super::plan::{BoxingPlan, TensorLayout};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
@@ -22,7 +22,7 @@ use crate::placement::Placement;
 use crate::region::{Region, regions};
 use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp, Sbp, neutral, text};
-use crate::sequence::Operation;
+use crate::sequence::AgreedOperation;
 
 /// Partial values of at most so many bytes are read by all ranks: one step is faster than two.
 pub const SMALL: usize = 16 << 10;
@@ -35,8 +35,8 @@ pub struct Boxing {
     layouts: [(Placement, NdSbp); 2],
     /// The boxing of complex numbers' parts: see [`Boxing::of_parts`].
     of_parts: OnceLock<Box<Boxing>>,
-    plan: Plan,
-    operation: Arc<Operation>,
+    plan: BoxingPlan,
+    operation: Arc<AgreedOperation>,
     /// Steps that one plan cannot do together with the rest, and that come first ([`between`]).
     first: Vec<Boxing>,
     /// The region that this rank has before. `result` is that after.
@@ -54,7 +54,12 @@ pub struct Boxing {
 impl Boxing {
     /// Returns the boxing of tensors of this shape between two layouts, on this rank, kept once it
     /// is made.
-    pub fn between(runtime: &Runtime, shape: &[usize], from: Layout, to: Layout) -> Arc<Self> {
+    pub fn between(
+        runtime: &Runtime,
+        shape: &[usize],
+        from: TensorLayout,
+        to: TensorLayout,
+    ) -> Arc<Self> {
         thread_local! {
             static KEY: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
         }
@@ -62,7 +67,7 @@ impl Boxing {
         KEY.with_borrow_mut(|key| {
             key.clear();
             add_numbers(key, shape);
-            for Layout { placement, sbp } in [from, to] {
+            for TensorLayout { placement, sbp } in [from, to] {
                 add_numbers(key, placement.ranks());
                 add_numbers(key, placement.shape());
                 key.extend(sbp.iter().map(|sbp| match *sbp {
@@ -81,10 +86,10 @@ impl Boxing {
 
     /// Makes the boxing of tensors of this shape, on this rank. The layouts fit it
     /// ([`crate::region::check`]).
-    pub fn new(rank: usize, shape: &[usize], from: Layout, to: Layout) -> Self {
+    pub fn new(rank: usize, shape: &[usize], from: TensorLayout, to: TensorLayout) -> Self {
         let layouts = [from, to].map(|of| (of.placement.without_group(), of.sbp.to_vec()));
         if let Some((placement, between)) = between(from, to) {
-            let between = Layout { placement, sbp: &between };
+            let between = TensorLayout { placement, sbp: &between };
             let mut one = Self::new(rank, shape, from, between);
             let mut last = Self::new(rank, shape, between, to);
             let mut first = std::mem::take(&mut one.first);
@@ -92,10 +97,10 @@ impl Boxing {
             first.append(&mut last.first);
             return Self { first, layouts, ..last };
         }
-        let plan = Plan::new(shape, from, to);
+        let plan = BoxingPlan::new(shape, from, to);
         let what = (shape, from.placement, from.sbp, to.placement, to.sbp);
         let text = format!("boxing({shape:?} {}) -> {}", text(from.sbp), text(to.sbp));
-        let operation = Operation::new(from.placement, ("boxing", what), text, false);
+        let operation = AgreedOperation::new(from.placement, ("boxing", what), text, false);
         let shares = Shares {
             plan: &plan,
             from,
@@ -131,7 +136,7 @@ impl Boxing {
             let shape = [&self.shape[..], &[2]].concat();
             let [from, to] = [0, 1]
                 .map(|at| &self.layouts[at])
-                .map(|(placement, sbp)| Layout { placement, sbp });
+                .map(|(placement, sbp)| TensorLayout { placement, sbp });
             Box::new(Self::new(self.rank, &shape, from, to))
         })
     }
@@ -165,12 +170,12 @@ impl Boxing {
     }
 
     /// Returns the plan that it carries out.
-    pub fn plan(&self) -> &Plan {
+    pub fn plan(&self) -> &BoxingPlan {
         &self.plan
     }
 
     /// Returns what is counted where the program asks for it.
-    pub(crate) fn operation(&self) -> &Arc<Operation> {
+    pub(crate) fn operation(&self) -> &Arc<AgreedOperation> {
         &self.operation
     }
 
@@ -269,7 +274,7 @@ fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
 /// partial values of different reductions do not commute. Those of inner axes (the last ones) are
 /// reduced before those of outer axes, also if they stay partial in the end; new ones are made
 /// after those of outer axes.
-fn between<'a>(from: Layout<'a>, to: Layout<'a>) -> Option<(&'a Placement, NdSbp)> {
+fn between<'a>(from: TensorLayout<'a>, to: TensorLayout<'a>) -> Option<(&'a Placement, NdSbp)> {
     without_last(from, to, Sbp::is_partial).or_else(|| without_last(to, from, has_terms))
 }
 
@@ -281,11 +286,11 @@ fn has_terms(sbp: Sbp) -> bool {
 /// Returns the layout with its last partial axis B, if that, or one before it, has another
 /// reduction than the first axis that changes. `is_counted` says which SBPs are partial.
 fn without_last<'a>(
-    layout: Layout<'a>,
-    other: Layout,
+    layout: TensorLayout<'a>,
+    other: TensorLayout,
     is_counted: fn(Sbp) -> bool,
 ) -> Option<(&'a Placement, NdSbp)> {
-    let Layout { placement, sbp } = layout;
+    let TensorLayout { placement, sbp } = layout;
     let partial: Vec<usize> = (0..sbp.len())
         .filter(|&axis| is_counted(sbp[axis]) && placement.shape()[axis] > 1)
         .collect();

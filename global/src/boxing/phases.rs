@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use flow_tensor::{ProcessGroup, ReduceOp};
 
-use super::plan::{Copy, Layout, Plan};
+use super::plan::{BoxingPlan, Copy, TensorLayout};
 use crate::error::{Error, Result};
 use crate::groups::Groups;
 use crate::region::{Region, are_rows};
@@ -47,9 +47,9 @@ pub struct Exchange {
 
 /// The regions that ranks have and need in a plan.
 pub struct Shares<'a> {
-    pub plan: &'a Plan,
-    pub from: Layout<'a>,
-    pub to: Layout<'a>,
+    pub plan: &'a BoxingPlan,
+    pub from: TensorLayout<'a>,
+    pub to: TensorLayout<'a>,
     /// The region that each position of the old placement has.
     pub held: Vec<Region>,
     /// The digest that [`Members`] compare.

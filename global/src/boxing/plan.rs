@@ -17,7 +17,7 @@ use crate::sbp::{NdSbp, Sbp, neutral};
 
 /// The layout of a tensor: on which ranks, and how on each axis.
 #[derive(Clone, Copy, Debug)]
-pub struct Layout<'a> {
+pub struct TensorLayout<'a> {
     /// The ranks.
     pub placement: &'a Placement,
     /// One for each axis.
@@ -26,7 +26,7 @@ pub struct Layout<'a> {
 
 /// A plan of how tensors of one shape get from one layout to another.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct BoxingPlan {
     /// The first phase, if there are partial values to reduce.
     pub reduction: Option<Reduction>,
     /// The copies of ranks of the new placement, from others or from themselves.
@@ -63,14 +63,14 @@ pub struct Copy {
     pub region: Region,
 }
 
-impl Plan {
+impl BoxingPlan {
     /// Makes the plan for a tensor of this shape. The layouts fit it ([`crate::region::check`]).
     /// Those axes whose partial values are reduced have one reduction, and so have those that get
     /// new ones.
-    pub fn new(shape: &[usize], from: Layout, to: Layout) -> Self {
+    pub fn new(shape: &[usize], from: TensorLayout, to: TensorLayout) -> Self {
         let (old, new) = plain(from, to);
-        let from = Layout { sbp: &old, ..from };
-        let to = Layout { sbp: &new, ..to };
+        let from = TensorLayout { sbp: &old, ..from };
+        let to = TensorLayout { sbp: &new, ..to };
         let held = regions(from.placement, from.sbp, shape);
         let results = regions(to.placement, to.sbp, shape);
         let axes = Axes::new(from, to);
@@ -132,7 +132,7 @@ impl Reduction {
 
 /// Returns the SBPs as plans know them. On an axis of one rank all are B. New partial values that
 /// may be copies, as for a maximum, are B, too.
-fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
+fn plain(from: TensorLayout, to: TensorLayout) -> (NdSbp, NdSbp) {
     let old = without_single(from);
     let mut new = without_single(to);
     let is_same = from.placement == to.placement;
@@ -146,7 +146,7 @@ fn plain(from: Layout, to: Layout) -> (NdSbp, NdSbp) {
 }
 
 /// Returns the SBP of a layout, but B on axes of one rank.
-fn without_single(layout: Layout) -> NdSbp {
+fn without_single(layout: TensorLayout) -> NdSbp {
     let axes = layout.sbp.iter().zip(layout.placement.shape());
     axes.map(|(&sbp, &extent)| if extent == 1 { Sbp::Broadcast } else { sbp }).collect()
 }
@@ -162,7 +162,7 @@ struct Axes {
 }
 
 impl Axes {
-    fn new(from: Layout, to: Layout) -> Self {
+    fn new(from: TensorLayout, to: TensorLayout) -> Self {
         let is_same = from.placement == to.placement;
         let (kept_terms, reduced) =
             partial(from.sbp).partition(|&axis| is_same && from.sbp[axis] == to.sbp[axis]);
@@ -191,8 +191,8 @@ pub(crate) fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
 /// Returns what each position has after the reduction: what it needs in the end, if the needs of
 /// its group divide what the group has; else an equal part.
 fn parts(
-    from: Layout,
-    to: Layout,
+    from: TensorLayout,
+    to: TensorLayout,
     groups: &[Vec<usize>],
     held: &[Region],
     results: &[Region],
@@ -239,8 +239,8 @@ fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
 /// new partial axis, each has what it had before, if that is all together, and alike for all at the
 /// same place of the axis; else the first has all.
 fn needed(
-    from: Layout,
-    to: Layout,
+    from: TensorLayout,
+    to: TensorLayout,
     new_terms: &[usize],
     sources: &[Option<Region>],
     results: &[Region],
@@ -273,8 +273,8 @@ fn needed(
 
 /// Returns what the rank at a position of the new placement has before of what it gets.
 fn kept(
-    from: Layout,
-    to: Layout,
+    from: TensorLayout,
+    to: TensorLayout,
     sources: &[Option<Region>],
     results: &[Region],
     position: usize,
@@ -286,8 +286,8 @@ fn kept(
 /// Copies to each position of the new placement what it needs: from its own rank if that has it,
 /// else from the holder that is nearest in the mesh, so that holders share the work.
 fn copies(
-    from: Layout,
-    to: Layout,
+    from: TensorLayout,
+    to: TensorLayout,
     kept_terms: &[usize],
     sources: &[Option<Region>],
     needed: &[Option<Region>],

@@ -6,7 +6,7 @@ use flow_autograd::global::{Argument, Call, Scalar};
 use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
-use crate::boxing::plan::Layout;
+use crate::boxing::plan::TensorLayout;
 use crate::error::{Error, Result};
 use crate::handle::{local_of, wrap};
 use crate::placement::Placement;
@@ -85,8 +85,8 @@ impl Context<'_, '_> {
             return Ok(local.shallow_clone());
         }
         let placement = self.placement;
-        let from = Layout { placement, sbp: from };
-        let to = Layout { placement, sbp: to };
+        let from = TensorLayout { placement, sbp: from };
+        let to = TensorLayout { placement, sbp: to };
         let runtime = self.runtime()?;
         let options = (local.kind(), local.device());
         let boxed =

@@ -10,7 +10,7 @@ use crate::placement::Placement;
 use crate::rules::op::{Arg, Op};
 use crate::runtime::Runtime;
 use crate::sbp::{NdSbp, Sbp, text};
-use crate::sequence::Operation;
+use crate::sequence::AgreedOperation;
 use crate::spec::Spec;
 
 /// Returns the operation, as it is compared. `have` are the SBPs of its tensors.
@@ -19,7 +19,7 @@ pub fn operation(
     op: &Op<'_>,
     have: &[NdSbp],
     placement: &Placement,
-) -> Arc<Operation> {
+) -> Arc<AgreedOperation> {
     let mut tensors = Vec::new();
     let mut args = Vec::new();
     // For the error of ranks that differ.
@@ -57,7 +57,7 @@ pub fn operation(
         "copy" => call.spec(1).is_some() && have[0] == have[1] && call.sizes(0) == call.sizes(1),
         _ => false,
     };
-    Operation::new(placement, what, text, is_copy)
+    AgreedOperation::new(placement, what, text, is_copy)
 }
 
 /// Compares the operation, and the bytes of plain tensors, with what the other ranks of the placement

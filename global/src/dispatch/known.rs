@@ -12,7 +12,7 @@ use rustc_hash::FxHasher;
 
 use super::plan::{ExecutionPlan, OutputLayout};
 use crate::error::Result;
-use crate::sequence::{self, Operation};
+use crate::sequence::{self, AgreedOperation};
 use crate::spec::Spec;
 
 /// A key has one place, and a newer one of the same place replaces it.
@@ -25,7 +25,7 @@ struct Known {
     /// The layouts of the results, by return.
     outputs: Vec<OutputLayout>,
     /// The operation of the plan: [`ExecutionPlan::operation`].
-    operation: Option<Arc<Operation>>,
+    operation: Option<Arc<AgreedOperation>>,
 }
 
 thread_local! {

@@ -51,9 +51,9 @@ use noted::Noted;
 use plan::{ExecutionPlan, InputSource, OutputLayout};
 
 /// Carries out the operations on global tensors.
-pub struct Operations;
+pub struct GlobalDispatcher;
 
-impl Dispatcher for Operations {
+impl Dispatcher for GlobalDispatcher {
     type Spec = Spec;
 
     fn spec_id(spec: &Spec) -> u64 {

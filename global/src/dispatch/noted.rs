@@ -9,13 +9,13 @@ use crate::placement::Placement;
 use crate::record;
 use crate::rules::op::{Input, Op};
 use crate::spec::Spec;
-use crate::trace::Argument;
+use crate::trace::TracedArgument;
 
 /// An operation that is to be recorded, as it was before it ran.
 pub struct Noted {
     name: String,
     overload: String,
-    args: Vec<Argument>,
+    args: Vec<TracedArgument>,
     inputs: Vec<Input>,
     in_place: bool,
     node: Node,
@@ -45,7 +45,7 @@ impl Noted {
     ) -> Result<()> {
         let inputs: Vec<_> = (0..self.inputs.len()).map(|tensor| call.tensor(tensor)).collect();
         let returned: Vec<_> = (0..call.returns).flat_map(|index| call.returned(index)).collect();
-        let args = self.args.iter().map(Argument::borrow).collect();
+        let args = self.args.iter().map(TracedArgument::borrow).collect();
         let outputs = returned.len();
         let op = Op::new(&self.name, &self.overload, args, self.inputs, outputs, self.in_place);
         let wanted = &plan.choice.inputs[..inputs.len()];

@@ -12,7 +12,7 @@ use crate::placement::Placement;
 use crate::rules::infer::Choice;
 use crate::runtime::Runtime;
 use crate::sbp::NdSbp;
-use crate::sequence::Operation;
+use crate::sequence::AgreedOperation;
 use crate::spec::Spec;
 
 /// The steps that carry out an operation.
@@ -49,7 +49,7 @@ pub struct ExecutionPlan {
     /// with gradients: some kernels give more then.
     pub outside: [OnceLock<Vec<Outside>>; 2],
     /// Counted, and compared with what other ranks run; None if a rank may run it alone.
-    pub operation: Option<Arc<Operation>>,
+    pub operation: Option<Arc<AgreedOperation>>,
 }
 
 /// The source of an input.

@@ -10,7 +10,7 @@ use super::agreed;
 use super::op::{Written, op_of};
 use super::plan::{ExecutionPlan, InputSource, OutputLayout};
 use crate::boxing::execute::Boxing;
-use crate::boxing::plan::Layout;
+use crate::boxing::plan::TensorLayout;
 use crate::code::{self, Code};
 use crate::compare;
 use crate::error::{Error, Result};
@@ -173,7 +173,7 @@ impl Planning<'_, '_> {
         let call = self.call;
         let placement = self.placement;
         let shape = shape(call.sizes(tensor));
-        let [before, after] = [from, to].map(|sbp| Layout { placement, sbp });
+        let [before, after] = [from, to].map(|sbp| TensorLayout { placement, sbp });
         let boxing = Boxing::between(self.runtime, &shape, before, after);
         if let Some(kind) = call.kind(tensor) {
             let checked = boxing.check_kind(kind);

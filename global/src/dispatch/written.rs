@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::plan::{ExecutionPlan, OutputLayout};
 use crate::boxing::execute::Boxing;
-use crate::boxing::plan::Layout;
+use crate::boxing::plan::TensorLayout;
 use crate::error::Result;
 use crate::handle::globals;
 use crate::placement::Placement;
@@ -34,7 +34,7 @@ pub fn resize_outs(
             resize(&out, Some(&local), &local, &sizes, output, placement)?;
         } else {
             let broadcast = vec![B; placement.axes()];
-            let [from, to] = [&output.sbp, &broadcast].map(|sbp| Layout { placement, sbp });
+            let [from, to] = [&output.sbp, &broadcast].map(|sbp| TensorLayout { placement, sbp });
             let boxing = Boxing::between(runtime, &shape(&sizes), from, to);
             let options = (local.kind(), local.device());
             if let Some(all) = boxing.run(&runtime.groups, options, Some(&local))? {

@@ -18,7 +18,7 @@ use crate::rules::infer::share;
 use crate::rules::op::{Op, Signature};
 use crate::rules::rule;
 use crate::sbp::{B, NdSbp, S, Sbp};
-use crate::trace::{Action, Call, Role};
+use crate::trace::{CallKind, Role, TracedCall};
 
 /// States that are kept.
 const WIDTH: usize = 64;
@@ -44,7 +44,7 @@ impl Decided {
 
 /// A call, or a leaf that is chosen.
 #[derive(Clone, Copy, Debug)]
-enum Node {
+enum Item {
     Call(usize),
     Leaf(usize),
 }
@@ -163,16 +163,16 @@ pub(super) fn domain(shape: &[usize], ranks: usize) -> Vec<Sbp> {
 
 /// Decides one more axis. Leaves that are not `free` keep what is recorded.
 pub(super) fn decide(replay: &Replay, decided: &mut Decided, ranks: usize, free: &[bool]) {
-    let search = Search { replay, decided, ranks, free };
-    let nodes = search.order();
-    let candidates: Vec<_> = nodes.iter().map(|&node| search.candidates(node)).collect();
-    let chosen = search.run(&candidates);
-    for ((node, mut candidates), chosen) in nodes.into_iter().zip(candidates).zip(chosen) {
+    let beam = Beam { replay, decided, ranks, free };
+    let items = beam.order();
+    let candidates: Vec<_> = items.iter().map(|&item| beam.candidates(item)).collect();
+    let chosen = beam.run(&candidates);
+    for ((item, mut candidates), chosen) in items.into_iter().zip(candidates).zip(chosen) {
         let candidate = candidates.swap_remove(chosen);
         for (value, sbp, _) in candidate.outputs {
             decided.values[value].push(sbp);
         }
-        let Node::Call(call) = node else { continue };
+        let Item::Call(call) = item else { continue };
         let Some(signature) = candidate.signature else { continue };
         for (input, &sbp) in decided.inputs[call].iter_mut().zip(&signature.inputs) {
             input.push(sbp);
@@ -180,18 +180,18 @@ pub(super) fn decide(replay: &Replay, decided: &mut Decided, ranks: usize, free:
     }
 }
 
-struct Search<'a> {
+struct Beam<'a> {
     replay: &'a Replay<'a>,
     decided: &'a Decided,
     ranks: usize,
     free: &'a [bool],
 }
 
-impl Search<'_> {
-    /// Returns all nodes: calls by autograd's node, so that the backward of a call follows it, and
+impl Beam<'_> {
+    /// Returns all items: calls by autograd's node, so that the backward of a call follows it, and
     /// so do the calls that take the results, such as the update of a weight; before a call the
     /// leaves that it takes.
-    fn order(&self) -> Vec<Node> {
+    fn order(&self) -> Vec<Item> {
         let trace = self.replay.trace;
         // The node that a tensor was last written in, and that it is next used in.
         let mut nodes: Vec<Option<u64>> = vec![None; trace.values.len()];
@@ -216,23 +216,23 @@ impl Search<'_> {
             // What takes one tensor follows from what is known of that, so it waits until
             // something is.
             let ready = left.iter().position(|&index| {
-                let Call { inputs, outputs, .. } = &trace.calls[index];
+                let TracedCall { inputs, outputs, .. } = &trace.calls[index];
                 inputs.len() > 1 || inputs.iter().chain(outputs).flatten().any(|&id| is_known[id])
             });
             let call = left.remove(ready.unwrap_or(0));
-            let Call { inputs, outputs, .. } = &trace.calls[call];
+            let TracedCall { inputs, outputs, .. } = &trace.calls[call];
             for &id in inputs.iter().flatten() {
                 if trace.values[id].role != Role::Result && !is_known[id] {
-                    order.push(Node::Leaf(id));
+                    order.push(Item::Leaf(id));
                 }
                 is_known[id] = true;
             }
             outputs.iter().flatten().for_each(|&id| is_known[id] = true);
-            order.push(Node::Call(call));
+            order.push(Item::Call(call));
         }
         for (id, value) in trace.values.iter().enumerate() {
             if !is_known[id] && value.role != Role::Result {
-                order.push(Node::Leaf(id));
+                order.push(Item::Leaf(id));
             }
         }
         order
@@ -248,10 +248,10 @@ impl Search<'_> {
         (shape.iter().product::<usize>() * self.replay.trace.values[value].tensor.bytes()) as f64
     }
 
-    fn candidates(&self, node: Node) -> Vec<Candidate> {
-        match node {
-            Node::Leaf(value) => self.leaf(value),
-            Node::Call(call) => self.call(call),
+    fn candidates(&self, item: Item) -> Vec<Candidate> {
+        match item {
+            Item::Leaf(value) => self.leaf(value),
+            Item::Call(call) => self.call(call),
         }
     }
 
@@ -265,7 +265,7 @@ impl Search<'_> {
             vec![self.replay.trace.values[value].sbp[sbp.len()]]
         };
         let is_kept = self.replay.kept.contains(&value);
-        let memory = if is_kept { self.replay.costs.memory } else { 0.0 };
+        let memory = if is_kept { self.replay.prices.memory } else { 0.0 };
         let mut candidates = Vec::new();
         for sbp in sbps {
             let part = if sbp == B { 1.0 } else { 1.0 / self.ranks as f64 };
@@ -288,18 +288,18 @@ impl Search<'_> {
                 *left = self.local(id, sbp);
             }
         }
-        let signatures = match call.action {
-            Action::Operation => {
+        let signatures = match call.kind {
+            CallKind::Operation => {
                 let candidates = rule(op.name).map(|rule| (rule.signatures)(&op));
                 let all = Signature::all(&op, B);
                 candidates.unwrap_or_default().into_iter().chain([all]).collect()
             }
-            Action::ToGlobal => {
+            CallKind::ToGlobal => {
                 let sbp = call.outputs[0]
                     .map_or(B, |id| trace.values[id].sbp[self.decided.values[id].len()]);
                 vec![Signature::new([sbp], [sbp])]
             }
-            Action::Gradient => {
+            CallKind::Gradient => {
                 let sbps = domain(&op.left[1], self.ranks).into_iter();
                 sbps.map(|sbp| Signature::new([sbp, sbp], [sbp])).collect::<Vec<_>>()
             }
@@ -317,10 +317,10 @@ impl Search<'_> {
                     continue;
                 };
                 let wanted = (id, sbp, self.bytes(id, left));
-                let is_written = match call.action {
-                    Action::Operation => op.is_fixed(at),
-                    Action::ToGlobal => false,
-                    Action::Gradient => at == 1,
+                let is_written = match call.kind {
+                    CallKind::Operation => op.is_fixed(at),
+                    CallKind::ToGlobal => false,
+                    CallKind::Gradient => at == 1,
                 };
                 if is_written {
                     candidate.written.push(wanted)
@@ -338,9 +338,9 @@ impl Search<'_> {
                 }
                 results.push(self.part(shape, sbp));
             }
-            if call.action == Action::Operation {
+            if call.kind == CallKind::Operation {
                 candidate.cost =
-                    flops(op.name, &shapes, &results) / self.replay.costs.flops_per_byte;
+                    flops(op.name, &shapes, &results) / self.replay.prices.flops_per_byte;
             }
             candidate.signature = Some(signature);
             candidates.push(candidate);
@@ -366,15 +366,15 @@ impl Search<'_> {
         shape
     }
 
-    /// Returns the index of the candidate for each node.
-    fn run(&self, nodes: &[Vec<Candidate>]) -> Vec<usize> {
+    /// Returns the index of the candidate for each item.
+    fn run(&self, items: &[Vec<Candidate>]) -> Vec<usize> {
         let ranks = self.ranks as f64;
         let mut uses = vec![0; self.replay.trace.values.len()];
-        nodes.iter().flat_map(|node| touched(node)).for_each(|value| uses[value] += 1);
+        items.iter().flat_map(|item| touched(item)).for_each(|value| uses[value] += 1);
         let mut open: Vec<usize> = Vec::new();
         let mut steps = vec![Step { before: 0, candidate: 0 }];
         let mut states = vec![State { cost: 0.0, slots: Vec::new(), step: 0 }];
-        for candidates in nodes {
+        for candidates in items {
             let touched = touched(candidates);
             let new: Vec<usize> =
                 touched.iter().copied().filter(|value| !open.contains(value)).collect();
@@ -432,9 +432,9 @@ impl Search<'_> {
     }
 }
 
-/// Returns the values that a node's candidates take or make.
-fn touched(node: &[Candidate]) -> Vec<usize> {
-    let values = node.iter().flat_map(|one| {
+/// Returns the values that an item's candidates take or make.
+fn touched(item: &[Candidate]) -> Vec<usize> {
+    let values = item.iter().flat_map(|one| {
         one.inputs.iter().chain(&one.written).chain(&one.outputs).map(|&(id, ..)| id)
     });
     let mut values: Vec<usize> = values.collect();

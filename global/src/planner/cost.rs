@@ -9,7 +9,7 @@ use crate::sbp::Sbp;
 /// The prices of bytes, work and memory for the planner. One byte received from another rank
 /// counts as 1.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Costs {
+pub struct Prices {
     /// The number of floating-point operations that a rank does while it receives a byte. The
     /// more it is, the more is computed on all ranks alike to save bytes.
     ///
@@ -21,7 +21,7 @@ pub struct Costs {
     pub memory: f64,
 }
 
-impl Default for Costs {
+impl Default for Prices {
     fn default() -> Self {
         Self { flops_per_byte: 100.0, memory: 0.0 }
     }
@@ -42,8 +42,8 @@ pub struct Cost {
 
 impl Cost {
     /// Returns all of it, in bytes received.
-    pub fn total(&self, costs: &Costs) -> f64 {
-        self.bytes + self.flops / costs.flops_per_byte + self.memory * costs.memory
+    pub fn total(&self, prices: &Prices) -> f64 {
+        self.bytes + self.flops / prices.flops_per_byte + self.memory * prices.memory
     }
 }
 

@@ -21,13 +21,13 @@ mod search;
 
 use std::fmt;
 
-pub use cost::{Cost, Costs};
+pub use cost::{Cost, Prices};
 
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::sbp::NdSbp;
 use crate::trace::{Role, Trace};
-use replay::{Given, Replay};
+use replay::{Assignment, Replay};
 use search::Search;
 
 /// The SBPs that [`auto_sbp`] chose.
@@ -64,11 +64,11 @@ pub struct Pin {
 ///
 /// # Errors
 /// The trace has tensors on several placements.
-pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
+pub fn auto_sbp(trace: &Trace, prices: &Prices) -> Result<ChosenSbps> {
     if let Some((one, other)) = several(trace) {
         return Err(Error::SeveralPlacements(one.to_string(), other.to_string()));
     }
-    let mut search = Search::new(Replay::new(trace, *costs), true);
+    let mut search = Search::new(Replay::new(trace, *prices), true);
     let best = search.run();
     let mut weights = Vec::new();
     for (id, value) in trace.values.iter().enumerate() {
@@ -76,7 +76,7 @@ pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
             weights.push((value.name.clone(), search.replay.sbp(best.leaves[id]).clone()));
         }
     }
-    let without = Given { pins: vec![None; best.pins.len()], ..best.clone() };
+    let without = Assignment { pins: vec![None; best.pins.len()], ..best.clone() };
     let without_pins = search.replay.run(&without);
     let cost = search.replay.run(&best);
     let pins = describe(&mut search, &best, without_pins.bytes);
@@ -85,18 +85,18 @@ pub fn auto_sbp(trace: &Trace, costs: &Costs) -> Result<ChosenSbps> {
 
 /// Returns the cost of a traced step as it is.
 pub fn cost(trace: &Trace) -> Cost {
-    let mut replay = Replay::new(trace, Costs::default());
+    let mut replay = Replay::new(trace, Prices::default());
     let recorded = replay.recorded();
     replay.run(&recorded)
 }
 
 /// Finds the pins that save most, if leaves have the layout of the trace. None if tensors have
 /// several placements.
-pub(crate) fn pins(trace: &Trace, costs: &Costs) -> Vec<Pin> {
+pub(crate) fn pins(trace: &Trace, prices: &Prices) -> Vec<Pin> {
     if several(trace).is_some() {
         return Vec::new();
     }
-    let mut search = Search::new(Replay::new(trace, *costs), false);
+    let mut search = Search::new(Replay::new(trace, *prices), false);
     let recorded = search.replay.recorded();
     let before = search.replay.run(&recorded).bytes;
     let best = search.run();
@@ -110,7 +110,7 @@ fn several(trace: &Trace) -> Option<(&Placement, &Placement)> {
     Some((first, placements.find(|&other| other != first)?))
 }
 
-fn describe(search: &mut Search, best: &Given, before: f64) -> Vec<Pin> {
+fn describe(search: &mut Search, best: &Assignment, before: f64) -> Vec<Pin> {
     let trace = search.replay.trace;
     let gradients = trace.gradients();
     let mut pins: Vec<Pin> = Vec::new();

@@ -2,59 +2,59 @@
 
 use std::collections::HashMap;
 
-use super::cost::{Cost, Costs, flops, local};
-use crate::boxing::plan::Layout;
+use super::cost::{Cost, Prices, flops, local};
+use crate::boxing::plan::TensorLayout;
 use crate::placement::Placement;
 use crate::rules::infer::infer;
 use crate::rules::op::{Input, Op};
 use crate::sbp::{B, NdSbp};
-use crate::trace::{Action, Call, Role, Trace, received};
+use crate::trace::{CallKind, Role, Trace, TracedCall, received};
 
 /// The number of an SBP.
-pub(super) type Code = u16;
+pub(super) type SbpCode = u16;
 
 /// SBPs that are given: of each leaf, and of values that are boxed as soon as they are there.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Given {
+pub(super) struct Assignment {
     /// By value; of results it does not count.
-    pub leaves: Vec<Code>,
+    pub leaves: Vec<SbpCode>,
     /// By value.
-    pub pins: Vec<Option<Code>>,
+    pub pins: Vec<Option<SbpCode>>,
 }
 
 pub(super) struct Replay<'a> {
     pub trace: &'a Trace,
-    pub costs: Costs,
+    pub prices: Prices,
     sbps: Vec<NdSbp>,
-    codes: HashMap<NdSbp, Code>,
+    codes: HashMap<NdSbp, SbpCode>,
     /// Calls that are alike have the same class.
     pub classes: Vec<usize>,
     /// By class and the SBPs of the inputs.
-    outcomes: Vec<HashMap<Box<[Code]>, Outcome>>,
+    outcomes: Vec<HashMap<Box<[SbpCode]>, Outcome>>,
     /// Values of the same shape, kind and placement have the same class.
     shapes: Vec<usize>,
-    boxings: HashMap<(usize, Code, Code), f64>,
+    boxings: HashMap<(usize, SbpCode, SbpCode), f64>,
     /// Weights, and what an optimizer has for them.
     pub kept: Vec<usize>,
 }
 
 #[derive(Clone, Debug)]
 struct Outcome {
-    outputs: Vec<Code>,
+    outputs: Vec<SbpCode>,
     cost: Cost,
 }
 
 impl<'a> Replay<'a> {
-    pub fn new(trace: &'a Trace, costs: Costs) -> Self {
+    pub fn new(trace: &'a Trace, prices: Prices) -> Self {
         let mut names = HashMap::new();
         let mut classes = Vec::new();
         for call in &trace.calls {
             let asked = call.outputs.iter().flatten().map(|&id| &trace.values[id].sbp);
-            let asked: Vec<_> = asked.filter(|_| call.action == Action::ToGlobal).collect();
-            let Call { action, name, overload, args, in_place, .. } = call;
+            let asked: Vec<_> = asked.filter(|_| call.kind == CallKind::ToGlobal).collect();
+            let TracedCall { kind, name, overload, args, in_place, .. } = call;
             let inputs = shapes(trace, &call.inputs);
             let outputs = shapes(trace, &call.outputs);
-            let key = (action, name, overload, args, in_place, inputs, outputs, asked);
+            let key = (kind, name, overload, args, in_place, inputs, outputs, asked);
             classes.push(class(&mut names, format!("{key:?} {:?}", trace.placement(call))));
         }
         let outcomes = vec![HashMap::new(); names.len()];
@@ -72,41 +72,41 @@ impl<'a> Replay<'a> {
         let sbps = Vec::new();
         let codes = HashMap::new();
         let boxings = HashMap::new();
-        Self { trace, costs, sbps, codes, classes, outcomes, shapes, boxings, kept }
+        Self { trace, prices, sbps, codes, classes, outcomes, shapes, boxings, kept }
     }
 
-    pub fn code(&mut self, sbp: &NdSbp) -> Code {
+    pub fn code(&mut self, sbp: &NdSbp) -> SbpCode {
         if let Some(&code) = self.codes.get(sbp) {
             return code;
         }
-        let code = self.sbps.len() as Code;
+        let code = self.sbps.len() as SbpCode;
         self.sbps.push(sbp.clone());
         self.codes.insert(sbp.clone(), code);
         code
     }
 
-    pub fn sbp(&self, code: Code) -> &NdSbp {
+    pub fn sbp(&self, code: SbpCode) -> &NdSbp {
         &self.sbps[code as usize]
     }
 
     /// What the trace has.
-    pub fn recorded(&mut self) -> Given {
+    pub fn recorded(&mut self) -> Assignment {
         let trace = self.trace;
         let leaves = trace.values.iter().map(|value| self.code(&value.sbp)).collect();
-        Given { leaves, pins: vec![None; trace.values.len()] }
+        Assignment { leaves, pins: vec![None; trace.values.len()] }
     }
 
-    pub fn total(&mut self, given: &Given) -> f64 {
-        let costs = self.costs;
-        self.run(given).total(&costs)
+    pub fn total(&mut self, given: &Assignment) -> f64 {
+        let prices = self.prices;
+        self.run(given).total(&prices)
     }
 
-    pub fn run(&mut self, given: &Given) -> Cost {
+    pub fn run(&mut self, given: &Assignment) -> Cost {
         self.run_into(given, &mut Vec::new())
     }
 
     /// Also says which SBP each value has.
-    pub fn run_into(&mut self, given: &Given, current: &mut Vec<Code>) -> Cost {
+    pub fn run_into(&mut self, given: &Assignment, current: &mut Vec<SbpCode>) -> Cost {
         let mut cost = Cost::default();
         current.clone_from(&given.leaves);
         let trace = self.trace;
@@ -148,7 +148,7 @@ impl<'a> Replay<'a> {
         cost
     }
 
-    fn pin(&mut self, given: &Given, id: usize, current: &mut [Code], cost: &mut Cost) {
+    fn pin(&mut self, given: &Assignment, id: usize, current: &mut [SbpCode], cost: &mut Cost) {
         if let Some(pin) = given.pins[id].filter(|&pin| pin != current[id]) {
             cost.bytes += self.boxing(id, current[id], pin);
             current[id] = pin;
@@ -156,7 +156,7 @@ impl<'a> Replay<'a> {
     }
 
     /// Returns bytes that a rank receives on average.
-    fn boxing(&mut self, id: usize, from: Code, to: Code) -> f64 {
+    fn boxing(&mut self, id: usize, from: SbpCode, to: SbpCode) -> f64 {
         if from == to {
             return 0.0;
         }
@@ -165,20 +165,20 @@ impl<'a> Replay<'a> {
             return bytes;
         }
         let value = &self.trace.values[id];
-        let old = Layout { placement: &value.placement, sbp: self.sbp(from) };
-        let new = Layout { placement: &value.placement, sbp: self.sbp(to) };
+        let old = TensorLayout { placement: &value.placement, sbp: self.sbp(from) };
+        let new = TensorLayout { placement: &value.placement, sbp: self.sbp(to) };
         let bytes = received(&value.tensor, old, new);
         self.boxings.insert(key, bytes);
         bytes
     }
 
-    fn outcome(&mut self, call: &Call, have: &[Code]) -> Outcome {
+    fn outcome(&mut self, call: &TracedCall, have: &[SbpCode]) -> Outcome {
         let values = &self.trace.values;
         let none = Outcome { outputs: Vec::new(), cost: Cost::default() };
         let Some(placement) = self.trace.placement(call) else { return none };
-        if call.action != Action::Operation {
-            let to = match (call.action, call.inputs[0], call.outputs[0]) {
-                (Action::Gradient, ..) => have[1],
+        if call.kind != CallKind::Operation {
+            let to = match (call.kind, call.inputs[0], call.outputs[0]) {
+                (CallKind::Gradient, ..) => have[1],
                 (_, _, Some(output)) => self.code(&values[output].sbp),
                 _ => return none,
             };
@@ -224,13 +224,13 @@ impl<'a> Replay<'a> {
     }
 
     /// As [`Replay::boxing`], to another placement if need be.
-    fn convert(&mut self, id: usize, from: Code, placement: &Placement, to: Code) -> f64 {
+    fn convert(&mut self, id: usize, from: SbpCode, placement: &Placement, to: SbpCode) -> f64 {
         let value = &self.trace.values[id];
         if value.placement == *placement {
             return self.boxing(id, from, to);
         }
-        let from = Layout { placement: &value.placement, sbp: self.sbp(from) };
-        received(&value.tensor, from, Layout { placement, sbp: self.sbp(to) })
+        let from = TensorLayout { placement: &value.placement, sbp: self.sbp(from) };
+        received(&value.tensor, from, TensorLayout { placement, sbp: self.sbp(to) })
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::beam::{Decided, decide, domain};
 use super::cost::local;
-use super::replay::{Code, Given, Replay};
+use super::replay::{Assignment, Replay, SbpCode};
 use crate::sbp::{B, NdSbp};
 use crate::trace::{Phase, Role, Trace, Value};
 
@@ -26,11 +26,11 @@ struct Coordinate {
     group: Group,
     is_pin: bool,
     /// The first is no pin, or B.
-    options: Vec<Option<Code>>,
+    options: Vec<Option<SbpCode>>,
 }
 
 impl Coordinate {
-    fn set(&self, given: &mut Given, option: Option<Code>) {
+    fn set(&self, given: &mut Assignment, option: Option<SbpCode>) {
         for &id in &self.group {
             match option {
                 Some(code) if !self.is_pin => given.leaves[id] = code,
@@ -60,7 +60,7 @@ impl<'a> Search<'a> {
     }
 
     /// Returns the best that is found.
-    pub fn run(&mut self) -> Given {
+    pub fn run(&mut self) -> Assignment {
         let mut best = self.replay.recorded();
         let mut least = self.replay.total(&best);
         let mut starts = vec![self.beam(), best.clone()];
@@ -84,7 +84,7 @@ impl<'a> Search<'a> {
     }
 
     /// What the beam finds, by weights and pins.
-    fn beam(&mut self) -> Given {
+    fn beam(&mut self) -> Assignment {
         let trace = self.replay.trace;
         let mut decided = Decided::nothing(&self.replay);
         let shape = trace.values.first().map_or(&[][..], |value| value.placement.shape());
@@ -131,7 +131,7 @@ impl<'a> Search<'a> {
     }
 
     /// Changes one thing after the other for the better; returns the cost.
-    fn descend(&mut self, given: &mut Given, coordinates: &[Coordinate]) -> f64 {
+    fn descend(&mut self, given: &mut Assignment, coordinates: &[Coordinate]) -> f64 {
         let mut least = self.replay.total(given);
         for _ in 0..SWEEPS {
             let before = least;
@@ -146,7 +146,7 @@ impl<'a> Search<'a> {
     }
 
     /// Leaves out what gains little.
-    fn simplify(&mut self, given: &mut Given, coordinates: &[Coordinate]) {
+    fn simplify(&mut self, given: &mut Assignment, coordinates: &[Coordinate]) {
         let bound = self.replay.total(given) * (1.0 + GIVEN_AWAY);
         for coordinate in coordinates {
             let mut simple = given.clone();
@@ -157,7 +157,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    fn improve(&mut self, given: &mut Given, coordinate: &Coordinate, mut least: f64) -> f64 {
+    fn improve(&mut self, given: &mut Assignment, coordinate: &Coordinate, mut least: f64) -> f64 {
         for &option in &coordinate.options {
             let mut other = given.clone();
             coordinate.set(&mut other, option);
@@ -174,10 +174,10 @@ impl<'a> Search<'a> {
     }
 
     /// Pins in the order in which they help most, and the bytes received with each and those before.
-    pub fn order(&mut self, best: &Given) -> Vec<(Group, f64)> {
+    pub fn order(&mut self, best: &Assignment) -> Vec<(Group, f64)> {
         let mut left = self.pins.clone();
         left.retain(|group| group.iter().any(|&id| best.pins[id].is_some()));
-        let mut given = Given { pins: vec![None; best.pins.len()], ..best.clone() };
+        let mut given = Assignment { pins: vec![None; best.pins.len()], ..best.clone() };
         let mut order = Vec::new();
         while !left.is_empty() {
             let mut totals = Vec::new();
@@ -195,7 +195,7 @@ impl<'a> Search<'a> {
 }
 
 /// Gives the pins of a group as well.
-fn with(given: &Given, best: &Given, group: &Group) -> Given {
+fn with(given: &Assignment, best: &Assignment, group: &Group) -> Assignment {
     let mut given = given.clone();
     group.iter().for_each(|&id| given.pins[id] = best.pins[id]);
     given

@@ -2,12 +2,18 @@
 //! that was there before, with no more bytes than the pair needs.
 
 use crate::common::{Local, gather, indices, sbps, scatter};
-use flow_global::boxing::plan::{Layout, Plan};
+use flow_global::boxing::plan::{BoxingPlan, TensorLayout};
 use flow_global::region::{Region, regions};
 use flow_global::{B, P, Placement, S, Sbp};
 
 /// Carries out a plan.
-fn run(shape: &[usize], plan: &Plan, from: Layout, to: Layout, locals: &[Local]) -> Vec<Local> {
+fn run(
+    shape: &[usize],
+    plan: &BoxingPlan,
+    from: TensorLayout,
+    to: TensorLayout,
+    locals: &[Local],
+) -> Vec<Local> {
     let total: usize = shape.iter().product();
     // What each old rank has, spread over the whole tensor.
     let held = regions(from.placement, from.sbp, shape);
@@ -62,7 +68,7 @@ fn run(shape: &[usize], plan: &Plan, from: Layout, to: Layout, locals: &[Local])
 }
 
 /// What ranks need and do not have, if there are no terms to reduce or to make.
-fn missing(shape: &[usize], from: Layout, to: Layout) -> usize {
+fn missing(shape: &[usize], from: TensorLayout, to: TensorLayout) -> usize {
     let (held, wanted) =
         (regions(from.placement, from.sbp, shape), regions(to.placement, to.sbp, shape));
     let missing = |(&rank, wanted): (&usize, &Region)| {
@@ -73,8 +79,8 @@ fn missing(shape: &[usize], from: Layout, to: Layout) -> usize {
     to.placement.ranks().iter().zip(&wanted).map(missing).sum()
 }
 
-fn check(shape: &[usize], from: Layout, to: Layout) {
-    let plan = Plan::new(shape, from, to);
+fn check(shape: &[usize], from: TensorLayout, to: TensorLayout) {
+    let plan = BoxingPlan::new(shape, from, to);
     let locals = run(shape, &plan, from, to, &scatter(shape, from));
     let expected: Vec<i64> = (1..=shape.iter().product::<usize>() as i64).collect();
     let case = format!("{shape:?}, {from:?} -> {to:?}: {plan:?}");
@@ -104,7 +110,7 @@ fn every_pair_of_sbps_on_one_placement() {
             let sbps = sbps(placement.axes(), shape.len());
             for from in &sbps {
                 for to in &sbps {
-                    let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
+                    let [from, to] = [from, to].map(|sbp| TensorLayout { placement, sbp });
                     check(shape, from, to);
                     count += 1;
                 }
@@ -129,20 +135,20 @@ fn every_pair_of_sbps_on_other_placements() {
                 for to in &sbps(2, shape.len()) {
                     check(
                         shape,
-                        Layout { placement: &old, sbp: from },
-                        Layout { placement: &new, sbp: to },
+                        TensorLayout { placement: &old, sbp: from },
+                        TensorLayout { placement: &new, sbp: to },
                     );
                 }
                 for to in &sbps(1, shape.len()) {
                     check(
                         shape,
-                        Layout { placement: &old, sbp: from },
-                        Layout { placement: &line, sbp: to },
+                        TensorLayout { placement: &old, sbp: from },
+                        TensorLayout { placement: &line, sbp: to },
                     );
                     check(
                         shape,
-                        Layout { placement: &line, sbp: to },
-                        Layout { placement: &old, sbp: from },
+                        TensorLayout { placement: &line, sbp: to },
+                        TensorLayout { placement: &old, sbp: from },
                     );
                 }
             }
@@ -155,8 +161,8 @@ fn bytes_of_the_usual_pairs() {
     let four = Placement::of([0, 1, 2, 3]).unwrap();
     let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
     let received = |placement: &Placement, from: &[Sbp], to: &[Sbp]| {
-        let [from, to] = [from, to].map(|sbp| Layout { placement, sbp });
-        Plan::new(&[8, 16], from, to).received()
+        let [from, to] = [from, to].map(|sbp| TensorLayout { placement, sbp });
+        BoxingPlan::new(&[8, 16], from, to).received()
     };
     let total = 8 * 16;
     // All-reduce, reduce-scatter, all-gather and all-to-all.
@@ -165,10 +171,10 @@ fn bytes_of_the_usual_pairs() {
     assert_eq!(received(&four, &[P], &[S(1)]), 3 * total);
     assert_eq!(received(&four, &[S(1)], &[B]), 3 * total);
     assert_eq!(received(&four, &[S(0)], &[S(1)]), 3 * total / 4);
-    let layouts = [&[P], &[B], &[S(0)]].map(|sbp| Layout { placement: &four, sbp });
-    assert!(Plan::new(&[8, 16], layouts[0], layouts[1]).is_all_reduce);
-    assert!(!Plan::new(&[8, 16], layouts[0], layouts[2]).is_all_reduce);
-    assert!(!Plan::new(&[8, 16], layouts[2], layouts[1]).is_all_reduce);
+    let layouts = [&[P], &[B], &[S(0)]].map(|sbp| TensorLayout { placement: &four, sbp });
+    assert!(BoxingPlan::new(&[8, 16], layouts[0], layouts[1]).is_all_reduce);
+    assert!(!BoxingPlan::new(&[8, 16], layouts[0], layouts[2]).is_all_reduce);
+    assert!(!BoxingPlan::new(&[8, 16], layouts[2], layouts[1]).is_all_reduce);
     // Local: a slice, and a term that is zero elsewhere.
     for (from, to) in [(B, S(0)), (B, P), (S(0), P), (S(1), P)] {
         assert_eq!(received(&four, &[from], &[to]), 0, "{from} -> {to}");
@@ -198,8 +204,8 @@ fn no_pair_needs_more_than_the_least_bytes() {
         let line = Placement::of((0..ranks).collect::<Vec<_>>()).unwrap();
         for from in sbps(1, 2) {
             for to in sbps(1, 2) {
-                let [one, other] = [&from, &to].map(|sbp| Layout { placement: &line, sbp });
-                let received = Plan::new(&[12, 12], one, other).received();
+                let [one, other] = [&from, &to].map(|sbp| TensorLayout { placement: &line, sbp });
+                let received = BoxingPlan::new(&[12, 12], one, other).received();
                 assert_eq!(
                     received,
                     least(total, ranks, from[0], to[0]),
@@ -210,8 +216,9 @@ fn no_pair_needs_more_than_the_least_bytes() {
                     [0, 1].map(|row| (0..ranks).map(|at| row * ranks + at).collect()).into();
                 let mesh = Placement::of(mesh).unwrap();
                 let both = [vec![B, from[0]], vec![B, to[0]]];
-                let [one, other] = [&both[0], &both[1]].map(|sbp| Layout { placement: &mesh, sbp });
-                let received = Plan::new(&[12, 12], one, other).received();
+                let [one, other] =
+                    [&both[0], &both[1]].map(|sbp| TensorLayout { placement: &mesh, sbp });
+                let received = BoxingPlan::new(&[12, 12], one, other).received();
                 assert_eq!(received, 2 * least(total, ranks, from[0], to[0]), "{ranks} {both:?}");
             }
         }

@@ -4,7 +4,7 @@
 use crate::common::ranks::ranks;
 use crate::common::{Local, gather, sbps, scatter};
 use flow_global::boxing::execute::Boxing;
-use flow_global::boxing::plan::Layout;
+use flow_global::boxing::plan::TensorLayout;
 use flow_global::region::regions;
 use flow_global::{B, Groups, P, Placement, S, Sbp};
 use flow_tensor::{ProcessGroup, ReduceOp};
@@ -13,8 +13,8 @@ use tch::{Device, Kind, Tensor};
 /// A placement, and an SBP of each of its axes.
 type Lying = (Placement, Vec<flow_global::Sbp>);
 
-fn layout((placement, sbp): &Lying) -> Layout<'_> {
-    Layout { placement, sbp }
+fn layout((placement, sbp): &Lying) -> TensorLayout<'_> {
+    TensorLayout { placement, sbp }
 }
 
 /// Each rank's results of all cases: None where the rank is outside the new placement.
@@ -87,7 +87,7 @@ fn boxed(group: &ProcessGroup, groups: &Groups, local: &Tensor, from: Sbp, to: S
         shape[dim] *= group.world_size();
     }
     let (from, to) = ([from], [to]);
-    let [from, to] = [&from, &to].map(|sbp| Layout { placement: &placement, sbp });
+    let [from, to] = [&from, &to].map(|sbp| TensorLayout { placement: &placement, sbp });
     let boxing = Boxing::new(group.rank(), &shape, from, to);
     boxing.run(groups, (local.kind(), local.device()), Some(local)).unwrap().unwrap()
 }
@@ -111,7 +111,8 @@ fn as_many_bytes_are_received_as_the_plan_says() {
         let groups = Groups::new(&group);
         type Lies<'a> = (&'a Placement, Vec<Sbp>);
         let one = |(from, to): &(Lies, Lies)| {
-            let [from, to] = [from, to].map(|(placement, sbp)| Layout { placement, sbp: &sbp[..] });
+            let [from, to] =
+                [from, to].map(|(placement, sbp)| TensorLayout { placement, sbp: &sbp[..] });
             let local = from.placement.position(group.rank()).map(|position| {
                 let region = &regions(from.placement, from.sbp, &shape)[position];
                 let sizes: Vec<i64> = region.shape().iter().map(|&size| size as i64).collect();
@@ -196,8 +197,8 @@ fn terms_of_different_reductions_are_reduced_from_the_last_axis_on() {
     ranks(4, |group| {
         let mesh = Placement::of([[0, 1], [2, 3]]).unwrap();
         let from = [P, Sbp::Partial(ReduceOp::Max)];
-        let from = Layout { placement: &mesh, sbp: &from };
-        let to = Layout { placement: &mesh, sbp: &[B, B] };
+        let from = TensorLayout { placement: &mesh, sbp: &from };
+        let to = TensorLayout { placement: &mesh, sbp: &[B, B] };
         let boxing = Boxing::new(group.rank(), &[2], from, to);
         let local = Tensor::from_slice(&[[1, 8], [5, 2], [30, 10], [10, 40]][group.rank()]);
         let groups = Groups::new(&group);
@@ -226,7 +227,7 @@ fn pairs_of_reductions() {
         let groups = Groups::new(&group);
         let mut results = Vec::new();
         for (from, to) in pairs.iter().flat_map(|from| pairs.iter().map(move |to| (from, to))) {
-            let [old, new] = [from, to].map(|sbp| Layout { placement: &mesh, sbp });
+            let [old, new] = [from, to].map(|sbp| TensorLayout { placement: &mesh, sbp });
             let boxing = Boxing::new(group.rank(), &[4], old, new);
             let local = Tensor::from_slice(&local(from, group.rank()));
             let options = (Kind::Double, Device::Cpu);
@@ -266,7 +267,8 @@ fn one_rank_and_no_elements_communicate_nothing() {
         let groups = Groups::new(&group);
         // An axis of one rank has no terms: the result is a view.
         let alone = Placement::of([[0], [1]]).unwrap();
-        let [from, to] = [&[S(0), P], &[S(0), B]].map(|sbp| Layout { placement: &alone, sbp });
+        let [from, to] =
+            [&[S(0), P], &[S(0), B]].map(|sbp| TensorLayout { placement: &alone, sbp });
         let boxing = Boxing::new(group.rank(), &[4, 2], from, to);
         let local = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
         let result = boxing.run(&groups, (Kind::Float, Device::Cpu), Some(&local)).unwrap();

@@ -3,7 +3,7 @@
 use crate::common::models::{Gpt, Update, megatron, mlp};
 use crate::common::tape::Tape;
 use flow_global::explain::Table;
-use flow_global::planner::{ChosenSbps, Costs, auto_sbp, cost};
+use flow_global::planner::{ChosenSbps, Prices, auto_sbp, cost};
 use flow_global::trace::Trace;
 use flow_global::{B, Error, Placement, S, Sbp};
 
@@ -99,7 +99,7 @@ fn explain_tells_what_is_moved() {
 fn a_large_batch_makes_it_data_parallel() {
     for data in [B, S(0)] {
         let trace = mlp(&two(), 4096, &[64, 128, 64], &[data], |_| vec![B]);
-        let plan = auto_sbp(&trace, &Costs::default()).unwrap();
+        let plan = auto_sbp(&trace, &Prices::default()).unwrap();
         assert!(plan.weights.iter().all(|(_, sbp)| sbp == &[B]), "{plan:?}");
         // All gradients once.
         let weights = 4 * (64 * 128 + 128 + 128 * 64 + 64);
@@ -112,7 +112,7 @@ fn a_large_batch_makes_it_data_parallel() {
 fn wide_layers_make_it_tensor_parallel() {
     let widths = [512, 2048, 512];
     let trace = mlp(&two(), 16, &widths, &[B], |_| vec![B]);
-    let plan = auto_sbp(&trace, &Costs::default()).unwrap();
+    let plan = auto_sbp(&trace, &Prices::default()).unwrap();
     assert_eq!((sbp(&plan, "a.weight"), sbp(&plan, "b.weight")), (&[S(0)][..], &[S(1)][..]));
     let by_hand = mlp(&two(), 16, &widths, &[B], |name| {
         vec![match name {
@@ -121,13 +121,13 @@ fn wide_layers_make_it_tensor_parallel() {
             _ => B,
         }]
     });
-    assert!(plan.cost.total(&Costs::default()) <= cost(&by_hand).total(&Costs::default()));
+    assert!(plan.cost.total(&Prices::default()) <= cost(&by_hand).total(&Prices::default()));
 }
 
 #[test]
 fn a_gpt_becomes_tensor_parallel() {
     let gpt = Gpt { optimizer: Some(Tape::adam), ..SMALL };
-    let plan = auto_sbp(&gpt.trace(&two(), &[B], |_| vec![B]), &Costs::default()).unwrap();
+    let plan = auto_sbp(&gpt.trace(&two(), &[B], |_| vec![B]), &Prices::default()).unwrap();
     for layer in ["q", "k", "v", "up"] {
         assert_eq!(sbp(&plan, &format!("h.0.{layer}.weight")), [S(0)], "{plan:?}");
     }
@@ -136,14 +136,14 @@ fn a_gpt_becomes_tensor_parallel() {
     }
     let by_hand = tensor_parallel(Gpt { is_pinned: true, ..gpt });
     assert!(plan.cost.bytes <= cost(&by_hand).bytes, "{plan:?}");
-    assert!(plan.cost.total(&Costs::default()) <= cost(&by_hand).total(&Costs::default()));
+    assert!(plan.cost.total(&Prices::default()) <= cost(&by_hand).total(&Prices::default()));
 }
 
 /// Data on one axis, and layers on the other.
 #[test]
 fn a_mesh_mixes() {
     let trace = mlp(&mesh(), 4096, &[512, 2048, 512], &[S(0), B], |_| vec![B, B]);
-    let plan = auto_sbp(&trace, &Costs::default()).unwrap();
+    let plan = auto_sbp(&trace, &Prices::default()).unwrap();
     println!("{plan:?}");
     assert_eq!(sbp(&plan, "a.weight"), [B, S(0)]);
     assert_eq!(sbp(&plan, "b.weight"), [B, S(1)]);
@@ -153,8 +153,8 @@ fn a_mesh_mixes() {
 fn equal_layers_get_equal_sbps_and_each_rank_the_same_plan() {
     let gpt = Gpt { blocks: 3, optimizer: Some(Tape::adam), ..SMALL };
     let trace = gpt.trace(&mesh(), &[S(0), B], |_| vec![B, B]);
-    let plan = auto_sbp(&trace, &Costs::default()).unwrap();
-    assert_eq!(plan, auto_sbp(&trace, &Costs::default()).unwrap());
+    let plan = auto_sbp(&trace, &Prices::default()).unwrap();
+    assert_eq!(plan, auto_sbp(&trace, &Prices::default()).unwrap());
     for (name, own) in &plan.weights {
         let first = name.replace("h.1.", "h.0.").replace("h.2.", "h.0.");
         assert_eq!(own, sbp(&plan, &first), "{name}");
@@ -164,7 +164,7 @@ fn equal_layers_get_equal_sbps_and_each_rank_the_same_plan() {
 #[test]
 fn one_rank_has_everything() {
     let one = Placement::of([0]).unwrap();
-    let plan = auto_sbp(&SMALL.trace(&one, &[B], |_| vec![B]), &Costs::default()).unwrap();
+    let plan = auto_sbp(&SMALL.trace(&one, &[B], |_| vec![B]), &Prices::default()).unwrap();
     assert!(plan.weights.iter().all(|(_, sbp)| sbp == &[B]), "{plan:?}");
     assert_eq!((plan.cost.bytes, plan.pins), (0.0, vec![]));
 }
@@ -178,15 +178,15 @@ fn a_trace_can_be_taken_to_another_placement() {
     let moved = trace.on(&two(), |value| vec![if value.name == "x" { S(0) } else { B }]);
     let other = mlp(&two(), 4096, &weights, &[S(0)], |_| vec![B]);
     assert_eq!(cost(&moved).bytes, cost(&other).bytes);
-    let plan = auto_sbp(&moved, &Costs::default()).unwrap();
-    assert_eq!(plan, auto_sbp(&other, &Costs::default()).unwrap());
+    let plan = auto_sbp(&moved, &Prices::default()).unwrap();
+    assert_eq!(plan, auto_sbp(&other, &Prices::default()).unwrap());
 }
 
 /// Where memory is dear, nobody has all of a weight.
 #[test]
 fn memory_counts() {
     let trace = mlp(&two(), 4096, &[64, 128, 64], &[S(0)], |_| vec![B]);
-    let dear = Costs { memory: 100.0, ..Costs::default() };
+    let dear = Prices { memory: 100.0, ..Prices::default() };
     let plan = auto_sbp(&trace, &dear).unwrap();
     assert!(plan.weights.iter().all(|(_, sbp)| sbp != &[B]), "{plan:?}");
 }
@@ -195,6 +195,6 @@ fn memory_counts() {
 fn a_plan_is_for_one_placement() {
     let mut trace = mlp(&two(), 4, &[6, 2], &[S(0)], |_| vec![B]);
     trace.values[0].placement = Placement::of([2, 3]).unwrap();
-    let error = auto_sbp(&trace, &Costs::default()).unwrap_err();
+    let error = auto_sbp(&trace, &Prices::default()).unwrap_err();
     assert!(matches!(error, Error::SeveralPlacements(..)), "{error}");
 }

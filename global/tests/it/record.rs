@@ -5,8 +5,8 @@ use std::sync::Mutex;
 
 use crate::common::ranks::ranks;
 use flow_global::explain::Table;
-use flow_global::planner::{Costs, auto_sbp, cost};
-use flow_global::trace::{Action, Phase, Trace};
+use flow_global::planner::{Prices, auto_sbp, cost};
+use flow_global::trace::{CallKind, Phase, Trace};
 use flow_global::{
     B, GlobalTensor, P, Placement, S, Sbp, distribute, distribute_tensor, explain, record,
 };
@@ -74,7 +74,7 @@ fn a_step_is_recorded_as_it_ran() {
         }
         let gradients = trace.gradients();
         let products = trace.calls.iter().filter(|call| {
-            call.action == Action::Operation && call.phase == Phase::Forward && call.name == "addmm"
+            call.kind == CallKind::Operation && call.phase == Phase::Forward && call.name == "addmm"
         });
         let products: Vec<_> = products.map(|call| gradients[call.outputs[0].unwrap()]).collect();
         assert!(products.len() == 2 && products.iter().all(Option::is_some), "{products:?}");
@@ -147,7 +147,7 @@ fn a_data_parallel_step_moves_the_gradients() {
     let trace = traces(S(0), |_| B).remove(0);
     let weights = (8 * 16 + 16 + 16 * 4 + 4) * 4;
     assert_eq!(bytes(&trace), f64::from(weights));
-    let reduced = trace.calls.iter().filter(|call| call.action == Action::Gradient);
+    let reduced = trace.calls.iter().filter(|call| call.kind == CallKind::Gradient);
     assert_eq!(reduced.count(), 4);
 }
 
@@ -155,7 +155,7 @@ fn a_data_parallel_step_moves_the_gradients() {
 #[test]
 fn a_plan_costs_what_it_says() {
     let plan =
-        auto_sbp(&traces(B, |_| B)[0], &Costs { memory: 100.0, ..Costs::default() }).unwrap();
+        auto_sbp(&traces(B, |_| B)[0], &Prices { memory: 100.0, ..Prices::default() }).unwrap();
     assert!(plan.weights.iter().any(|(_, sbp)| sbp != &[B]), "{plan:?}");
     let sbp = |name: &str| plan.weights.iter().find(|(other, _)| other == name).unwrap().1[0];
     let trace = &traces(B, sbp)[0];

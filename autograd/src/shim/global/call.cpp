@@ -190,7 +190,7 @@ void Call::run() {
 }
 
 bool flow::global::run_if_known(FastCall& call) {
-    const FastView view{&call, call.key.words.data(), call.key.words.size(), call.key.spec};
+    const FastCallView view{&call, call.key.words.data(), call.key.words.size(), call.key.spec};
     bool done = false;
     flow::check(callbacks.fast(&view, &done));
     return done;

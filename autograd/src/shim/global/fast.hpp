@@ -27,7 +27,7 @@ protected:
     ~FastCall() = default;
 };
 
-struct FastView {
+struct FastCallView {
     FastCall* call;
     const uint64_t* key;
     size_t key_count;

@@ -16,12 +16,12 @@
 namespace flow::global {
 
 struct CallView;
-struct FastView;
+struct FastCallView;
 
 // Rust's part.
 struct Callbacks {
     // An operation that was dispatched before: false if it is to be dispatched again.
-    char* (*fast)(const FastView* call, bool* done);
+    char* (*fast)(const FastCallView* call, bool* done);
     char* (*dispatch)(const CallView* call);
     // Null if the gradient may stay as it is. `taken`, if it may be: nothing is to be accumulated.
     // `exclusive`: nothing else uses the gradient's memory.

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use clap::Args;
-use flow::global::boxing::plan::{Layout, Plan};
+use flow::global::boxing::plan::{BoxingPlan, TensorLayout};
 use flow::global::{B, GlobalTensor, P, Placement, S, Sbp, distribute_tensor};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
 use serde_json::json;
@@ -109,8 +109,8 @@ fn measure(
     let shape = [ROWS, bytes / 4 / ROWS];
     let tensor = Tensor::ones([ROWS as i64, (bytes / 4 / ROWS) as i64], (Kind::Float, Device::Cpu));
     let tensor = distribute_tensor(&tensor, from.0, from.1)?;
-    let [old, new] = [from, to].map(|(placement, sbp)| Layout { placement, sbp });
-    let plan = Plan::new(&shape, old, new);
+    let [old, new] = [from, to].map(|(placement, sbp)| TensorLayout { placement, sbp });
+    let plan = BoxingPlan::new(&shape, old, new);
     let moved = traffic(&plan, old, group.rank()) * 4 / 2;
     let mut copies = [group.alloc_shared::<u8>(moved)?, group.alloc_shared::<u8>(moved)?];
     let calls = ((8 << 20) / bytes).clamp(4, 64);
@@ -155,7 +155,7 @@ fn measure(
 }
 
 /// Returns how many elements a rank reads and writes if nothing is staged.
-fn traffic(plan: &Plan, from: Layout, rank: usize) -> usize {
+fn traffic(plan: &BoxingPlan, from: TensorLayout, rank: usize) -> usize {
     let part = from.placement.position(rank).and_then(|position| {
         let reduction = plan.reduction.as_ref()?;
         let group = reduction.groups.iter().find(|group| group.contains(&position))?;

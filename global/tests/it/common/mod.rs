@@ -5,7 +5,7 @@ pub mod pytorch;
 pub mod ranks;
 pub mod tape;
 
-use flow_global::boxing::plan::Layout;
+use flow_global::boxing::plan::TensorLayout;
 use flow_global::region::{Region, regions};
 use flow_global::{B, P, S, Sbp};
 
@@ -21,7 +21,7 @@ pub fn indices(region: &Region, shape: &[usize]) -> Vec<usize> {
 }
 
 /// Terms, or parts, of the tensor 1, 2, 3...
-pub fn scatter(shape: &[usize], layout: Layout) -> Vec<Local> {
+pub fn scatter(shape: &[usize], layout: TensorLayout) -> Vec<Local> {
     let parts = regions(layout.placement, layout.sbp, shape);
     let terms = |position: usize| -> usize {
         let coordinates = layout.placement.coordinates(position);
@@ -55,7 +55,7 @@ pub fn scatter(shape: &[usize], layout: Layout) -> Vec<Local> {
 }
 
 /// The tensor that locals are.
-pub fn gather(shape: &[usize], layout: Layout, locals: &[Local]) -> Vec<i64> {
+pub fn gather(shape: &[usize], layout: TensorLayout, locals: &[Local]) -> Vec<i64> {
     let mut sum = vec![0; shape.iter().product()];
     let parts = regions(layout.placement, layout.sbp, shape);
     for (position, (part, local)) in parts.iter().zip(locals).enumerate() {
