@@ -1,7 +1,7 @@
 //! Whole models trained by `Ddp` with each kind of libtorch's kernels. What `Ddp` promises
 //! otherwise is in the scenarios.
 
-use flow_tests::{instruction_sets, launcher, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, instruction_sets, launcher};
 
 #[test]
 fn trained_weights_are_right_on_every_instruction_set() {

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{assert_contains, on_fake_cuda, program, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains, on_fake_cuda, program};
 
 #[test]
 fn kernels() {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use flow_tests::{build, Process, TEST_TIMEOUT};
+use flow_tests::{Process, TEST_TIMEOUT, build};
 use tempfile::tempdir;
 
 #[test]

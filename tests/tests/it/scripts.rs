@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use flow_tests::{executable, Finished, Process, TEST_TIMEOUT};
+use flow_tests::{Finished, Process, TEST_TIMEOUT, executable};
 use tempfile::tempdir;
 
 fn checkout() -> &'static Path {

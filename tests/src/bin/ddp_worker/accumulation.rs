@@ -3,11 +3,11 @@
 use anyhow::{Context, Result};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
-use tch::nn::{self, OptimizerConfig};
 use tch::Tensor;
+use tch::nn::{self, OptimizerConfig};
 
 use crate::helpers::{gradient_is, mean, plausible};
-use crate::models::{store, Vectors};
+use crate::models::{Vectors, store};
 
 /// A vector that is born in shared memory, and one that is not.
 const LENGTHS: [i64; 2] = [40_000, 10];

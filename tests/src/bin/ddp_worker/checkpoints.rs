@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_global::checkpoint::ShardedCheckpoints;
-use flow_global::{distribute, distribute_tensor, GlobalTensor, NdSbp, Placement, B, S};
+use flow_global::{B, GlobalTensor, NdSbp, Placement, S, distribute, distribute_tensor};
 use flow_tensor::ProcessGroup;
-use flow_tests::registry::{by_hand, launched, scenario, Scenario, Test};
-use flow_tests::{assert_contains, Process, TEST_TIMEOUT};
-use nix::sys::signal::{raise, Signal};
+use flow_tests::registry::{Scenario, Test, by_hand, launched, scenario};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains};
+use nix::sys::signal::{Signal, raise};
 use tch::nn::{self, Module, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -171,12 +171,14 @@ fn killed(group: &ProcessGroup) -> Result<()> {
     if group.rank() == 1 {
         let file = folder()?.join(".checkpoint.partial/rank-00001.safetensors");
         let killed_at = folder()?.join(KILLED_AT);
-        std::thread::spawn(move || loop {
-            let bytes = std::fs::metadata(&file).map_or(0, |file| file.len());
-            if bytes > 0 && std::fs::write(&killed_at, bytes.to_string()).is_ok() {
-                let _ = raise(Signal::SIGKILL);
+        std::thread::spawn(move || {
+            loop {
+                let bytes = std::fs::metadata(&file).map_or(0, |file| file.len());
+                if bytes > 0 && std::fs::write(&killed_at, bytes.to_string()).is_ok() {
+                    let _ = raise(Signal::SIGKILL);
+                }
+                std::thread::sleep(Duration::from_micros(100));
             }
-            std::thread::sleep(Duration::from_micros(100));
         });
     }
     checkpoints.save(2, &model(group, 2)?, None, &())?;

@@ -2,7 +2,7 @@
 
 use std::collections::btree_map::{BTreeMap, Entry};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT};

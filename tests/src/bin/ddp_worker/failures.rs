@@ -3,12 +3,12 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure, Result};
+use anyhow::{Result, bail, ensure};
 use flow_autograd::GradHook;
 use flow_ddp::{CommError, Ddp, Error, ProcessGroup, TensorCollectives, TryBackwardStep};
-use flow_tests::registry::{by_hand, launched, scenario, signal, Job, Scenario, Test};
-use flow_tests::{assert_contains, Finished, DETECTION_LIMIT};
-use nix::sys::signal::{raise, Signal};
+use flow_tests::registry::{Job, Scenario, Test, by_hand, launched, scenario, signal};
+use flow_tests::{DETECTION_LIMIT, Finished, assert_contains};
+use nix::sys::signal::{Signal, raise};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 

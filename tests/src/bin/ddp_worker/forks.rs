@@ -2,19 +2,19 @@
 //! disturbs it nor hangs. A child returns from its scenario too, and drops its copies of all that
 //! its parent has.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use flow_comm::env::{Membership, Rendezvous};
 use flow_comm::store::Store;
 use flow_comm::{DType, Error, Lane, ProcessGroup, ReduceOp};
 use flow_ddp::Ddp;
-use flow_tests::registry::{by_hand, launched, scenario, Scenario};
-use nix::sys::signal::{kill, Signal};
-use nix::sys::wait::{waitpid, WaitPidFlag, WaitStatus};
-use nix::unistd::{fork, ForkResult, Pid};
+use flow_tests::registry::{Scenario, by_hand, launched, scenario};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::{ForkResult, Pid, fork};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Tensor};
 
@@ -327,10 +327,12 @@ fn tensors(group: &ProcessGroup) -> Result<()> {
         let Some(child) = forked()? else {
             ensure!(is_full(&kept, 7.0));
             let fresh: Vec<_> = (0..20).map(|i| full(i.into())).collect();
-            ensure!(fresh
-                .iter()
-                .enumerate()
-                .all(|(i, tensor)| !in_arena(tensor) && is_full(tensor, i as f64)));
+            ensure!(
+                fresh
+                    .iter()
+                    .enumerate()
+                    .all(|(i, tensor)| !in_arena(tensor) && is_full(tensor, i as f64))
+            );
             drop(kept);
             let output = model.forward_t(&input(), false);
             let forked = format!("was forked from rank {} ", group.rank());

@@ -10,11 +10,11 @@ mod cases;
 mod training;
 
 use crate::models;
-use anyhow::{anyhow, ensure, Result};
+use anyhow::{Result, anyhow, ensure};
 use cases::check::{Check, Own};
 use flow_comm::ProcessGroup;
 use flow_global::Placement;
-use flow_tests::registry::{launched, scenario, Job, Scenario};
+use flow_tests::registry::{Job, Scenario, launched, scenario};
 use training::layouts;
 use training::{Optimizer, Training};
 

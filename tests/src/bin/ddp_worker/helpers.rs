@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{BoxError, CommHook, GradBucket, Pending, Stats, TensorCollectives};
 use tch::nn::VarStore;

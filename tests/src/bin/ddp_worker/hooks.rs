@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::comm_hooks::{AllReduce, Bf16Compress, Fp16Compress};
 use flow_ddp::{
@@ -11,8 +11,8 @@ use flow_ddp::{
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, mean, plausible, says, SentAs};
-use crate::models::{store, Vectors};
+use crate::helpers::{SentAs, error, gradient_is, mean, plausible, says};
+use crate::models::{Vectors, store};
 
 /// A hook in a closure.
 struct Hook<F>(F);

@@ -1,6 +1,6 @@
 //! Wrapping, unwrapping, and what stays as it was.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use crate::helpers::{
     copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
 };
-use crate::models::{self, device, on_gpu, store, Vectors};
+use crate::models::{self, Vectors, device, on_gpu, store};
 
 /// Parameters that are frozen before wrapping have no part in anything.
 pub fn frozen(group: &ProcessGroup) -> Result<()> {

@@ -24,7 +24,7 @@ mod unused;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use flow_tests::registry::{self, by_hand, launched, scenario, File, Job, Scenario};
+use flow_tests::registry::{self, File, Job, Scenario, by_hand, launched, scenario};
 
 /// How gradients travel: in place, by copies, or on a thread for communication.
 const CPU: &[Job] = &[

@@ -1,13 +1,13 @@
 //! A backward inside a backward, as in checkpointing.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
 use crate::helpers::{error, failure, gradient_is, mean, plausible, says};
-use crate::models::{device, store, Vectors};
+use crate::models::{Vectors, device, store};
 
 type Loss = Box<dyn Fn() -> Tensor + Send>;
 

@@ -3,16 +3,16 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{
-    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says, SentAs,
+    SentAs, copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
 };
-use crate::models::{self, device, on_gpu, store, Vectors};
+use crate::models::{self, Vectors, device, on_gpu, store};
 
 /// Parameters of several types in one model, and a model all in bf16.
 pub fn kinds(group: &ProcessGroup) -> Result<()> {

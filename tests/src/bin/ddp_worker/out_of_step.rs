@@ -1,13 +1,13 @@
 //! Ranks that run different operations on global tensors, and what cannot be done with one that is
 //! split: errors that say which operation, where, and what to do.
 
-use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use anyhow::{anyhow, ensure, Result};
+use anyhow::{Result, anyhow, ensure};
 use flow_comm::ProcessGroup;
-use flow_global::{ones, GlobalTensor, Placement, S};
-use flow_tests::registry::{by_hand, launched, scenario, Job, Scenario};
+use flow_global::{GlobalTensor, Placement, S, ones};
+use flow_tests::registry::{Job, Scenario, by_hand, launched, scenario};
 use tch::{Kind, Tensor};
 
 const JOBS: &[Job] = &[launched(2), launched(3), by_hand(&[1, 1]), by_hand(&[2, 1])];
@@ -101,8 +101,7 @@ fn one_rank_reads_first(group: &ProcessGroup) -> Result<()> {
     let x = split(group)?;
     let loss = x.sum(Kind::Float);
     if group.rank() == 0 {
-        let words =
-            "operation 2 is aten::_local_scalar_dense([] P) on rank 0, boxing([6, 6] S(0)) \
+        let words = "operation 2 is aten::_local_scalar_dense([] P) on rank 0, boxing([6, 6] S(0)) \
                      -> B on rank 1";
         return fails_with(loss.f_double_value(&[]), &[words, READ]);
     }

@@ -4,11 +4,11 @@
 use std::hash::Hasher;
 use std::num::Wrapping;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use flow_ddp::comm_hooks::Bf16Compress;
 use flow_ddp::{BoxError, CommHook, GradBucket, Pending, ReduceOp, TensorCollectives};
 use flow_ddp::{Ddp, ProcessGroup};
-use flow_tests::registry::{launched, scenario, Job, Scenario, Test};
+use flow_tests::registry::{Job, Scenario, Test, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT};
 use serde_json::Value;
 use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT, VarStore};

@@ -4,15 +4,15 @@
 mod common;
 
 use crate::models;
-use anyhow::{ensure, Result};
-use common::{mesh, Model};
+use anyhow::{Result, ensure};
+use common::{Model, mesh};
 use flow_comm::{Mesh, ProcessGroup};
 use flow_ddp::Ddp;
-use flow_global::{distribute, GlobalTensor, Placement, B, S};
-use flow_pipeline::{stage_fn, DdpStage, Pipeline, Schedule};
-use flow_tests::registry::{by_hand, launched, process, scenario, Job, Scenario, Test};
-use flow_tests::{assert_contains, Finished, Process, DETECTION_LIMIT};
-use nix::sys::signal::{raise, SigSet, Signal};
+use flow_global::{B, GlobalTensor, Placement, S, distribute};
+use flow_pipeline::{DdpStage, Pipeline, Schedule, stage_fn};
+use flow_tests::registry::{Job, Scenario, Test, by_hand, launched, process, scenario};
+use flow_tests::{DETECTION_LIMIT, Finished, Process, assert_contains};
+use nix::sys::signal::{SigSet, Signal, raise};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,12 +1,12 @@
 //! Mistakes that are errors on every rank.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, failure, gradient_is, says, SentAs};
-use crate::models::{device, store, Vectors};
+use crate::helpers::{SentAs, error, failure, gradient_is, says};
+use crate::models::{Vectors, device, store};
 
 /// Parameters without a gradient fail the backward on all ranks, with the names of all of them.
 pub fn unused(group: &ProcessGroup) -> Result<()> {
@@ -16,11 +16,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
         |_| vec![1],
         |rank| vec![rank],
         |rank| {
-            if rank == 0 {
-                vec![0, 2]
-            } else {
-                vec![]
-            }
+            if rank == 0 { vec![0, 2] } else { vec![] }
         },
     ];
     for (number, leaves_out) in cases.iter().enumerate() {

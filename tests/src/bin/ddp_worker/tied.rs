@@ -1,10 +1,10 @@
 //! One tensor under several names.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{Ddp, DdpBuilder};
 use tch::nn::{ModuleT, OptimizerConfig, VarStore};
-use tch::{nn, Kind, Tensor};
+use tch::{Kind, Tensor, nn};
 
 use crate::helpers::{
     close, error, gradient_is, gradients, mean, part, plausible, same_everywhere, says, values,

@@ -1,14 +1,14 @@
 //! Tensors that cannot be sent or written to, in everything that takes tensors: an error in one
 //! line, or the right thing, but no panic.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{Ddp, OptimizerState, ReduceOp, StateDict, TensorCollectives, TryBackwardStep};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{error, says};
-use crate::models::{device, store, Vectors};
+use crate::models::{Vectors, device, store};
 
 /// What a function must say of a tensor; `None` where it must do the right thing.
 struct Unfit {

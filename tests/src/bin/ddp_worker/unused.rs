@@ -1,12 +1,12 @@
 //! `find_unused_parameters`.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{Ddp, DdpBuilder};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{gradient_is, mean, plausible};
-use crate::models::{device, store, Vectors};
+use crate::models::{Vectors, device, store};
 
 const LARGE: i64 = 40_000;
 

@@ -1,6 +1,6 @@
 //! Many tensors in one operation, and tensors in memory that all ranks share.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_tensor::{
     ArenaAllocatorGuard, CoalescedBroadcast, ProcessGroup, ReduceOp, TensorCollectives,
 };
@@ -14,11 +14,7 @@ fn tensors(group: &ProcessGroup, rank: usize) -> Vec<Tensor> {
         let count = 12 * index as i64 * index as i64;
         let numbers = Tensor::arange(count, (Kind::Int64, group.device())).remainder(100);
         let tensor = (numbers + rank as i64).to_kind(kind).view([-1, 4]);
-        if index == 2 {
-            tensor.tr()
-        } else {
-            tensor
-        }
+        if index == 2 { tensor.tr() } else { tensor }
     };
     KINDS.into_iter().enumerate().map(tensor).collect()
 }

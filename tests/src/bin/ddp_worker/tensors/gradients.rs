@@ -1,8 +1,8 @@
 //! The gradients of differentiable collectives against numerical ones, in double precision.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_autograd::Forward;
-use flow_tensor::{functional, P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
+use flow_tensor::{P2pOp, ProcessGroup, ReduceOp, TensorCollectives, functional};
 use tch::{Kind, Tensor};
 
 /// This rank's part of a scalar function of all ranks' tensors, which is the sum of the parts.

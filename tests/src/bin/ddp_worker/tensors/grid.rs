@@ -1,8 +1,8 @@
 //! Every collective in every form, on tensors of every kind and layout, against what one rank
 //! computes of all ranks' tensors.
 
-use anyhow::{ensure, Context, Result};
-use flow_tensor::{functional, P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
+use anyhow::{Context, Result, ensure};
+use flow_tensor::{P2pOp, ProcessGroup, ReduceOp, TensorCollectives, functional};
 use tch::{Kind, Tensor};
 
 const KINDS: [Kind; 10] = [

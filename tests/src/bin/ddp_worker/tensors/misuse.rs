@@ -1,7 +1,7 @@
 //! What an operation cannot do with a tensor is an error of this rank, at once, and breaks nothing.
 
-use anyhow::{ensure, Context, Result};
-use flow_tensor::{functional, P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
+use anyhow::{Context, Result, ensure};
+use flow_tensor::{P2pOp, ProcessGroup, ReduceOp, TensorCollectives, functional};
 use tch::{Kind, Tensor};
 
 pub fn all(group: &ProcessGroup) -> Result<()> {

@@ -7,7 +7,7 @@ mod misuse;
 mod nonblocking;
 mod pipelines;
 
-use flow_tests::registry::{by_hand, launched, scenario, Job, Scenario};
+use flow_tests::registry::{Job, Scenario, by_hand, launched, scenario};
 
 const CPU: &[Job] = &[launched(1), launched(2), launched(3), by_hand(&[1, 1]), by_hand(&[2, 1])];
 const SEVERAL_GPUS: &[Job] = &[on_gpus(2), on_gpus(3)];

@@ -1,6 +1,6 @@
 //! Operations beside the caller.
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{Context, Result, ensure};
 use flow_tensor::{P2pOp, ProcessGroup, ReduceOp, TensorCollectives};
 use tch::{Kind, Tensor};
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use anyhow::{ensure, Result};
+use anyhow::{Result, ensure};
 use flow_tensor::{P2pOp, ProcessGroup, TensorCollectives};
 use tch::{Kind, Tensor};
 
@@ -58,11 +58,7 @@ impl Stage<'_> {
 
     /// Sends `output` to the next stage, if there is one, and receives its gradient with it.
     fn with_next(&self, output: Option<&Tensor>, receive: bool) -> Result<Option<Tensor>> {
-        if self.is_last() {
-            Ok(None)
-        } else {
-            self.with(self.rank() + 1, output, receive)
-        }
+        if self.is_last() { Ok(None) } else { self.with(self.rank() + 1, output, receive) }
     }
 
     fn with_previous(&self, gradient: Option<&Tensor>, receive: bool) -> Result<Option<Tensor>> {
