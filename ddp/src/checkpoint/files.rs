@@ -70,6 +70,22 @@ pub fn sync(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
+/// Removes a folder into which others may still write, if it is there. It first gets the name
+/// `aside`: then they find it no more.
+pub fn remove_in_use(path: &Path, aside: &Path) -> io::Result<()> {
+    remove(aside)?;
+    match fs::rename(path, aside) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    }
+    let removed = remove(aside);
+    match removed {
+        // A file was being made there just then.
+        Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => remove(aside),
+        other => other,
+    }
+}
+
 /// Removes a file, or a folder with all that is in it, if it is there.
 pub fn remove(path: &Path) -> io::Result<()> {
     let removed = match fs::remove_dir_all(path) {

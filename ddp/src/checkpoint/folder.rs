@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 
 use super::agree::from_rank_0;
 use super::error::{CheckpointError, Result, WRITABLE};
-use super::files::{create, lock, remove, sync};
+use super::files::{create, lock, remove, remove_in_use, sync};
 
 /// Locked by the one job that writes here.
 const LOCK: &str = ".checkpoint.lock";
@@ -124,7 +124,7 @@ impl Folder {
         if is_there && !self.is_checkpoint(&path).map_err(CheckpointError::write(&path))? {
             return Err(CheckpointError::Foreign { lacks: self.lacks(), path });
         }
-        remove(&partial)
+        remove_in_use(&partial, &self.path.join(REMOVED))
             .and_then(|()| fs::create_dir(&partial))
             .map_err(CheckpointError::write(path))?;
         Ok(partial)
@@ -154,10 +154,11 @@ impl Folder {
 
     /// Removes what was written since [`begin`](Self::begin), after a save has failed: on a full disk
     /// it would take the space that the next one needs. Rank 0 does; on the others nothing happens.
+    /// Where ranks have lost each other, others may still be writing: they leave nothing there.
     pub fn abandon(&self) {
         let partial = self.path.join(PARTIAL);
         if self.lock.is_some()
-            && let Err(error) = remove(&partial)
+            && let Err(error) = remove_in_use(&partial, &self.path.join(REMOVED))
         {
             // The next `begin` tries again.
             log::warn!("cannot remove {}: {error}", partial.display());
@@ -305,11 +306,8 @@ impl Folder {
     /// Removes the checkpoint of `step`.
     fn remove(&self, step: usize) -> Result<()> {
         let path = self.checkpoint(step);
-        let removed = self.path.join(REMOVED);
         // Under another name first: half a checkpoint is never seen.
-        remove(&removed)
-            .and_then(|()| fs::rename(&path, &removed))
-            .and_then(|()| remove(&removed))
+        remove_in_use(&path, &self.path.join(REMOVED))
             .map_err(CheckpointError::file("remove", path, WRITABLE))
     }
 }

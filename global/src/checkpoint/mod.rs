@@ -159,8 +159,8 @@ impl ShardedCheckpoints {
 
     /// Writes what the ranks have of the entries. `contents` is without index and files.
     fn save_entries(&mut self, mut contents: Contents, entries: &[Entry]) -> Result<()> {
-        let partial = self.begin(&mut contents, entries)?;
-        let saved = self.write(contents, entries, &partial);
+        let begun = self.begin(&mut contents, entries);
+        let saved = begun.and_then(|partial| self.write(contents, entries, &partial));
         saved.inspect_err(|_| self.folder.abandon())
     }
 

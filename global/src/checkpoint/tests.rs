@@ -1,6 +1,7 @@
 //! Checkpoints of ranks that are threads.
 
 use std::fs;
+use std::io::Write;
 use std::path::Path;
 
 use flow_tensor::ProcessGroup;
@@ -247,6 +248,32 @@ fn a_rank_that_dies_in_a_save_leaves_the_older_checkpoint() {
     });
     // Rank 0 has seen the error, and removed what there was.
     assert!(!partial.exists());
+    assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
+}
+
+/// Rank 0 sees that the ranks have lost each other, and removes what there is; rank 1 writes on, as
+/// one that is slow does: one file after the other, until the folder is gone.
+#[test]
+fn a_rank_that_writes_on_after_a_save_has_failed_leaves_nothing() {
+    let folder = tempdir().unwrap();
+    let partial = folder.path().join(".checkpoint.partial");
+    save(&folder, &[1]);
+    on_two_ranks(&folder, |mut checkpoints, entries, group| {
+        checkpoints.latest::<()>().unwrap();
+        if group.rank() == 0 {
+            checkpoints.save_entries(contents(2), entries).unwrap_err();
+        } else {
+            checkpoints.begin(&mut contents(2), entries).unwrap();
+            let open = fs::File::create(partial.join(file_name(1))).unwrap();
+            group.abort("rank 1 takes too long");
+            let mut files = 0;
+            while fs::write(partial.join(format!("file {files}")), "half a file").is_ok() {
+                files += 1;
+            }
+            (&open).write_all(b"the rest").unwrap();
+        }
+    });
+    assert_eq!(names(folder.path()), [".checkpoint.lock", "step-1"]);
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 
