@@ -5,6 +5,7 @@
 //! | `store` | connect to the rendezvous store, which rank 0 may have to serve |
 //! | `monitor` | publish who this rank is, and, over several nodes, learn who the others are |
 //! | `arena` | map the memory that the ranks of this node share |
+//! | `monitor` | if rank 0 serves the store, it waits until no node asks for anything more |
 //!
 //! `monitor` watches meanwhile who is missing, and who has ended. `in_process` makes a job of threads, which has no steps.
 
@@ -13,7 +14,7 @@ mod in_process;
 mod monitor;
 mod store;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -114,7 +115,16 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         _ => vec![own.clone(); size],
     };
     let locals: Vec<usize> = (0..size).filter(|&r| infos[r].node == own.node).collect();
-    let arena = attach_arena(rank, size, &locals, monitor.as_mut())?;
+    let attached = attach_arena(rank, size, &locals, monitor.as_mut());
+    let rank_0_serves = !matches!(membership.rendezvous, Rendezvous::Server { .. });
+    let arena = match &mut monitor {
+        Some(monitor) if several_nodes && rank_0_serves => {
+            let arena = attached.map_err(|error| monitor.give_up(error))?;
+            monitor.wait_for_nodes(&first_ranks(&infos))?;
+            arena
+        }
+        _ => attached?,
+    };
     drop(monitor);
     let mut peers = Vec::with_capacity(size);
     for peer in 0..size {
@@ -140,6 +150,12 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         server,
         retired_blocks: Mutex::default(),
     })
+}
+
+/// Returns the first rank of each node.
+fn first_ranks(infos: &[PeerInfo]) -> Vec<usize> {
+    let mut nodes = HashSet::new();
+    (0..infos.len()).filter(|&rank| nodes.insert(&infos[rank].node)).collect()
 }
 
 /// Describes rank `peer`. If that is another rank of this node, `rank` watches its process.

@@ -187,6 +187,27 @@ impl BootstrapMonitor<'_> {
         Ok(infos)
     }
 
+    /// Notes that all ranks of this node have mapped their arena. Rank 0 serves the store: it waits
+    /// until the `first` rank of every node has noted this, as its program may end at once, while
+    /// others still ask the store.
+    pub fn wait_for_nodes(&mut self, first: &[usize]) -> Result<(), JoinError> {
+        let store = self.store;
+        let keys: Vec<String> =
+            first.iter().map(|rank| format!("{}mapped/{rank}", self.prefix)).collect();
+        if first.contains(&self.rank) {
+            let own = format!("{}mapped/{}", self.prefix, self.rank);
+            store.set(&own, b"").map_err(|error| error.to_string())?;
+        }
+        while self.rank == 0 {
+            match store.wait(&keys, self.left(POLL_INTERVAL)) {
+                Ok(()) => break,
+                Err(StoreError::Timeout { .. }) => self.check(&|| unset(store, &keys), &|_| 0)?,
+                Err(error) => return Err(error.to_string().into()),
+            }
+        }
+        Ok(())
+    }
+
     fn info_key(&self, rank: usize) -> String {
         format!("{}rank/{rank}", self.prefix)
     }
@@ -197,7 +218,7 @@ impl BootstrapMonitor<'_> {
     }
 
     /// Publishes why this rank gives up. Returns the error of the rank that was first to do so.
-    fn give_up(&self, error: JoinError) -> JoinError {
+    pub fn give_up(&self, error: JoinError) -> JoinError {
         let JoinError::Failed(reason) = error else { return error };
         self.cancel(&reason);
         JoinError::Failed(self.cancel_reason().unwrap_or(reason))
@@ -247,4 +268,59 @@ fn publish_all(
     let list = [&b"["[..], &infos.join(&b','), b"]"].concat();
     store.set(key, &list)?;
     Ok(list)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+
+    use flow_store::Address;
+
+    use super::*;
+    use crate::env::{Membership, Rendezvous};
+    use crate::transport;
+    use crate::world::World;
+
+    /// Rank 1 of this test is played by hand: it stops before, or after, it notes that its node has
+    /// mapped its arena.
+    #[test]
+    fn rank_0_joins_once_no_other_node_needs_its_store() {
+        for (is_mapped, timeout) in [(true, 60), (false, 3)] {
+            let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+            let address = Address::Tcp(free.to_string());
+            let membership = |rank| Membership {
+                rank,
+                world_size: 2,
+                local_rank: 0,
+                local_world_size: 1,
+                node: Some(rank),
+                rendezvous: Rendezvous::RankZero {
+                    address: address.clone(),
+                    token: "token".into(),
+                },
+            };
+            let name = format!("mapped {is_mapped}");
+            let zero = membership(0);
+            let prefix = format!("world/{name:?}/0/");
+            let timeout = Duration::from_secs(timeout);
+            let joining = thread::spawn(move || World::join(&zero, &name, timeout).map(drop));
+            let store = Store::connect(&address, "token", Duration::from_secs(60)).unwrap();
+            let one = membership(1);
+            let reachable = transport::open(&one).unwrap();
+            let info = PeerInfo::own(&one, reachable.address());
+            store.set(&format!("{prefix}rank/1"), &to_json(&info)).unwrap();
+            if is_mapped {
+                store.set(&format!("{prefix}mapped/1"), b"").unwrap();
+            }
+            let joined = joining.join().unwrap().map_err(|error| error.to_string());
+            match joined {
+                Ok(()) => assert!(is_mapped, "rank 0 joined though rank 1 still needs its store"),
+                Err(error) => {
+                    assert!(!is_mapped, "{error}");
+                    assert!(error.contains("rank 1 has not joined within 3s"), "{error}");
+                }
+            }
+        }
+    }
 }
