@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use flow_store::Error as StoreError;
 use serde::{Deserialize, Serialize};
 
-use super::JoinError;
+use super::join_error::JoinError;
 use super::monitor::{BootstrapMonitor, POLL_INTERVAL};
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;

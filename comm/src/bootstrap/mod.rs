@@ -11,6 +11,7 @@
 
 mod arena;
 mod in_process;
+mod join_error;
 mod monitor;
 mod store;
 
@@ -34,6 +35,7 @@ use crate::stall::StallReporter;
 use crate::transport;
 use crate::world::{FIRST_WARNING, Origin, Peer, World};
 use arena::attach_arena;
+use join_error::JoinError;
 use monitor::{BootstrapMonitor, POLL_INTERVAL};
 use store::connect_store;
 
@@ -48,21 +50,6 @@ impl World {
             }
             JoinError::Failed(reason) => Error::Join { rank, reason },
         })
-    }
-}
-
-/// Why ranks do not come together.
-#[derive(Debug)]
-enum JoinError {
-    /// The program wanted to stop waiting.
-    Interrupted,
-    /// What happened, and what to do.
-    Failed(String),
-}
-
-impl From<String> for JoinError {
-    fn from(reason: String) -> Self {
-        Self::Failed(reason)
     }
 }
 

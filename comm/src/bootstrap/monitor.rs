@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use flow_store::{Error as StoreError, Store};
 
-use super::JoinError;
+use super::join_error::JoinError;
 use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;

@@ -8,7 +8,7 @@ use flow_kernels::digest;
 use flow_store::fork::ForkSafe;
 use flow_store::{Address, Error as StoreError, Server, Store};
 
-use super::JoinError;
+use super::join_error::JoinError;
 use crate::env::{Membership, Rendezvous};
 use crate::interrupt::is_interrupted;
 
