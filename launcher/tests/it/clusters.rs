@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use flow_harness::cli::run;
-use flow_harness::{Finished, Process, TEST_TIMEOUT, executable, program, root};
+use flow_harness::{Finished, Process, TEST_TIMEOUT, executable, free_port, program, root};
 use tempfile::{TempDir, tempdir};
 
 /// The code blocks of this language in the page, in order.
@@ -34,10 +34,6 @@ fn commands(others: &[(&str, &str)]) -> TempDir {
 fn path(folder: &Path) -> String {
     executable(folder.join("flow-launch"), fs::read(program("flow-launch")).unwrap());
     format!("{}:{}", folder.display(), std::env::var("PATH").unwrap())
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// Two nodes of two workers each have run.

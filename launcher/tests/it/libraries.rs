@@ -4,7 +4,7 @@
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, installed, python, python_path};
-use flow_harness::{Finished, root};
+use flow_harness::{Finished, free_port, root};
 
 use std::path::Path;
 use std::process::Command;
@@ -91,10 +91,11 @@ fn accelerate() {
     let lines = same_as_under_torchrun("with_accelerate.py", 2);
     let Some(bin) = installed() else { return };
     let script = file("with_accelerate.py");
-    assert_eq!(
-        patched(bin, &format!("accelerate launch --multi_gpu --num_processes 2 {script}")),
-        lines
+    let port = free_port();
+    let command = format!(
+        "accelerate launch --multi_gpu --num_processes 2 --main_process_port {port} {script}"
     );
+    assert_eq!(patched(bin, &command), lines);
 }
 
 #[test]
@@ -106,8 +107,11 @@ fn lightning() {
     assert!(lines.iter().all(|line| line.contains("TorchElasticEnvironment")), "{lines:?}");
     let Some(bin) = installed() else { return };
     let script = file("with_fabric_run.py");
-    let lines =
-        patched(bin, &format!("fabric run --accelerator cpu --strategy ddp --devices 2 {script}"));
+    let port = free_port();
+    let command = format!(
+        "fabric run --accelerator cpu --strategy ddp --devices 2 --main-port {port} {script}"
+    );
+    let lines = patched(bin, &command);
     assert_eq!(lines, ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]);
 }
 

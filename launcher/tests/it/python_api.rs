@@ -3,10 +3,9 @@
 
 use flow_harness::cli::{Running, finish, named, run, until_gone};
 use flow_harness::python::{have, installed, python, python_path};
-use flow_harness::{Finished, root};
+use flow_harness::{Finished, free_port, root};
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -145,7 +144,7 @@ fn what_is_missing_is_reported_in_one_line() {
 fn nodes_return_what_their_own_workers_do() {
     let Some(bin) = bin() else { return };
     for backend in ["static", "c10d"] {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let nodes = ["0", "1"].map(|node| {
             let mut command = script(bin, "node.py");
             command.args([backend, &format!("127.0.0.1:{port}"), node]).env("FLOW_TOKEN", "secret");
@@ -230,7 +229,8 @@ fn configurations_become_flags() {
 #[test]
 fn pytorchs_own_launcher_can_be_replaced() {
     let Some(bin) = bin().filter(|_| have("torch")) else { return };
-    let finished = run(script(bin, "patched.py").env("PYTHONPATH", python_path()));
+    let port = free_port().to_string();
+    let finished = run(script(bin, "patched.py").arg(port).env("PYTHONPATH", python_path()));
     let reported = lines(&finished);
     assert_eq!(reported[0], "{0: ('0', True), 1: ('1', True)}");
     let python = bin.join("python");

@@ -1,7 +1,11 @@
-"""PyTorch's own ways to start a job, once they are flow-launch's."""
+"""PyTorch's own ways to start a job, once they are flow-launch's.
+
+usage: patched.py PORT
+"""
 
 import argparse
 import os
+import sys
 
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -20,7 +24,8 @@ if __name__ == "__main__":
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="a-job", max_restarts=0)
     print(elastic_launch(config, who)())
     script = [os.path.join(os.path.dirname(__file__), "worker.py"), "--nproc-per-node", "x"]
-    torch.distributed.run.main(["--nproc-per-node", "2", *script])
+    # Its default, 29500, may be another test's.
+    torch.distributed.run.main(["--nproc-per-node", "2", "--master-port", sys.argv[1], *script])
     parsed = torch.distributed.run.get_args_parser().parse_args(["--nproc-per-node=2", "--standalone", *script])
     torch.distributed.run.run(argparse.Namespace(**vars(parsed)))
     flow_launch.run.run(parsed)

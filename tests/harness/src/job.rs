@@ -93,6 +93,14 @@ pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<
     rank_commands(nodes, worker, arguments).into_iter().map(Process::start).collect()
 }
 
+/// A port that nobody serves. Nobody else takes it in the moment until the caller does: the kernel
+/// hands out ports in turn.
+pub fn free_port() -> u16 {
+    let free =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    free.expect("there is a free port").port()
+}
+
 /// The ranks of a job on nodes of this machine, so many on each, to be started.
 pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Command> {
     let job = job();
@@ -100,11 +108,7 @@ pub fn rank_commands(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<C
     if nodes.len() == 1 {
         return (0..size).map(|r| rank(&job, r, size, worker, arguments)).collect();
     }
-    // Nobody else takes a port of 127.0.0.1 in the moment between: the kernel hands them out in
-    // turn.
-    let free =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let port = free.expect("there is a free port").port().to_string();
+    let port = free_port().to_string();
     let mut commands = Vec::new();
     for (node, &count) in nodes.iter().enumerate() {
         for local in 0..count {

@@ -25,7 +25,8 @@ use std::time::Duration;
 pub use apart::runs_apart;
 pub use executable::executable;
 pub use job::{
-    build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,
+    build, free_port, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes,
+    run_tests_of,
 };
 pub use process::{Finished, Process, assert_contains};
 
