@@ -17,7 +17,7 @@ mod store;
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use flow_store::fork::Process;
@@ -102,16 +102,7 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         _ => vec![own.clone(); size],
     };
     let locals: Vec<usize> = (0..size).filter(|&r| infos[r].node == own.node).collect();
-    let attached = attach_arena(rank, size, &locals, monitor.as_mut());
-    let rank_0_serves = !matches!(membership.rendezvous, Rendezvous::Server { .. });
-    let arena = match &mut monitor {
-        Some(monitor) if several_nodes && rank_0_serves => {
-            let arena = attached.map_err(|error| monitor.give_up(error))?;
-            monitor.wait_for_nodes(&first_ranks(&infos))?;
-            arena
-        }
-        _ => attached?,
-    };
+    let arena = attach_on_all_nodes(membership, &infos, &locals, monitor.as_mut())?;
     drop(monitor);
     let mut peers = Vec::with_capacity(size);
     for peer in 0..size {
@@ -137,6 +128,27 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         server,
         retired_blocks: Mutex::default(),
     })
+}
+
+/// Attaches to the arena of this node. Where rank 0 serves the store, it waits until no other node asks
+/// for anything more.
+fn attach_on_all_nodes(
+    membership: &Membership,
+    infos: &[PeerInfo],
+    locals: &[usize],
+    monitor: Option<&mut BootstrapMonitor>,
+) -> Result<Arc<Arena>, JoinError> {
+    let Membership { rank, world_size: size, .. } = *membership;
+    let is_launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
+    match monitor {
+        Some(monitor) if locals.len() < size && !is_launched => {
+            let arena = attach_arena(rank, size, locals, Some(&mut *monitor))
+                .map_err(|error| monitor.give_up(error))?;
+            monitor.wait_for_nodes(&first_ranks(infos))?;
+            Ok(arena)
+        }
+        monitor => attach_arena(rank, size, locals, monitor),
+    }
 }
 
 /// Returns the first rank of each node.
