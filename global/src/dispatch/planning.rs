@@ -19,7 +19,7 @@ use crate::policy;
 use crate::region::{regions, shape};
 use crate::rules::infer::{Choice, infer};
 use crate::rules::op::Op;
-use crate::rules::{reads_without_gaps, rule};
+use crate::rules::{reads_without_gaps, rule, sizes};
 use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp, Sbp};
 use crate::spec::Spec;
@@ -52,6 +52,8 @@ pub fn plan(
     let written = Written::of(call, &arguments);
     refuse(call, &written)?;
     let op = op_of(call, written.rule_name(call), &arguments, &written);
+    sizes::check(&op)
+        .map_err(|reason| Error::Unsupported { operation: call.name.to_owned(), reason })?;
     let have = (0..call.tensors()).map(|tensor| sbp_of(call, tensor, placement)).collect();
     let planning = Planning { call, placement, runtime, arguments, written, op, have };
     planning.plan()

@@ -15,6 +15,7 @@ mod normalization;
 pub mod op;
 mod pointwise;
 mod reductions;
+pub mod sizes;
 mod views;
 
 use std::collections::HashMap;

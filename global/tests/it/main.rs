@@ -20,5 +20,6 @@ mod page;
 mod planner;
 mod record;
 mod sequence;
+mod sizes;
 mod views;
 mod zero;
