@@ -17,7 +17,7 @@
 //! | `progress` | how far each rank is, for the watchdogs of the others |
 //! | `watchdog` | time-outs, lost peers, errors of the device |
 //!
-//! The collectives are in [`collectives`](crate::collectives), beside those on the host.
+//! The collectives are in `crate::collectives`, beside those on the host.
 //!
 //! docs/architecture.md says where else the crate has `unsafe` code.
 

@@ -108,7 +108,7 @@ pub struct Status {
     pub bytes: usize,
 }
 
-extern "C" {
+unsafe extern "C" {
     /// Registers a function as `atexit` does; it gets the exit status.
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
