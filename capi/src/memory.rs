@@ -113,7 +113,10 @@ pub unsafe extern "C" fn flow_alloc(
         group.check_process("alloc")?;
         let block = group.arena().allocate(bytes).ok_or_else(|| {
             let rank = group.ranks()[group.rank()];
-            Failure::system(format!("rank {rank}: no room for {bytes} bytes of shared memory: free blocks that are no longer used"))
+            Failure::system(format!(
+                "rank {rank}: no room for {bytes} bytes of shared memory: free blocks that are no \
+                 longer used"
+            ))
         })?;
         data.set(block.as_ptr().cast());
         made.set(Box::into_raw(Box::new(block)));

@@ -43,8 +43,9 @@ pub fn attach_arena(
         file = Some(made);
         arena
     } else {
-        let no_store = || JoinError::Failed("there is no rendezvous store".into());
-        let monitor = monitor.as_deref_mut().ok_or_else(no_store)?;
+        let Some(monitor) = monitor.as_deref_mut() else {
+            return Err(JoinError::Failed("there is no rendezvous store".into()));
+        };
         map_arena_of(first, index, locals, monitor)?
     };
     let header = ArenaHeader::of(&arena);
