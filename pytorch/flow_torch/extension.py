@@ -107,7 +107,7 @@ def compiler():
         *[f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"],
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *[f"-I{folder}" for folder in (library.files()[1].parent, headers, headers / "torch/csrc/api/include", python)],
-        str(HERE / "csrc" / "backend.cpp"),
+        str(HERE / "csrc" / "module.cpp"),
         *[f"-L{own / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"],
     ]
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -16,73 +15,10 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "group.h"
-#include "profile.h"
+#include "operation.h"
 
 namespace flow {
-
-class Lane;
-
-// The work of an operation, done once.
-struct Job {
-    std::function<void(const flow_group*)> run;
-    // The operation's own; see `within`.
-    Milliseconds timeout = c10d::kUnsetTimeout;
-    // See `label`.
-    std::string elements;
-    // If there is one: announces the operation to other ranks, before it is run, without waiting. False if that is not possible
-    // now.
-    std::function<bool()> launch = nullptr;
-};
-
-class Operation final : public c10d::Work {
-public:
-    Operation(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
-        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)) {}
-
-    bool wait(Milliseconds timeout) override;
-    std::vector<at::Tensor> result() override { return results_; }
-    int sourceRank() const override { return source_; }
-    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
-    void set_source(int rank) { source_ = rank; }
-
-private:
-    friend class Lane;
-
-    // Does what there is to do, and keeps its error. Who waits goes on. Returns what was done: to drop its tensors takes Python.
-    Job run(const Group& group);
-    // Throws what a signal's handler has raised while this thread ran an operation. That is not the operation's error: callbacks get that,
-    // and whoever waits, perhaps on other threads.
-    static void rethrow_interrupt() {
-        if (interrupt_) std::rethrow_exception(std::exchange(interrupt_, nullptr));
-    }
-    // Completes the future that is to be completed now. This runs its callbacks, which may communicate: no lock is held.
-    void announce();
-    // The future that is to be completed now that the operation is done, if somebody has asked for it, and it is not left to the end of
-    // backward. One that is asked for later is complete at once.
-    c10::intrusive_ptr<c10::ivalue::Future> future_to_complete();
-    void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-
-    const std::vector<at::Tensor> results_;
-    std::atomic<int> source_{-1};
-    Job job_;
-    bool launched_ = false;
-    std::shared_ptr<Lane> lane_;
-    std::atomic<bool> ended_{false};
-    // Then its future is completed at once, also in backward.
-    std::atomic<bool> was_waited_for_{false};
-    std::mutex future_mutex_;
-    // Both under the mutex: of the thread that runs the operation and one that asks for the future exactly one completes it.
-    bool done_ = false;
-    bool is_deferred_ = false;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
-    static inline thread_local std::exception_ptr interrupt_;
-};
-
-using OperationPtr = c10::intrusive_ptr<Operation>;
 
 class Lane final : public std::enable_shared_from_this<Lane> {
 public:
@@ -524,42 +460,6 @@ inline bool Operation::wait(Milliseconds timeout) {
     if (timeout <= Milliseconds::zero()) return Work::wait(timeout);
     const auto spent = std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now() - start);
     return Work::wait(std::max(timeout - spent, Milliseconds(1)));
-}
-
-inline Job Operation::run(const Group& group) {
-    std::exception_ptr error;
-    try {
-        at::NoGradGuard no_grad;
-        const auto patient = within(group, job_.timeout);
-        job_.run(with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
-    } catch (const py::error_already_set&) {
-        interrupt_ = std::current_exception();
-        error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));
-    } catch (...) {
-        error = std::current_exception();
-    }
-    auto done = std::exchange(job_, Job{});
-    finish(error);
-    ended_ = true;
-    return done;
-}
-
-inline c10::intrusive_ptr<c10::ivalue::Future> Operation::future_to_complete() {
-    std::lock_guard<std::mutex> lock(future_mutex_);
-    done_ = true;
-    return is_deferred_ ? nullptr : future_;
-}
-
-inline void Operation::announce() {
-    if (const auto future = future_to_complete()) complete(future);
-}
-
-inline void Operation::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
-    if (const auto error = exception()) {
-        future->setError(error);
-    } else {
-        future->markCompleted(c10::IValue(results_));
-    }
 }
 
 inline c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {

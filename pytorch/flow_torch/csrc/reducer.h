@@ -10,30 +10,12 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "gradient_memory.h"
 #include "tensors.h"
+#include "torch_reducer.h"
 
 namespace flow {
-
-// The members that c10d::Reducer keeps for classes derived from it. There are no objects of this one.
-struct TorchReducer final : c10d::Reducer {
-    static auto& mutex(Reducer& own) { return own.*&TorchReducer::mutex_; }
-    static const auto& params(Reducer& own) { return own.*&TorchReducer::params_; }
-    static const auto& grad_accumulators(Reducer& own) { return own.*&TorchReducer::grad_accumulators_; }
-    static const auto& buckets(Reducer& own) { return own.*&TorchReducer::buckets_; }
-    static bool has_rebuilt_bucket(Reducer& own) { return own.*&TorchReducer::has_rebuilt_bucket_; }
-    static bool finds_unused(Reducer& own) { return own.*&TorchReducer::find_unused_parameters_; }
-    static const auto& unused(Reducer& own) { return own.*&TorchReducer::unused_parameters_; }
-    static auto& local_used_map(Reducer& own) { return own.*&TorchReducer::local_used_map_; }
-    static bool is_static(Reducer& own) { return own.*&TorchReducer::static_graph_; }
-    static const auto& hooks_of_graph(Reducer& own) { return own.*&TorchReducer::numGradHooksTriggeredMap_; }
-    static long backward_calls(Reducer& own) { return own.*&TorchReducer::num_bwd_calls_; }
-    static bool& hook_called(Reducer& own) { return own.*&TorchReducer::first_autograd_hook_called_; }
-    static bool& expects_hooks(Reducer& own) { return own.*&TorchReducer::expect_autograd_hooks_; }
-    static void push_rebuilt(Reducer& own, size_t index) { (own.*&TorchReducer::push_rebuilt_params)(index); }
-};
 
 // Does what the Reducer of torch's DistributedDataParallel does in a backward, but copies no large gradient: backward computes
 // them in shared memory, and all ranks reduce them there. Which gradients are expected, and how they are divided into buckets, is

@@ -1,25 +1,23 @@
 // torch.distributed's backend "flow": flow-comm's collectives for tensors on CPUs.
+#pragma once
 
 #include <algorithm>
 #include <map>
 #include <numeric>
-#include <set>
 
-#include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bucket.h"
 #include "lane.h"
 #include "memory.h"
-#include "reducer.h"
+#include "monitored_barrier.h"
 #include "sparse.h"
 #include "tensors.h"
 
-namespace {
+namespace flow {
 
-using namespace flow;
 using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -28,7 +26,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr std::chrono::milliseconds kPatience(20);
 constexpr std::chrono::microseconds kPatienceForMessages(50);
 
-void check_tag(int tag) {
+inline void check_tag(int tag) {
     TORCH_CHECK_VALUE(tag >= 0, "flow: a tag must not be negative: ", tag);
 }
 
@@ -369,45 +367,9 @@ public:
         return collective(OpType::BARRIER, {}, {}, opts, [](const flow_group* group) { check(flow_barrier(group)); });
     }
 
-    // Messages to rank 0 and back, so that rank 0 knows who has not come. If ranks are missing, the group is of no more use.
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-        using Clock = std::chrono::steady_clock;
-        constexpr uint32_t kArrived = UINT32_MAX, kPassed = UINT32_MAX - 1;  // programs' tags are smaller
         const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-        const auto end = Clock::now() + timeout;
-        uint8_t byte = 0;
-        const flow_buffer word{&byte, 1, FLOW_U8};
-        if (rank_ != 0) {
-            const auto group = within(group_, timeout);
-            int code = flow_send(group.get(), word, 0, kArrived);
-            if (code == FLOW_OK) code = flow_recv(group.get(), word, 0, kPassed);
-            if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
-            if (code != FLOW_OK) {
-                C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received errors while ",
-                                                           "waiting for send/recv from rank 0: ", flow_error_message()));
-            }
-            return;
-        }
-        if (timeout <= Milliseconds::zero()) {
-            C10_THROW_ERROR(DistBackendError, c10::str("Rank 0 timed out in monitoredBarrier after ", timeout.count(), " ms"));
-        }
-        std::set<int> missing;
-        for (int rank = 1; rank < size_; ++rank) missing.insert(rank);
-        while (!missing.empty()) {
-            const auto left = std::chrono::ceil<Milliseconds>(end - Clock::now());
-            size_t from = 0;
-            const auto group = within(group_, std::max(left, Milliseconds(1)));
-            const int code = flow_recv_any(group.get(), word, kArrived, &from);
-            if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
-            if (code != FLOW_OK) {
-                std::vector<int> named(missing.begin(), wait_all_ranks ? missing.end() : std::next(missing.begin()));
-                C10_THROW_ERROR(DistBackendError,
-                                c10::str(named.size() > 1 ? "Ranks " : "Rank ", c10::Join(", ", named),
-                                         " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", flow_error_message()));
-            }
-            missing.erase(static_cast<int>(from));
-        }
-        for (int rank = 1; rank < size_; ++rank) check(flow_send(get(), word, rank, kPassed));
+        monitored_barrier(group_, rank_, size_, timeout, wait_all_ranks);
     }
 
 private:
@@ -498,43 +460,10 @@ private:
         }
     }
 
-    // A bucket of gradients: announced now, and reduced where it lies, or in the staging memory. Not announced is one for which some
-    // rank has no room, or the first of its length.
     WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
-        const auto tensor = tensors[0];
-        // A tensor that is reduced elsewhere need not be used again.
-        if (torch::autograd::get_current_graph_task_id() != -1) share_bucket(get(), tensor);
-        const bool in_place = flow_is_shared(get(), tensor.const_data_ptr(), tensor.nbytes());
         const auto number = static_cast<uint32_t>(sequence_++);
-        const auto launched = std::make_shared<bool>(false);
-        const auto launch = [this, code, op, tensor, in_place, number, launched](const flow_group* group) {
-            check(flow_progress(group));
-            auto piece = elements(tensor, code);
-            if (!in_place) {
-                piece.data = staging_.take();
-                if (!piece.data) return false;
-                std::memcpy(piece.data, tensor.const_data_ptr(), tensor.nbytes());
-            }
-            check(flow_launch_bucket(group, &piece, 1, number, flow_op(op), launched.get()));
-            if (!in_place && !*launched) staging_.give_back();
-            return *launched;
-        };
-        Job job;
+        auto job = bucket_job(get(), staging_, tensors[0], code, op, number);
         job.timeout = opts.timeout;
-        job.launch = [this, launch, bytes = tensor.nbytes()] { return staging_.has_room(bytes) && launch(get()); };
-        job.run = [this, launch, launched, tensor, code, op, in_place](const flow_group* group) {
-            if (!*launched && !staging_.make_room(group, tensor.nbytes())) {
-                return check(flow_all_reduce(group, elements(tensor, code), flow_op(op)));
-            }
-            if (!*launched && !launch(group)) {
-                // Too many were under way.
-                check(flow_finish_buckets(group));
-                TORCH_CHECK(launch(group), "flow: a bucket cannot be launched");
-            }
-            check(flow_finish_buckets(group));
-            if (!in_place) std::memcpy(tensor.data_ptr(), staging_.memory(), tensor.nbytes());
-            if (!in_place) staging_.give_back();
-        };
         const auto own = operation(OpType::ALLREDUCE, tensors, tensors);
         collectives_->submit(own, std::move(job));
         return own;
@@ -568,55 +497,4 @@ private:
     std::map<std::vector<size_t>, size_t> groups_;  // how many of these ranks were made
 };
 
-// This rank, and the place where the ranks meet.
-struct Place {
-    size_t rank, world_size, local_rank, local_world_size;
-    int64_t node;
-    std::string address, token;
-};
-
-c10::intrusive_ptr<FlowBackend> join(const std::optional<Place>& place, const std::string& name, Milliseconds timeout) {
-    flow_group* group = nullptr;
-    flow_membership membership{};
-    if (place) {
-        membership = {place->rank, place->world_size,      place->local_rank,    place->local_world_size,
-                      place->node, place->address.c_str(), place->token.c_str()};
-    }
-    check(flow_join(place ? &membership : nullptr, name.c_str(), seconds(timeout), &group));
-    return c10::make_intrusive<FlowBackend>(own(group), timeout);
-}
-
-bool is_shared(const FlowBackend& group, const Tensor& tensor) {
-    return flow_is_shared(group.group().get(), tensor.const_data_ptr(), tensor.nbytes());
-}
-
-}  // namespace
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-    const auto no_gil = py::call_guard<py::gil_scoped_release>();
-    py::class_<Place>(module, "Place")
-        .def(py::init<size_t, size_t, size_t, size_t, int64_t, std::string, std::string>(), py::arg("rank"), py::arg("world_size"),
-             py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));
-    py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
-        .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
-        .def("is_shared", &is_shared, py::arg("tensor"))
-        .def_property_readonly("options", &FlowBackend::getBackendOptions);
-    py::class_<InPlaceReducer, std::shared_ptr<InPlaceReducer>>(module, "InPlaceReducer")
-        .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
-                         std::vector<std::string> names) {
-                 const auto new_group = [backend] { return backend->duplicate(); };
-                 return std::make_shared<InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
-             }),
-             py::arg("backend"), py::arg("torch"), py::arg("names"))
-        .def("connect", &InPlaceReducer::connect, no_gil)
-        .def("expect", &InPlaceReducer::expect, no_gil)
-        .def("leave", &InPlaceReducer::leave, no_gil)
-        .def("check_finished", &InPlaceReducer::check_finished, no_gil)
-        .def("fail", &InPlaceReducer::fail, no_gil, py::arg("cause"))
-        .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil);
-    flow_set_interrupt_check(is_interrupted);
-    module.def("end_all", &Lane::end_all, no_gil);
-    module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);
-    module.def("wait_for", [](const torch::jit::PythonFutureWrapper& future) { Lane::wait_for(future.fut); }, no_gil, py::arg("future"));
-    module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
-}
+}  // namespace flow
