@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
+use crate::terminal::open_terminal;
+
 #[test]
 fn long_lines_of_two_workers_never_mix() {
     let text = "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; \
@@ -42,11 +44,11 @@ fn lines_are_marked_on_request_only() {
 
 #[test]
 fn lines_are_marked_on_a_terminal() {
-    let terminal = nix::pty::openpty(None, None).unwrap();
+    let (keyboard, terminal) = open_terminal();
     let mut child =
-        script("", "echo hello").stdout(terminal.slave).stderr(Stdio::null()).spawn().unwrap();
+        script("", "echo hello").stdout(terminal).stderr(Stdio::null()).spawn().unwrap();
     let mut shown = [0; 100];
-    let count = File::from(terminal.master).read(&mut shown).unwrap();
+    let count = File::from(keyboard).read(&mut shown).unwrap();
     assert_eq!(&shown[..count], b"[rank 0] hello\r\n");
     assert_eq!(wait(&mut child), Some(0));
 }

@@ -11,7 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use rustix::fs::OFlags;
+use rustix::fs::{CWD, FileType, Mode, OFlags};
 use rustix::process::Signal;
 
 /// What a shell writes to set a timer of a process: pid, time, signal.
@@ -142,7 +142,7 @@ fn a_killed_launchers_pipe_is_gone_and_one_in_use_is_another_launchers() {
     until_gone(&pids);
     until("the pipe is gone", || !path.exists());
     // One that somebody has left is taken over.
-    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RWXU, 0).unwrap();
     assert_eq!(
         start("echo $TORCHELASTIC_TIMER_FILE").finish().stdout.trim_end(),
         path.to_str().unwrap()
