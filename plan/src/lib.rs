@@ -6,6 +6,7 @@
 //! [`Layout`] of a task, and [`search`] finds the fastest layouts. The program `flow-plan` prints what
 //! these functions return.
 
+pub mod activations;
 pub mod bubble;
 mod cluster;
 mod cost;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::bubble::{in_flight, in_flight_of_chunk, weights_pending};
+use crate::activations::{in_flight, in_flight_of_chunk, weights_pending};
 use crate::cost::{Cost, LayerCosts};
 use crate::layout::Layout;
 use crate::schedule::ScheduleKind;
