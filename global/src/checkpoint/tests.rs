@@ -228,26 +228,32 @@ fn the_last_few_are_kept() {
     assert_eq!(names(folder.path()), [".checkpoint.lock", "step-1"], "3 is of another way");
 }
 
+/// Saves step 1, and then fails to save step 2: rank 1 begins it and does `fail` in the folder of
+/// what is not whole yet. Returns the error of rank 0.
+fn failed_save(folder: &TempDir, fail: impl Fn(&Path, &ProcessGroup) + Sync) -> CheckpointError {
+    let partial = folder.path().join(".checkpoint.partial");
+    save(folder, &[1]);
+    let mut errors = on_two_ranks(folder, |mut checkpoints, entries, group| {
+        checkpoints.latest::<()>().unwrap();
+        if group.rank() == 0 {
+            return checkpoints.save_entries(contents(2), entries).err();
+        }
+        checkpoints.begin(&mut contents(2), entries).unwrap();
+        fail(&partial, &group);
+        None
+    });
+    errors.remove(0).unwrap()
+}
+
 #[test]
 fn a_rank_that_dies_in_a_save_leaves_the_older_checkpoint() {
     let folder = tempdir().unwrap();
-    let partial = folder.path().join(".checkpoint.partial");
-    save(&folder, &[1]);
-    on_two_ranks(&folder, |mut checkpoints, entries, group| {
-        checkpoints.latest::<()>().unwrap();
-        if group.rank() == 0 {
-            let error = checkpoints.save_entries(contents(2), entries).unwrap_err();
-            assert!(
-                matches!(error, CheckpointError::Training(flow_ddp::Error::Comm(_))),
-                "{error}"
-            );
-        } else {
-            checkpoints.begin(&mut contents(2), entries).unwrap();
-            fs::write(partial.join(file_name(1)), "half a file").unwrap();
-        }
+    let error = failed_save(&folder, |partial, _| {
+        fs::write(partial.join(file_name(1)), "half a file").unwrap();
     });
+    assert!(matches!(error, CheckpointError::Training(flow_ddp::Error::Comm(_))), "{error}");
     // Rank 0 has seen the error, and removed what there was.
-    assert!(!partial.exists());
+    assert_eq!(names(folder.path()), [".checkpoint.lock", "step-1"]);
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
 }
 
@@ -256,22 +262,14 @@ fn a_rank_that_dies_in_a_save_leaves_the_older_checkpoint() {
 #[test]
 fn a_rank_that_writes_on_after_a_save_has_failed_leaves_nothing() {
     let folder = tempdir().unwrap();
-    let partial = folder.path().join(".checkpoint.partial");
-    save(&folder, &[1]);
-    on_two_ranks(&folder, |mut checkpoints, entries, group| {
-        checkpoints.latest::<()>().unwrap();
-        if group.rank() == 0 {
-            checkpoints.save_entries(contents(2), entries).unwrap_err();
-        } else {
-            checkpoints.begin(&mut contents(2), entries).unwrap();
-            let open = fs::File::create(partial.join(file_name(1))).unwrap();
-            group.abort("rank 1 takes too long");
-            let mut files = 0;
-            while fs::write(partial.join(format!("file {files}")), "half a file").is_ok() {
-                files += 1;
-            }
-            (&open).write_all(b"the rest").unwrap();
+    failed_save(&folder, |partial, group| {
+        let open = fs::File::create(partial.join(file_name(1))).unwrap();
+        group.abort("rank 1 takes too long");
+        let mut files = 0;
+        while fs::write(partial.join(format!("file {files}")), "half a file").is_ok() {
+            files += 1;
         }
+        (&open).write_all(b"the rest").unwrap();
     });
     assert_eq!(names(folder.path()), [".checkpoint.lock", "step-1"]);
     assert_eq!(latest(&folder), [Ok(1), Ok(1)]);
