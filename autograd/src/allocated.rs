@@ -5,11 +5,11 @@ use std::ptr::null_mut;
 use crate::error::Error;
 use crate::ffi::{self, MeasurementHandle};
 
-/// Returns the result of `run`, and how many bytes it leaves allocated: those of tensors on any
-/// device that libtorch made in `run` on this thread and that live at its end. After a forward
-/// these are its outputs and what autograd has saved for the backward. What other threads allocate
-/// or free meanwhile is not seen, and each allocation costs a little more: measure once, not in
-/// each step.
+/// Returns the result of `run`, and how many bytes it leaves allocated. They are those of tensors
+/// on any device that libtorch made in `run` on this thread, and that live at its end. After a
+/// forward these are its outputs and what autograd has saved for the backward. What other threads
+/// allocate or free meanwhile is not seen, and each allocation costs a little more: measure once,
+/// not in each step.
 ///
 /// # Errors
 ///

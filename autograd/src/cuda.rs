@@ -23,7 +23,7 @@ fn host_as_gpu() -> bool {
     })
 }
 
-/// libtorch's name of the device.
+/// Returns libtorch's name of the device.
 pub fn torch_device(device: &Device) -> tch::Device {
     if host_as_gpu() { tch::Device::Cpu } else { tch::Device::Cuda(device.ordinal()) }
 }
@@ -86,7 +86,7 @@ pub struct CudaTensor {
 
 impl CudaTensor {
     /// Shares the tensor's memory. As with CPU tensors, nobody may use it through another tensor
-    /// while an operation works on it, but in the order of the stream that the operation was given.
+    /// while an operation works on it. The order of the stream that the operation was given counts.
     ///
     /// # Errors
     ///

@@ -15,9 +15,9 @@ use crate::ffi::{self, BoolSlice, FunctionClosure, TensorList, TensorSlice};
 pub struct Forward {
     /// The results of the operation.
     pub outputs: Vec<Tensor>,
-    /// The tensors that backward needs: inputs, outputs or others. Unlike tensors that the backward closure
-    /// captures, outputs may be among them without a leak, and backward fails if a saved tensor was
-    /// changed in place meanwhile.
+    /// The tensors that backward needs: inputs, outputs or others. Unlike tensors that the backward
+    /// closure captures, outputs may be among them without a leak. Backward fails if a saved tensor
+    /// was changed in place meanwhile.
     pub saved: Vec<Tensor>,
 }
 
@@ -25,10 +25,10 @@ pub struct Forward {
 ///
 /// `forward` runs once, at once, and records no graph. If an input requires a gradient, the outputs
 /// do (those of a floating-point kind). Backward through them then calls `backward` with the saved
-/// tensors and with the gradient of each output, `None` for an output that the loss does not depend
-/// on; it returns the gradient of each input, or `None` for no gradient. `backward` may run more
-/// than once (if the graph is retained), on another thread, and records a graph of its own if the
-/// caller asks for one (`create_graph`). It is dropped with the graph.
+/// tensors and with the gradient of each output. That is `None` for an output that the loss does
+/// not depend on. It returns the gradient of each input, or `None` for no gradient. `backward` may
+/// run more than once (if the graph is retained), and on another thread. It records a graph of its
+/// own if the caller asks for one (`create_graph`). It is dropped with the graph.
 ///
 /// # Errors
 ///

@@ -75,12 +75,12 @@ impl Graph {
     }
 
     /// Runs the first half of a backward, and returns the gradients of the inputs, which are
-    /// leaves, `None` for one that the outputs do not depend on. No gradient is accumulated. The
-    /// other half, [`WeightGraph::backward`], accumulates those of all other leaves, and computes
-    /// nothing twice but custom functions on the way to the inputs, whose backward runs in both
-    /// halves if they also have a branch to other leaves; [`recompute`](crate::recompute()) then
-    /// gives each half what belongs to it. (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-    /// section 2.)
+    /// leaves. An input that the outputs do not depend on has `None`. No gradient is accumulated.
+    /// The other half, [`WeightGraph::backward`], accumulates those of all other leaves. It
+    /// computes nothing twice but some custom functions on the way to the inputs. Their backward
+    /// runs in both halves if they also have a branch to other leaves;
+    /// [`recompute`](crate::recompute()) then gives each half what belongs to it. (Qi et al. 2023,
+    /// "Zero Bubble Pipeline Parallelism", section 2.)
     ///
     /// # Errors
     ///

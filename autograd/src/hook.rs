@@ -14,9 +14,8 @@ type Hook = dyn FnMut(&Tensor) -> Result<(), BoxError> + Send;
 
 /// The closure that a parameter's C++ hook calls, if any.
 ///
-/// The C++ hook stays on the parameter, with an empty slot, when the closure is removed: libtorch
-/// reads it without a lock, so that taking it away would be a race with a backward on another
-/// thread.
+/// The C++ hook stays on the parameter, with an empty slot, when the closure is removed. libtorch
+/// reads it without a lock. To take it away would be a race with a backward on another thread.
 #[derive(Default)]
 struct Slot(Mutex<Option<Arc<Mutex<Hook>>>>);
 
@@ -71,9 +70,9 @@ pub struct GradHook {
 }
 
 impl GradHook {
-    /// Calls `hook` with the parameter, on the thread that runs `backward` (a thread of libtorch's
-    /// for a CUDA parameter), whenever its `.grad` has its final value of that backward. `hook` may
-    /// replace the gradient.
+    /// Calls `hook` with the parameter, whenever its `.grad` has its final value of a backward. It
+    /// runs on the thread of that backward, which for a CUDA parameter is one of libtorch's. `hook`
+    /// may replace the gradient.
     ///
     /// An `Err` or a panic of `hook` ends the backward, which returns an error with that text.
     ///
@@ -196,9 +195,9 @@ unsafe extern "C" fn call_node_hook(hook: *mut c_void, _: *const C_tensor) -> *m
 type Callback = Option<Box<dyn FnOnce() -> Result<(), BoxError> + Send>>;
 
 /// Calls `callback` once, when all gradients of the running backward are accumulated and before it
-/// returns, on the thread that called it or one of libtorch's. Several callbacks run in the order
-/// of these calls. If that backward runs inside a node of another, as in checkpointing, the other's
-/// gradients are waited for as well, and so on.
+/// returns. It runs on the thread that called backward, or on one of libtorch's. Several callbacks
+/// run in the order of these calls. If that backward runs inside a node of another, as in
+/// checkpointing, the other's gradients are waited for as well, and so on.
 ///
 /// An `Err` or a panic of `callback` makes the backward return an error with that text. If the
 /// backward fails earlier, `callback` is dropped without being called: when backward returns or, if

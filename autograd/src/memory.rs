@@ -171,9 +171,9 @@ pub(crate) fn check_fit(
 ///
 /// # Safety
 ///
-/// From `data` on there must be room for `shape` elements of `kind`, aligned for them, readable and
-/// writable until `owner` is dropped, and not used by others in ways that conflict with the
-/// tensor's use.
+/// From `data` on there must be room for `shape` elements of `kind`, aligned for them. It is
+/// readable and writable until `owner` is dropped. Others do not use it in ways that conflict with
+/// the tensor's use.
 pub unsafe fn tensor_from_raw(
     data: *mut u8,
     shape: &[i64],

@@ -16,8 +16,8 @@ use crate::{Error, ffi};
 /// The state that an optimizer keeps from step to step: PyTorch's `optimizer.state_dict()["state"]`.
 #[derive(Debug, Default)]
 pub struct StateDict {
-    /// A text for each parameter of the optimizer, in the order in which the model was made: the
-    /// kind of optimizer, the parameter's shape and its type, as in `Adam of [3, 4] Float`.
+    /// A text for each parameter of the optimizer, in the order in which the model was made. It has
+    /// the kind of optimizer, the parameter's shape and its type, as in `Adam of [3, 4] Float`.
     pub parameters: Vec<String>,
     /// The state's tensors. Each is named by its parameter's number, and as PyTorch calls it:
     /// `0.momentum_buffer`, `0.exp_avg`, `0.step`. A parameter that has had no gradient has none,

@@ -10,7 +10,7 @@ use crate::function::{Forward, custom_function_of_needed};
 use crate::graph::Graph;
 use crate::random::{RngState, with_rng_state};
 
-/// Runs `compute` on the inputs, and keeps the inputs only: backward runs `compute` again to have
+/// Runs `compute` on the inputs, and keeps the inputs only. Backward runs `compute` again to have
 /// what it needs, with the same random numbers of libtorch: `torch.utils.checkpoint`, reentrant
 /// (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 ///

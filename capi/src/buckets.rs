@@ -10,7 +10,7 @@ use crate::group::{Group, member, on};
 use crate::memory::{Elements, Memory};
 use crate::status::{Failure, Result};
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -65,7 +65,7 @@ fn refused(group: &ProcessGroup, number: u32, reason: &str) -> Failure {
     Failure::argument(format!("rank {rank}: bucket {number}: {reason}"))
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn flow_progress(group: *const Group) -> c_int {
     on("flow_progress", group, |group| Ok(group.progress()?))
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///

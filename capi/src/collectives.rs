@@ -6,7 +6,7 @@ use crate::arguments::{list, reduce_op};
 use crate::group::{Group, member, on};
 use crate::memory::Memory;
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -22,7 +22,7 @@ pub unsafe extern "C" fn flow_barrier(group: *const Group) -> c_int {
 /// each calls.
 macro_rules! collectives {
     ($($name:ident($($argument:ident: $type:ty),*) |$group:ident| $call:expr;)*) => {$(
-        /// See `flow_comm.h`.
+        /// Does what `flow_comm.h` says.
         ///
         /// # Safety
         ///

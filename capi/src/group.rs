@@ -96,7 +96,7 @@ impl Member {
     }
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn flow_join(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn flow_leave(group: *mut Group) {
     }
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -171,7 +171,7 @@ pub unsafe extern "C" fn flow_new_group_of(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -192,7 +192,7 @@ pub unsafe extern "C" fn flow_with_timeout(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -225,7 +225,7 @@ pub unsafe extern "C" fn flow_with_label(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -240,7 +240,7 @@ pub unsafe extern "C" fn flow_set_timeout(group: *const Group, seconds: f64) -> 
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -261,7 +261,7 @@ pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -
 /// Defines functions that return a number of a group, and 0 for null.
 macro_rules! numbers_of_group {
     ($($name:ident => $method:ident;)*) => {$(
-        /// See `flow_comm.h`.
+        /// Does what `flow_comm.h` says.
         ///
         /// # Safety
         ///

@@ -27,8 +27,8 @@ pub struct Elements {
 impl Memory {
     /// # Safety
     ///
-    /// Null, or so many elements that stay for as long as the result is used, and that nobody
-    /// else uses meanwhile, but as a collective allows it.
+    /// Null, or so many elements that stay for as long as the result is used. Nobody else uses them
+    /// meanwhile, but as a collective allows it.
     pub unsafe fn elements(self) -> Result<Elements> {
         let dtype = dtype(self.dtype)?;
         let bytes =
@@ -91,7 +91,7 @@ impl AsMut<[u8]> for Elements {
 // SAFETY: the promise of `Memory::elements` is about all threads.
 unsafe impl Send for Elements {}
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn flow_alloc(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn flow_free(block: *mut Block) {
     }
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///

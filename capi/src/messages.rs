@@ -6,7 +6,7 @@ use crate::arguments::Place;
 use crate::group::{Group, member, on};
 use crate::memory::Memory;
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -27,7 +27,7 @@ pub unsafe extern "C" fn flow_send(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn flow_recv(
     })
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 ///
 /// # Safety
 ///

@@ -84,7 +84,7 @@ pub fn call(name: &str, rank: Option<usize>, body: impl FnOnce() -> Result<()>) 
     failure.code
 }
 
-/// See `flow_comm.h`.
+/// Does what `flow_comm.h` says.
 #[unsafe(no_mangle)]
 pub extern "C" fn flow_error_message() -> *const c_char {
     MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())

@@ -133,7 +133,8 @@ impl Caller {
         Err(self.argument(operation, reason))
     }
 
-    /// Input and output, by bytes and type, whose lengths must be in the ratio `(input, output)`.
+    /// Checks input and output, by bytes and type, whose lengths must be in the ratio `(input,
+    /// output)`.
     pub fn check_pair(
         self,
         operation: &str,
@@ -167,7 +168,7 @@ impl Caller {
         self.check_pair(operation, input, output, ratio)
     }
 
-    /// Input and output must be of one type.
+    /// Checks that input and output are of one type.
     pub fn check_types(self, operation: &str, from: DType, to: DType) -> Result<()> {
         if from == to {
             return Ok(());
@@ -190,7 +191,7 @@ impl Caller {
         self.check_length(operation, whole.0, whole.1, counts.iter().sum())
     }
 
-    /// There must be a count of elements for each rank.
+    /// Checks that there is a count of elements for each rank.
     pub fn check_counts(self, operation: &str, what: &str, counts: &[usize]) -> Result<()> {
         if counts.len() != self.size {
             let reason = format!("{what} has {} entries for {} ranks", counts.len(), self.size);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// Contiguous elements of one type that a collective can read and write.
 ///
-/// Implemented for slices, arrays and vectors of [`Element`]s and for [`SharedBuffer`]; other
+/// Implemented for slices, arrays and vectors of [`Element`]s and for [`SharedBuffer`]. Other
 /// owners of memory, such as tensors, implement it by handing out their bytes. The bytes must be
 /// aligned for the type and a whole number of elements, and stay where they are between calls.
 pub trait Buffer {

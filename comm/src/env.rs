@@ -68,7 +68,7 @@ impl fmt::Debug for Rendezvous {
 /// right.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Error(String);
+pub struct EnvError(String);
 
 /// The variables in which a kind of launcher gives a process its ranks.
 struct Family {
@@ -145,14 +145,14 @@ impl Membership {
     ///
     /// # Errors
     /// Variables that contradict each other, or are no numbers.
-    pub fn from_env() -> Result<Membership, Error> {
+    pub fn from_env() -> Result<Membership, EnvError> {
         Membership::from_vars(|name| {
             std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
         })
     }
 
     /// Reads the variables that `get` returns, as [`Membership::from_env`] reads the environment.
-    pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Membership, Error> {
+    pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Membership, EnvError> {
         let mut membership = Membership {
             rank: 0,
             world_size: 1,
@@ -175,7 +175,7 @@ impl Membership {
 
 impl Family {
     /// Returns the ranks in this family's variables, `None` where they are not set.
-    fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, Error> {
+    fn read(&self, get: &impl Fn(&str) -> Option<String>) -> Result<Option<Membership>, EnvError> {
         let (rank, world_size) = match (number(get, self.rank)?, number(get, self.world_size)?) {
             (Some(rank), Some(world_size)) => (rank, world_size),
             (None, Some(size)) if self.is_complete => {
@@ -200,7 +200,7 @@ impl Family {
 
         rank.must_be_below(world_size)?;
         if local_world_size.1 > world_size.1 {
-            return Err(Error(format!(
+            return Err(EnvError(format!(
                 "{local_world_size} but {world_size}: a node cannot have more ranks than the job"
             )));
         }
@@ -228,27 +228,29 @@ impl fmt::Display for Named {
 }
 
 impl Named {
-    fn must_be_below(self, size: Named) -> Result<(), Error> {
+    fn must_be_below(self, size: Named) -> Result<(), EnvError> {
         match size.1 {
-            0 => Err(Error(format!("{size}: a job has at least one rank"))),
-            1 if self.1 > 0 => Err(Error(format!("{self} but {size}: {} must be 0", self.0))),
-            size_value if self.1 >= size_value => {
-                Err(Error(format!("{self} but {size}: {} must be 0 to {}", self.0, size_value - 1)))
-            }
+            0 => Err(EnvError(format!("{size}: a job has at least one rank"))),
+            1 if self.1 > 0 => Err(EnvError(format!("{self} but {size}: {} must be 0", self.0))),
+            size_value if self.1 >= size_value => Err(EnvError(format!(
+                "{self} but {size}: {} must be 0 to {}",
+                self.0,
+                size_value - 1
+            ))),
             _ => Ok(()),
         }
     }
 }
 
-fn half(set: &str, value: usize, missing: &str) -> Error {
-    Error(format!("{set}={value} but {missing} is not set: set both, or neither to run alone"))
+fn half(set: &str, value: usize, missing: &str) -> EnvError {
+    EnvError(format!("{set}={value} but {missing} is not set: set both, or neither to run alone"))
 }
 
-fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<usize>, Error> {
+fn number(get: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<usize>, EnvError> {
     let Some(text) = get(name) else { return Ok(None) };
     match text.parse::<u32>() {
         Ok(number) => Ok(Some(number as usize)),
-        Err(_) => Err(Error(format!("{name}={text:?}: must be a whole number, 0 or more"))),
+        Err(_) => Err(EnvError(format!("{name}={text:?}: must be a whole number, 0 or more"))),
     }
 }
 
@@ -258,12 +260,12 @@ fn size_of_node(
     get: &impl Fn(&str) -> Option<String>,
     counts: &str,
     node: &str,
-) -> Result<Option<usize>, Error> {
+) -> Result<Option<usize>, EnvError> {
     let (Some(text), Some(index)) = (get(counts), number(get, node)?) else { return Ok(None) };
     let mut nodes = 0;
     for part in text.split(',') {
         let (count, repeat) = repeated(part).ok_or_else(|| {
-            Error(format!(
+            EnvError(format!(
                 "{counts}={text:?}: must be a list such as \"4\", \"2,1\" or \"2(x3),1\""
             ))
         })?;
@@ -272,7 +274,7 @@ fn size_of_node(
             return Ok(Some(count as usize));
         }
     }
-    Err(Error(format!(
+    Err(EnvError(format!(
         "{node}={index} but {counts}={text:?} lists {nodes} nodes: {node} must be below that"
     )))
 }
@@ -291,22 +293,23 @@ fn rendezvous(
     get: &impl Fn(&str) -> Option<String>,
     world_size: usize,
     local_world_size: usize,
-) -> Result<Rendezvous, Error> {
+) -> Result<Rendezvous, EnvError> {
     let several_nodes = local_world_size < world_size;
     if uses_mpi(get, cfg!(feature = "mpi"))? && several_nodes {
         return Ok(Rendezvous::Mpi);
     }
     match (get("FLOW_STORE"), get("FLOW_TOKEN")) {
         (Some(address), Some(token)) => {
-            let address = address.parse().map_err(|error| Error(format!("FLOW_STORE: {error}")))?;
+            let address =
+                address.parse().map_err(|error| EnvError(format!("FLOW_STORE: {error}")))?;
             Ok(Rendezvous::Server { address, token })
         }
-        (Some(address), None) => Err(Error(format!(
+        (Some(address), None) => Err(EnvError(format!(
             "FLOW_STORE={address} but FLOW_TOKEN is not set: flow-launch sets both"
         ))),
-        (None, Some(_)) if !several_nodes => {
-            Err(Error("FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string()))
-        }
+        (None, Some(_)) if !several_nodes => Err(EnvError(
+            "FLOW_TOKEN is set but FLOW_STORE is not: flow-launch sets both".to_string(),
+        )),
         (None, None) if world_size == 1 => Ok(Rendezvous::None),
         (None, token) => {
             let set = JOB_NAMES
@@ -315,7 +318,7 @@ fn rendezvous(
             let job: String = set.chain([format!("world size {world_size}\n")]).collect();
             let address = if several_nodes {
                 master(get)?.ok_or_else(|| {
-                    Error(format!(
+                    EnvError(format!(
                         "the job has {world_size} ranks, {local_world_size} of them on this node: \
                          set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a free port \
                          there"
@@ -333,7 +336,7 @@ fn rendezvous(
 }
 
 /// Whether nodes are connected by MPI, in a program that is built with it or not.
-fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, Error> {
+fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<bool, EnvError> {
     match get(TRANSPORT).as_deref() {
         // flow-launch or torchrun may run under an MPI launcher, and its ranks are not the
         // launcher's.
@@ -342,7 +345,7 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
             Ok(is_built && !is_launched && MPI_RANKS.iter().any(|name| get(name).is_some()))
         }
         Some("mpi") if is_built => Ok(true),
-        Some("mpi") => Err(Error(format!(
+        Some("mpi") => Err(EnvError(format!(
             "{TRANSPORT}=mpi but this program is built without MPI: build it with --features mpi, \
              or set {TRANSPORT}=tcp"
         ))),
@@ -351,12 +354,12 @@ fn uses_mpi(get: &impl Fn(&str) -> Option<String>, is_built: bool) -> Result<boo
 }
 
 /// Returns the address at which rank 0 can serve a job of several nodes.
-fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, Error> {
+fn master(get: &impl Fn(&str) -> Option<String>) -> Result<Option<Address>, EnvError> {
     let (host, port) = match (get("MASTER_ADDR"), get("MASTER_PORT")) {
         (Some(host), Some(port)) => {
             let number = port.parse::<u16>().ok().filter(|port| (1..u16::MAX).contains(port));
             let port = number.ok_or_else(|| {
-                Error(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"))
+                EnvError(format!("MASTER_PORT={port:?}: must be a port, 1 to 65534"))
             })?;
             // torchrun's agent listens at the port itself then.
             (host, port + u16::from(get("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True")))
@@ -392,7 +395,7 @@ fn first_host(list: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn uses(vars: &[(&str, &str)], is_built: bool) -> Result<bool, Error> {
+    fn uses(vars: &[(&str, &str)], is_built: bool) -> Result<bool, EnvError> {
         uses_mpi(
             &|name| vars.iter().find(|(var, _)| *var == name).map(|(_, value)| value.to_string()),
             is_built,

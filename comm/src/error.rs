@@ -8,7 +8,7 @@ use std::time::Duration;
 pub enum Error {
     /// The environment does not describe a rank.
     #[error(transparent)]
-    Environment(#[from] crate::env::Error),
+    Environment(#[from] crate::env::EnvError),
     /// Ranks could not find each other.
     #[error("rank {rank}: joining the process group failed: {reason}")]
     Join {

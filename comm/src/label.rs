@@ -7,7 +7,7 @@ use flow_store::fork::Once;
 use crate::kind::Kind;
 
 /// Names an operation on elements of a type that is none of [`DType`](crate::DType), or a reduction
-/// that is none of [`ReduceOp`](crate::ReduceOp): bytes are moved for it, perhaps by another
+/// that is none of [`ReduceOp`](crate::ReduceOp). Bytes are moved for it, perhaps by another
 /// operation. All ranks must give the same label, and errors show it.
 ///
 /// A label is a pointer: every operation carries one. Its text lasts as long as the process, once

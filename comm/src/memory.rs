@@ -26,7 +26,7 @@ pub struct Buffers<'a> {
 }
 
 impl Buffers<'static> {
-    /// Input and output without counts.
+    /// Returns input and output without counts.
     pub fn new(input: BufferView, output: BufferView) -> Self {
         Self { input, output, input_counts: &[], output_counts: &[] }
     }

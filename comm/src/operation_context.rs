@@ -8,7 +8,7 @@ use crate::trace::RecordId;
 
 /// An operation that the program has asked for, and that begins later on another thread.
 #[derive(Debug, Clone, Copy)]
-pub struct Queued {
+pub struct QueuedCall {
     /// Its sequence number.
     pub sequence: u64,
     /// The time at which the program asked for it, in ticks.
@@ -20,7 +20,7 @@ pub struct OperationContext {
     /// The time that the operation waits, if it has a timeout of its own.
     timeout: Cell<Option<Duration>>,
     /// The asynchronous call that runs here.
-    queued: Cell<Option<Queued>>,
+    queued: Cell<Option<QueuedCall>>,
     /// The operation's record, from its begin to its end.
     record: Cell<Option<RecordId>>,
 }
@@ -40,7 +40,7 @@ impl OperationContext {
 
     /// Returns the asynchronous call that runs on this thread.
     #[inline]
-    pub fn queued() -> Option<Queued> {
+    pub fn queued() -> Option<QueuedCall> {
         CONTEXT.with(|context| context.queued.get())
     }
 
@@ -71,7 +71,7 @@ impl OperationContext {
     }
 }
 
-impl Queued {
+impl QueuedCall {
     /// Runs the operation: all that `run` begins on this thread has its number.
     pub fn run<T>(self, run: impl FnOnce() -> T) -> T {
         struct Clear;

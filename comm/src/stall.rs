@@ -21,7 +21,7 @@ pub struct StallReporter {
 }
 
 impl StallReporter {
-    /// For rank `rank` of the job; None unless flow-launch listens.
+    /// Returns the reporter of rank `rank` of the job; None unless flow-launch listens.
     pub fn from_env(rank: usize) -> Option<StallReporter> {
         let seconds = std::env::var(REPORT).ok()?.parse().ok()?;
         Some(StallReporter { rank, after: Duration::try_from_secs_f64(seconds).ok()? })

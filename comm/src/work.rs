@@ -39,11 +39,11 @@ impl<T> Work<T> {
     }
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+type Task = Box<dyn FnOnce() + Send>;
 
-/// A thread that runs jobs in the order of their submission. Dropping it waits for them.
+/// A thread that runs tasks in the order of their submission. Dropping it waits for them.
 pub struct Worker {
-    jobs: Option<mpsc::Sender<Job>>,
+    tasks: Option<mpsc::Sender<Task>>,
     thread: Option<std::thread::JoinHandle<()>>,
     pending: Arc<(Mutex<usize>, Condvar)>,
 }
@@ -55,45 +55,45 @@ impl Worker {
     ///
     /// The system's, if it has no room for another thread.
     pub fn start(rank: usize) -> std::io::Result<Self> {
-        let (sender, receiver) = mpsc::channel::<Job>();
+        let (sender, receiver) = mpsc::channel::<Task>();
         let pending = Arc::new((Mutex::new(0), Condvar::new()));
         let counted = Arc::clone(&pending);
         let thread =
             std::thread::Builder::new().name(format!("flow-comm-{rank}")).spawn(move || {
-                for job in receiver {
-                    // A job that panics drops its sender: `wait` reports that.
-                    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(job));
+                for task in receiver {
+                    // A task that panics drops its sender: `wait` reports that.
+                    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(task));
                     let (count, idle) = &*counted;
                     *count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
                     idle.notify_all();
                 }
             })?;
-        Ok(Self { jobs: Some(sender), thread: Some(thread), pending })
+        Ok(Self { tasks: Some(sender), thread: Some(thread), pending })
     }
 
-    /// Hands a job over; `rank` and `operation` are for errors of [`Work::wait`].
+    /// Hands a task over; `rank` and `operation` are for errors of [`Work::wait`].
     pub fn submit<T: Send + 'static>(
         &self,
         rank: usize,
         operation: &'static str,
-        job: impl FnOnce() -> Result<T> + Send + 'static,
+        task: impl FnOnce() -> Result<T> + Send + 'static,
     ) -> Work<T> {
         let (sender, outcome) = mpsc::channel();
         *self.pending.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
-        let job: Job = Box::new(move || drop(sender.send(job())));
-        if let Some(jobs) = &self.jobs {
-            // The thread ends only when `jobs` is dropped.
-            let _ = jobs.send(job);
+        let task: Task = Box::new(move || drop(sender.send(task())));
+        if let Some(tasks) = &self.tasks {
+            // The thread ends only when `tasks` is dropped.
+            let _ = tasks.send(task);
         }
         Work { outcome: ForkSafe::new(outcome), rank, operation }
     }
 
-    /// Whether all submitted jobs are over.
+    /// Whether all submitted tasks are over.
     pub fn is_idle(&self) -> bool {
         *self.pending.0.lock().unwrap_or_else(PoisonError::into_inner) == 0
     }
 
-    /// Waits until all submitted jobs are over; each is bounded by its group's timeout.
+    /// Waits until all submitted tasks are over; each is bounded by its group's timeout.
     pub fn drain(&self) {
         let (count, idle) = &*self.pending;
         let count = count.lock().unwrap_or_else(PoisonError::into_inner);
@@ -103,7 +103,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.jobs = None;
+        self.tasks = None;
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -156,7 +156,7 @@ impl World {
             log::warn!("rank {}: the trace has this machine's own time: {error}", self.rank);
             0
         });
-        trace::join(trace::Job {
+        trace::join(trace::RankInfo {
             rank: self.rank,
             world_size: self.size,
             host: self.peers[self.rank].host.clone(),
@@ -186,7 +186,7 @@ impl World {
         ranks.iter().copied().filter(|&r| self.peers[r].gone).chain(ended).collect()
     }
 
-    /// "rank 1 (pid 42 on host) ...", for messages.
+    /// Names a rank for messages, as "rank 1 (pid 42 on host)".
     pub fn describe(&self, rank: usize) -> String {
         format!("rank {rank} (pid {} on {})", self.peers[rank].pid, self.peers[rank].host)
     }
@@ -224,8 +224,8 @@ impl World {
     }
 
     /// Returns how a rank has ended, or that it has `left` its group. A rank often leaves because
-    /// its process ends, so this waits for the end: it is the cause, and the process ends before
-    /// those that fail because of it.
+    /// its process ends, so this waits for the end. The end is the cause, and comes before the ends
+    /// of those that fail because of it.
     pub fn loss_cause(&self, rank: usize, left: bool) -> String {
         if left
             && self.local_index(rank).is_some()

@@ -103,7 +103,7 @@ impl ScheduledBucket {
         Ok(())
     }
 
-    /// Ready for the next backward: see [`Bucket::reset`].
+    /// Makes it ready for the next backward: see [`Bucket::reset`].
     pub fn reset(&mut self, stream_joined: bool) {
         self.missing = self.members.len();
         self.pending = None;
@@ -152,6 +152,7 @@ pub(crate) struct BackwardState {
 }
 
 impl BackwardState {
+    /// Returns the state before the first backward, without buckets.
     pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>) -> Self {
         let count = parameters.len();
         Self {

@@ -36,9 +36,9 @@ impl Ddp<()> {
 impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
     ///
-    /// Errors: models that differ between ranks (on every rank, naming the parameter and both
-    /// ranks), no parameter to train, parameters that cannot be reduced or that another `Ddp` has,
-    /// failing communication.
+    /// Errors: models that differ between ranks, no parameter to train, parameters that cannot be
+    /// reduced or that another `Ddp` has, failing communication. The error of models that differ
+    /// comes on every rank, and names the parameter and both ranks.
     pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
         DdpBuilder::new(group).wrap(model, vs)
     }
@@ -112,7 +112,7 @@ impl DdpBuilder {
         }
     }
 
-    /// Cap of all buckets, in MiB.
+    /// Sets the cap of all buckets, in MiB.
     pub fn bucket_cap_mb(mut self, cap: f64) -> Self {
         let cap = (cap * MIB) as usize;
         self.options.caps = Caps { first: cap, rest: cap };

@@ -27,20 +27,20 @@ use crate::stats::Stats;
 /// all `Module`s, so that Rust would see two implementations.)
 ///
 /// The model is on the CPU or, on each rank, on that rank's GPU. There, reductions run over NCCL on
-/// a stream of their own and the host waits for none of them: each `.grad` is a view of its bucket,
-/// to be used in the order of libtorch's stream, and an error of another rank comes from the next
-/// backward at the latest.
+/// a stream of their own, and the host waits for none of them. Each `.grad` is a view of its
+/// bucket, to be used in the order of libtorch's stream. An error of another rank comes from the
+/// next backward at the latest.
 ///
 /// All ranks run the same number of backwards. A *step* is a backward that reduces gradients, or a
-/// [`Ddp::forward_t`] in training mode that none follows: its loss was thrown away, or did not
+/// [`Ddp::forward_t`] in training mode that none follows. Its loss was then thrown away, or did not
 /// depend on it, or its backward failed. If only some ranks have such a step, the next backward
-/// fails on all and says which rank is in which step (with buffers, who is in forward and who in
-/// backward): gradients of different steps would else be averaged. While something still holds the
-/// forward's graph (a loss that is kept for later: keep `loss.detach()`), the backward after that
-/// one fails. So evaluate with `forward_t(.., false)`, or under `no_grad`.
+/// fails on all. The error says which rank is in which step; with buffers, who is in forward and
+/// who in backward. Gradients of different steps would else be averaged. While something still
+/// holds the forward's graph (a loss that is kept for later: keep `loss.detach()`), the backward
+/// after that one fails. So evaluate with `forward_t(.., false)`, or under `no_grad`.
 ///
 /// Two mistakes are found by the time-out only. A rank that leaves out the forward as well, or
-/// calls other methods of the model, has one backward less at the end, and the others wait for it.
+/// calls other methods of the model, has one backward less at the end. The others then wait for it.
 /// Ranks on GPUs do not wait for each other's hosts; their time-outs name the steps.
 ///
 /// A backward that fails on one rank, once gradients have come, fails on all. The `Ddp` is then
@@ -58,13 +58,13 @@ use crate::stats::Stats;
 /// before. One that the `VarStore` gets later is an error of the next backward. One tensor under
 /// several names (tied weights) is one parameter, of the first name. Buffers are the tensors that
 /// they are when the model is wrapped: write into them. One that the model has replaced
-/// (`model.norm.running_mean = ...`) is an error of the next forward that would broadcast it,
-/// unless something else still holds the old tensor. Where one backward goes through several
+/// (`model.norm.running_mean = ...`) is an error of the next forward that would broadcast it. It is
+/// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
 /// installed and nothing costs.
 ///
 /// A process that is forked from a rank can use the model to infer (`forward_t` with `train`
-/// false); forward in training mode and backward are errors there.
+/// false). Forward in training mode and backward are errors there.
 pub struct Ddp<M> {
     pub(crate) model: M,
     pub(crate) group: ProcessGroup,
@@ -117,8 +117,8 @@ impl<M> Ddp<M> {
     }
 
     /// Waits until the last backward's gradients are averaged, which on a GPU may be after
-    /// `backward` has returned. Call this before you keep what was trained, as in a checkpoint:
-    /// gradients, and what the optimizer made of them, are of no use after a failure.
+    /// `backward` has returned. Call this before you keep what was trained, as in a checkpoint.
+    /// Gradients, and what the optimizer made of them, are of no use after a failure.
     ///
     /// Errors: a failure of this rank or another, a rank that does not come in time.
     pub fn synchronize(&self) -> Result<()> {

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
+use flow_autograd::BoxError;
 use flow_comm::{DType, ProcessGroup};
 use tch::{Kind, TchError};
 
@@ -144,7 +145,7 @@ impl Error {
     }
 
     /// Keeps this error for [`Error::from_backward`], and returns the text that libtorch passes on.
-    pub(crate) fn end_backward(self) -> flow_autograd::BoxError {
+    pub(crate) fn end_backward(self) -> BoxError {
         let text = self.to_string();
         let mut kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.len() == KEPT {
@@ -152,6 +153,20 @@ impl Error {
         }
         kept.push_back((text.clone(), self));
         text.into()
+    }
+
+    /// Returns an error of the communication hook, or one that passed through it.
+    pub(crate) fn of_hook(group: &ProcessGroup, bucket: usize, error: BoxError) -> Self {
+        let error = match error.downcast::<flow_comm::Error>() {
+            Ok(error) => return Self::Comm(*error),
+            Err(error) => error,
+        };
+        match error.downcast::<Self>() {
+            Ok(error) => *error,
+            Err(error) => {
+                Self::CommHook { rank: job_rank(group), bucket, reason: error.to_string() }
+            }
+        }
     }
 }
 

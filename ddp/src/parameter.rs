@@ -15,6 +15,7 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
+    /// Returns the parameter of this name.
     pub fn new(name: String, tensor: Tensor) -> Self {
         Self {
             name,
@@ -29,4 +30,22 @@ impl Parameter {
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }
+}
+
+/// Names parameters in an error, at most 20 of them.
+pub(crate) fn names_of(parameters: &[Parameter], indices: &[usize]) -> String {
+    let mut names = Vec::new();
+    for &index in indices.iter().take(20) {
+        let parameter = &parameters[index];
+        if parameter.tensor.requires_grad() {
+            names.push(parameter.name.clone());
+        } else {
+            names.push(format!("{} (frozen after wrapping)", parameter.name));
+        }
+    }
+    let mut text = names.join(", ");
+    if indices.len() > 20 {
+        text += &format!(" and {} more", indices.len() - 20);
+    }
+    text
 }

@@ -1,10 +1,10 @@
 //! A gradient's way from hook to optimizer.
 //!
 //! The hook of a parameter hands its gradient to its bucket. A bucket that has all its gradients is
-//! ready; ready buckets are launched strictly in order, so that every rank issues the same
-//! collectives in the same order whatever its backward order was. The callback at the end of
-//! backward finishes what is under way and writes back what was copied. After the first backward
-//! the buckets are built anew, in the order in which rank 0's gradients came.
+//! ready. Ready buckets are launched strictly in order. So every rank issues the same collectives
+//! in the same order, whatever its backward order was. The callback at the end of backward finishes
+//! what is under way and writes back what was copied. After the first backward the buckets are
+//! built anew, in the order in which rank 0's gradients came.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -19,7 +19,7 @@ use crate::bucket::comm_hook::{CommHook, GradBucket};
 use crate::bucket::{BackwardEvent, ReducePath};
 use crate::error::{Error, Result, job_rank};
 use crate::options::Options;
-use crate::parameter::Parameter;
+use crate::parameter::{Parameter, names_of};
 use crate::stats::Stats;
 use crate::steps::Steps;
 
@@ -38,7 +38,7 @@ pub(crate) struct Reducer {
 }
 
 impl Reducer {
-    /// `group` and `path` are the reducer's own: nothing else uses them.
+    /// Makes a reducer. `group` and `path` are its own: nothing else uses them.
     pub fn new(
         group: ProcessGroup,
         path: Arc<dyn ReducePath>,
@@ -256,7 +256,8 @@ impl Reducer {
             };
             let mut hook = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner);
             let pending = hook.launch(&mut bucket);
-            scheduled.pending = Some(pending.map_err(|error| self.hook_error(state.next, error))?);
+            scheduled.pending =
+                Some(pending.map_err(|error| Error::of_hook(&self.group, state.next, error))?);
             state.next += 1;
         }
         Ok(())
@@ -266,7 +267,7 @@ impl Reducer {
     fn wait(&self, state: &mut BackwardState) -> Result<()> {
         for (index, bucket) in state.buckets.iter_mut().enumerate() {
             let _wait = trace::wait(state.step.into(), index as u32);
-            bucket.wait().map_err(|error| self.hook_error(index, error))?;
+            bucket.wait().map_err(|error| Error::of_hook(&self.group, index, error))?;
         }
         Ok(())
     }
@@ -286,23 +287,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Returns an error of the communication hook, or one that passed through it.
-    fn hook_error(&self, bucket: usize, error: BoxError) -> Error {
-        let error = match error.downcast::<flow_comm::Error>() {
-            Ok(error) => return Error::Comm(*error),
-            Err(error) => error,
-        };
-        match error.downcast::<Error>() {
-            Ok(error) => *error,
-            Err(error) => {
-                let rank = job_rank(&self.group);
-                Error::CommHook { rank, bucket, reason: error.to_string() }
-            }
-        }
-    }
-
     /// Runs `communicate`. If it fails because another rank misses gradients, that is noted and
-    /// reported at the end of backward, when this rank knows which ones it misses itself.
+    /// reported at the end of backward. This rank knows by then which ones it misses itself.
     fn defer_missing_grads(
         &self,
         state: &mut BackwardState,
@@ -461,24 +447,6 @@ impl Reducer {
     fn torch(&self, operation: &'static str, reason: String) -> Error {
         Error::Torch { rank: job_rank(&self.group), operation, reason }
     }
-}
-
-/// Names parameters in an error, at most 20 of them.
-fn names_of(parameters: &[Parameter], indices: &[usize]) -> String {
-    let mut names = Vec::new();
-    for &index in indices.iter().take(20) {
-        let parameter = &parameters[index];
-        if parameter.tensor.requires_grad() {
-            names.push(parameter.name.clone());
-        } else {
-            names.push(format!("{} (frozen after wrapping)", parameter.name));
-        }
-    }
-    let mut text = names.join(", ");
-    if indices.len() > 20 {
-        text += &format!(" and {} more", indices.len() - 20);
-    }
-    text
 }
 
 /// A callback at the end of a backward, queued in its first hook. If backward fails before its end,

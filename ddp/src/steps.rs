@@ -1,7 +1,7 @@
 //! Which step a rank is in, so that ranks that are not in the same one find out.
 //!
 //! A step is a backward that reduces gradients. So is a forward in training mode that is followed
-//! by none: were only backwards counted, those of different steps would be averaged as soon as one
+//! by none. Were only backwards counted, those of different steps would be averaged as soon as one
 //! rank had left one out. That no backward follows is known when the forward's graph is freed, or
 //! when a later backward is over.
 
@@ -47,6 +47,7 @@ impl Counts {
 }
 
 impl Steps {
+    /// Returns the count before the first step.
     pub fn new() -> Self {
         Self { counts: ForkSafe::new(Mutex::default()) }
     }

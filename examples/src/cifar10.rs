@@ -1,8 +1,8 @@
-//! The CIFAR-10 data set in its binary format: 50,000 training and 10,000 test images of 32 x 32 in
-//! three colours, in ten classes.
+//! The CIFAR-10 data set in its binary format. It has 50,000 training and 10,000 test images of 32
+//! x 32 in three colours, in ten classes.
 //!
 //! The format, from <https://www.cs.toronto.edu/~kriz/cifar.html>: `data_batch_1.bin` to
-//! `data_batch_5.bin` and `test_batch.bin` have one record after the other, each a byte for the
+//! `data_batch_5.bin` and `test_batch.bin` have one record after the other. Each is a byte for the
 //! class and 3072 bytes for the pixels: red, green, blue, each row by row.
 
 use std::error::Error;

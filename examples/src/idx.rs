@@ -1,8 +1,8 @@
 //! Reader of IDX files, the format of MNIST and Fashion-MNIST, plain or gzipped.
 //!
 //! The format, from <http://yann.lecun.com/exdb/mnist/>: two zero bytes, a type byte (8 for
-//! unsigned bytes), the number of dimensions, each dimension as a big-endian 32-bit number, then
-//! the data in row-major order.
+//! unsigned bytes) and the number of dimensions. Each dimension follows as a big-endian 32-bit
+//! number, then the data in row-major order.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, Read};

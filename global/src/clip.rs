@@ -21,8 +21,8 @@ use crate::tensor::GlobalTensor;
 /// as often as there are copies.
 ///
 /// # Errors
-/// The order is 0 or not a number; the norm is infinite or not a number and `error_if_nonfinite` is
-/// set, which leaves the gradients alone; or a collective fails.
+/// The order is 0 or not a number, or a collective fails. Also if the norm is infinite or not a
+/// number and `error_if_nonfinite` is set, which leaves the gradients alone.
 pub fn clip_grad_norm(
     tensors: &[Tensor],
     max_norm: f64,

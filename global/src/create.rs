@@ -282,7 +282,7 @@ pub fn randperm(
 }
 
 /// Numbers that follow begin anew from this seed, on every rank, and on all placements of the same
-/// process group: they have one generator, which lives as long as one of the placements does.
+/// process group. These have one generator, which lives as long as one of them does.
 ///
 /// # Errors
 /// The placement has no process group.

@@ -37,7 +37,7 @@ pub struct Deferred {
 }
 
 impl Deferred {
-    /// The gradients of these leaves stay partial.
+    /// Has the gradients of these leaves stay partial.
     ///
     /// # Errors
     /// A leaf is plain.
@@ -69,10 +69,11 @@ impl Drop for Deferred {
 pub struct PartialGradients(Placement);
 
 /// Backwards leave the gradients of leaves that are B partial sums where they are so, until
-/// [`PartialGradients::finish`] reduces them: once for several backwards, in the order in which they first
-/// came. Of all leaves that [`distribute`](crate::distribute()) has made, on placements of the same
-/// process group; those of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) stay partial
-/// until its step. All ranks of the placement call this.
+/// [`PartialGradients::finish`] reduces them. It does so once for several backwards, in the order
+/// in which they first came. Of all leaves that [`distribute`](crate::distribute()) has made, on
+/// placements of the same process group; those of a
+/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) stay partial until its step. All
+/// ranks of the placement call this.
 ///
 /// # Errors
 /// The placement has no process group.

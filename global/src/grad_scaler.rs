@@ -133,13 +133,13 @@ impl GradScaler {
         self.scale
     }
 
-    /// Divides the gradients of the optimizer's variables by the scale, and finds out on all ranks
+    /// Divides the gradients of the optimizer's variables by the scale. Finds out on all ranks
     /// whether an element of any rank is infinite or not a number.
     ///
     /// # Errors
-    /// It was called already in this iteration, a gradient is in f16 (which cannot hold unscaled
-    /// gradients: keep the variables in f32, or take a
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer)), or a collective fails.
+    /// It was called already in this iteration, a gradient is in f16, or a collective fails. f16
+    /// cannot hold unscaled gradients: keep the variables in f32, or take a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer).
     pub fn unscale(&mut self, optimizer: &impl ScaledOptimizer) -> Result<()> {
         if self.stage != Stage::Scaled {
             return Err(fail("gradients are unscaled already; call update() after each step()"));

@@ -57,8 +57,8 @@ pub enum Init {
     },
 }
 
-/// The fan of a weight `[out, in, kernel...]`, in which `kernel` has any number of dimensions: how
-/// many inputs an output depends on, and how many outputs depend on an input.
+/// The fan of a weight `[out, in, kernel...]`, in which `kernel` has any number of dimensions. It
+/// is how many inputs an output depends on, and how many outputs depend on an input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fan {
     /// `in` times the elements of the kernel.
@@ -169,15 +169,15 @@ impl Fan {
 /// The probability that a normally distributed number is below -2.
 const BELOW: f64 = 0.022_750_131_948_179_21;
 
-/// Draws a number that is normally distributed with mean 0 and variance 1, but within [-2, 2]: the
-/// quantile function at a probability between those of both ends, so that an element needs no bits
-/// but its own.
+/// Draws a number that is normally distributed with mean 0 and variance 1, but within [-2, 2]. It
+/// is the quantile function at a probability between those of both ends. So an element needs no
+/// bits but its own.
 fn truncated_normal(bits: Bits) -> f64 {
     quantile(BELOW + (1.0 - 2.0 * BELOW) * uniform(bits)).clamp(-2.0, 2.0)
 }
 
-/// Returns the number below which a normally distributed one is with this probability, which is at
-/// least 1e-11 away from 0 and 1 (Wichura: algorithm AS 241, 1988).
+/// Returns the number below which a normally distributed one is with this probability. The
+/// probability is at least 1e-11 away from 0 and 1 (Wichura: algorithm AS 241, 1988).
 fn quantile(probability: f64) -> f64 {
     const CENTRE: [[f64; 8]; 2] = [
         [

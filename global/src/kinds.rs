@@ -22,7 +22,7 @@ pub fn kind_of(number: i64) -> Option<Kind> {
     })
 }
 
-/// libtorch's number of a kind; -1 for kinds that `kind_of` does not know.
+/// Returns libtorch's number of a kind; -1 for kinds that `kind_of` does not know.
 pub fn number_of(kind: Kind) -> i64 {
     (0..=15).find(|&number| kind_of(number) == Some(kind)).unwrap_or(-1)
 }

@@ -28,7 +28,7 @@ pub fn line() -> Option<String> {
     of_program(&Backtrace::force_capture().to_string(), &here)
 }
 
-/// Returns the first frame of a backtrace that is not a library's: the format of [`Backtrace`] is a
+/// Returns the first frame of a backtrace that is not a library's. The format of [`Backtrace`] is a
 /// line `N: function`, and a line `at file:line:column` if that is known.
 fn of_program(backtrace: &str, here: &Path) -> Option<String> {
     let mut lines = backtrace.lines().map(str::trim).peekable();

@@ -42,7 +42,7 @@ pub enum LrScheduler {
         gamma: f64,
     },
     /// A rise in the first `steps` steps, from `start` times what `then` has at step `steps`, in
-    /// equal steps up to that; from there on `then`.
+    /// equal steps up to that. From there on it is `then`.
     LinearWarmUp {
         /// Steps of warming up.
         steps: u64,

@@ -60,7 +60,7 @@ impl<K: Clone + Eq + Hash + Ord, T: Nested> Nested for HashMap<K, T> {
     }
 }
 
-/// [`GlobalTensor::to_global`] of all tensors in a container: `sbp` says the SBP of each.
+/// Calls [`GlobalTensor::to_global`] on all tensors in a container: `sbp` says the SBP of each.
 ///
 /// # Errors
 /// As of [`GlobalTensor::to_global`].
@@ -72,7 +72,7 @@ pub fn to_global<T: AsRef<[Sbp]>, N: Nested>(
     values.try_map(&mut |tensor| tensor.to_global(placement, sbp(tensor)))
 }
 
-/// [`GlobalTensor::to_local`] of all tensors in a container.
+/// Calls [`GlobalTensor::to_local`] on all tensors in a container.
 ///
 /// # Errors
 /// A tensor is plain.

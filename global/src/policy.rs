@@ -39,15 +39,15 @@ pub fn gathered_operations() -> Vec<String> {
 }
 
 /// Sets whether an operation whose inputs are on different placements moves them to one, or is an
-/// error, as it is by default (`FLOW_GLOBAL_MOVE_INPUTS=1` changes that). For all threads of the
-/// process; all ranks say the same.
+/// error. By default it is an error; `FLOW_GLOBAL_MOVE_INPUTS=1` changes that. For all threads of
+/// the process; all ranks say the same.
 ///
-/// Inputs are moved to the placement of the tensor that the operation writes, if it writes one; else
-/// to that of the largest input, as this moves the fewest bytes; of equally large ones, to that of the
-/// first. They keep their SBP where the placements have as many axes, else they become B; partial
-/// values become B. Gradients come back to the inputs' own placements, as those of
-/// [`to_global`](crate::GlobalTensor::to_global). [`explain`](crate::explain()) and `FLOW_EXPLAIN=1`
-/// show each move.
+/// Inputs are moved to the placement of the tensor that the operation writes, if it writes one.
+/// Else they are moved to that of the largest input, as this moves the fewest bytes; of equally
+/// large ones, to that of the first. They keep their SBP where the placements have as many axes,
+/// else they become B; partial values become B. Gradients come back to the inputs' own placements,
+/// as those of [`to_global`](crate::GlobalTensor::to_global). [`explain`](crate::explain()) and
+/// `FLOW_EXPLAIN=1` show each move.
 pub fn move_inputs(moves: bool) {
     MOVES_INPUTS.store(moves, Ordering::Relaxed);
 }

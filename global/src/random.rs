@@ -1,6 +1,6 @@
-//! Random numbers by logical element: an element of a tensor has the same value whatever the
-//! placement and the SBP, because its number in the tensor, not the rank, says where in the stream
-//! of random bits its own are.
+//! Random numbers by logical element. An element of a tensor has the same value whatever the
+//! placement and the SBP. Its number in the tensor, not the rank, says where in the stream of
+//! random bits its own are.
 //!
 //! The bits are those of ChaCha with 8 rounds, which can be read from any position on (Bernstein:
 //! ChaCha, a variant of Salsa20, 2008).

@@ -21,8 +21,8 @@ use crate::runtime::Runtime;
 use crate::sbp::{B, NdSbp};
 use crate::trace::{Phase, Role, Trace};
 
-/// Runs `body`, and returns the operations on global tensors that this rank has carried out for it,
-/// backward and the optimizer's as well, with what `body` returns.
+/// Runs `body`. Returns the operations on global tensors that this rank has carried out for it,
+/// with what `body` returns. Those of backward and of the optimizer are among them.
 pub fn record<T>(body: impl FnOnce() -> T) -> (T, Trace) {
     let recorder = Arc::new(Mutex::new(Recorder::default()));
     let result = {

@@ -1,9 +1,9 @@
 //! Gradients of leaves that are B: partial sums are added up in a Ddp's buckets, while backward still
 //! runs.
 //!
-//! The first backward of a leaf shows on which axes of the placement its gradient is partial. At the
-//! end of that the leaves get buckets, one set for each set of axes. From then on the hook of a leaf
-//! gives its partial sum to its bucket, and the end of backward makes the sum the leaf's `.grad`.
+//! The first backward of a leaf shows on which axes of the placement its gradient is partial. At
+//! the end of that the leaves get buckets, one set for each set of axes. From then on the hook of a
+//! leaf gives its partial sum to its bucket. The end of backward makes the sum the leaf's `.grad`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ use crate::spec::Spec;
 /// keeps the runtime and thereby this, comes with each call.)
 struct Replicas {
     leaves: Vec<Mutex<Leaf>>,
-    state: Mutex<State>,
+    state: Mutex<ReplicaState>,
 }
 
 /// All that a job has.
@@ -52,7 +52,7 @@ struct Leaf {
 }
 
 #[derive(Default)]
-struct State {
+struct ReplicaState {
     /// Axes on which gradients were partial, of leaves without a bucket, in the running backward.
     noted: BTreeMap<usize, Vec<usize>>,
     is_noting: bool,
@@ -103,7 +103,7 @@ impl Replicas {
         self.leaf(index).shadow.shallow_clone()
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ReplicaState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -51,7 +51,7 @@ pub(crate) fn neutral(op: ReduceOp) -> Option<f64> {
 
 /// Returns what the rank at these coordinates has of a new tensor instead of the tensor's values.
 /// Of a sum or a product the first rank has the values, and the others what leaves them as they
-/// are; of other reductions all have the values. Inner axes come first: they reduce to what the
+/// are. Of other reductions all have the values. Inner axes come first: they reduce to what the
 /// outer ones reduce.
 pub(crate) fn filler(sbp: &[Sbp], coordinates: &[usize]) -> Option<f64> {
     let axes = sbp.iter().zip(coordinates).rev();

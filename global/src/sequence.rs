@@ -35,7 +35,7 @@ pub struct AgreedOperation {
 
 impl AgreedOperation {
     /// Makes an operation on this placement; `what` all ranks agree on, and `text` is for errors.
-    /// `is_copy`: it copies a tensor as it is, as autograd does with the gradient of a leaf where
+    /// `is_copy`: it copies a tensor as it is. Autograd does so with the gradient of a leaf where
     /// something else uses it, which may be so on some ranks only.
     pub fn new(placement: &Placement, what: impl Hash, text: String, is_copy: bool) -> Arc<Self> {
         let placement = digest(placement);

@@ -50,7 +50,7 @@ impl Spec {
         Arc::new(Self { id, placement: placement.clone(), sbp: sbp.to_vec() })
     }
 
-    /// Different for different specs, for as long as the process runs.
+    /// Returns a number that differs for different specs, for as long as the process runs.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -60,7 +60,7 @@ impl Spec {
         &self.placement
     }
 
-    /// One for each axis of the placement.
+    /// Returns the SBPs, one for each axis of the placement.
     pub fn sbp(&self) -> &[Sbp] {
         &self.sbp
     }

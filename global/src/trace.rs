@@ -160,9 +160,9 @@ impl Trace {
         self.values.len() - 1
     }
 
-    /// Adds an operation that ran: the ids of its inputs, what was chosen (None: it has no rule),
-    /// and its results' shapes and kinds (None for one that is not there). Returns the results'
-    /// ids.
+    /// Adds an operation that ran: the ids of its inputs, what was chosen, and its results' shapes
+    /// and kinds. The choice is None if the operation has no rule. A result is None if it is not
+    /// there. Returns the results' ids.
     pub fn call(
         &mut self,
         op: &Op,

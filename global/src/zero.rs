@@ -22,8 +22,8 @@ use crate::sbp::{B, NdSbp, S};
 use crate::spec::Spec;
 use crate::tensor::GlobalTensor;
 
-/// An optimizer whose state is split over an axis of the parameters' placement: each rank there
-/// keeps a part of each parameter, its shard, changes that only, and gives it to the others.
+/// An optimizer whose state is split over an axis of the parameters' placement. Each rank there
+/// keeps a part of each parameter, its shard. It changes that only, and gives it to the others.
 /// PyTorch's word is `ZeroRedundancyOptimizer`.
 ///
 /// Gradients of parameters that are B stay partial in backward, also over several backwards, and
@@ -31,7 +31,7 @@ use crate::tensor::GlobalTensor;
 /// would make, bit for bit where sums have the same order: one backward a step, without clipping.
 ///
 /// A shard is split by the largest dimension that no other axis splits and that has an element for
-/// each rank; a parameter without one stays whole. Shards of `bf16` and `f16` parameters are `f32`:
+/// each rank. A parameter without one stays whole. Shards of `bf16` and `f16` parameters are `f32`:
 /// the optimizer works in full precision, and the parameters are rounded from that. Train in `f16`
 /// with a [`GradScaler`](crate::GradScaler), which takes this optimizer as others.
 ///

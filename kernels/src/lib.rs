@@ -2,7 +2,7 @@
 //!
 //! [`reduce`] is compiled several times, each for one instruction set, and picks the best that the
 //! CPU has at run time. All of them give the same bits: sums are taken in the order of the sources
-//! and nothing is fused (only which NaN a result is, where several came in, is left open).
+//! and nothing is fused. Only which NaN a result is, where several came in, is left open.
 
 pub mod cuda;
 mod digest;

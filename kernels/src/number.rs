@@ -1,7 +1,7 @@
 //! The arithmetic of accumulators, and how elements become accumulators and back.
 //!
-//! Everything here is branch-free and inlined, so that loops over it become vector code for
-//! whatever instruction set the caller is compiled for, with the same bits on all of them.
+//! Everything here is branch-free and inlined. So loops over it become vector code for whatever
+//! instruction set the caller is compiled for, with the same bits on all of them.
 
 use half::{bf16, f16};
 

@@ -1,5 +1,5 @@
-//! flow-launch as process 1 of a container: the kernel gives that process every orphan, and an
-//! orphan that nobody reaps stays a zombie for as long as the container runs.
+//! flow-launch as process 1 of a container. The kernel gives that process every orphan. An orphan
+//! that nobody reaps stays a zombie for as long as the container runs.
 //!
 //! So process 1 only reaps, and a second flow-launch does the work. Process 1 passes signals on to
 //! it, and ends as it ends. Children of the second process are none of process 1's, so nobody takes

@@ -30,7 +30,7 @@ pub struct Job {
     pub numa_binding: Option<NumaBinding>,
     /// Every worker gets LOCAL_RANK 0 and sees one GPU, its own.
     pub virtual_local_rank: bool,
-    pub output: Output,
+    pub output: OutputOptions,
     /// The event files: a JSON object a line.
     pub events: Vec<PathBuf>,
     /// The file for the timeline of all ranks.
@@ -169,7 +169,7 @@ pub struct RendezvousTimeouts {
 
 /// The places to which the workers' output goes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Output {
+pub struct OutputOptions {
     /// Put the rank before each line.
     pub prefix: bool,
     pub log_dir: Option<PathBuf>,

@@ -10,7 +10,7 @@ use nix::sys::signal::{self as by_nix, SigSet};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::process::Signal;
 
-/// "SIGTERM" for 15.
+/// Returns a signal's name, "SIGTERM" for 15.
 pub fn name(signal: i32) -> String {
     match by_nix::Signal::try_from(signal) {
         Ok(signal) => signal.as_str().into(),

@@ -91,9 +91,9 @@ impl<'a> Builder<'a> {
         self
     }
 
-    /// Sets the placement of the global tensors of this rank's stages: the ranks of the mesh with this
-    /// rank's coordinate on the axis of the pipeline. An output that a stage gives the next one keeps
-    /// its SBP. Gradients are reduced once in a step.
+    /// Sets the placement of the global tensors of this rank's stages. It has the ranks of the mesh
+    /// with this rank's coordinate on the axis of the pipeline. An output that a stage gives the
+    /// next one keeps its SBP. Gradients are reduced once in a step.
     pub fn placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
         self
@@ -103,10 +103,10 @@ impl<'a> Builder<'a> {
     /// this.
     ///
     /// # Errors
-    /// The schedule is for another number of ranks; ranks have different schedules; `stage` fails or
-    /// panics. The mesh's groups and that of the placement are unusable then. So the pipeline's other
-    /// ranks fail as well, here or in their next step, and so do replicas that wait for this rank in
-    /// [`Ddp::new`](flow_ddp::Ddp::new) with a group of the mesh.
+    /// The schedule is for another number of ranks; ranks have different schedules; `stage` fails
+    /// or panics. The mesh's groups and that of the placement are unusable then. So the pipeline's
+    /// other ranks fail as well, here or in their next step. So do replicas that wait for this rank
+    /// in [`Ddp::new`](flow_ddp::Ddp::new) with a group of the mesh.
     pub fn build(
         self,
         stage: impl FnMut(usize) -> Result<Box<dyn Stage>, BoxError>,

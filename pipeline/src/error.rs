@@ -65,7 +65,7 @@ pub enum Error {
     Comm(#[from] flow_comm::Error),
     /// A schedule cannot be made or predicted.
     #[error(transparent)]
-    Schedule(#[from] flow_plan::schedule::Error),
+    Schedule(#[from] flow_plan::schedule::ScheduleError),
 }
 
 /// Result of a pipeline's methods.

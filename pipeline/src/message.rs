@@ -227,6 +227,7 @@ mod sbp_in_message {
         PartialSum,
     }
 
+    /// Writes the SBPs of a message.
     pub fn serialize<T: Serializer>(sbp: &[Sbp], serializer: T) -> Result<T::Ok, T::Error> {
         let mut sent = Vec::new();
         for &sbp in sbp {
@@ -243,6 +244,7 @@ mod sbp_in_message {
         sent.serialize(serializer)
     }
 
+    /// Reads the SBPs of a message.
     pub fn deserialize<'de, T: Deserializer<'de>>(deserializer: T) -> Result<Vec<Sbp>, T::Error> {
         let mut sbp = Vec::new();
         for sent in Vec::<Sent>::deserialize(deserializer)? {

@@ -42,9 +42,10 @@ pub struct StageReport {
     /// The most bytes that the stage held at once for its backwards.
     ///
     /// Inputs that came from another rank count, and so does memory that libtorch allocated in the
-    /// forward and did not free at its end: tensors that autograd has saved, and outputs. With
-    /// recomputation the latter count from the recomputation to the end of the backward. Weights,
-    /// gradients and the batch do not count. A tensor that two stages of a rank hold counts once.
+    /// forward and did not free at its end. That is tensors that autograd has saved, and outputs.
+    /// With recomputation the latter count from the recomputation to the end of the backward.
+    /// Weights, gradients and the batch do not count. A tensor that two stages of a rank hold
+    /// counts once.
     ///
     /// Allocations are measured when a stage has inputs of such shapes for the first time, on the thread
     /// that calls the step.

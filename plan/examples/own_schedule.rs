@@ -2,7 +2,7 @@
 
 use flow_plan::schedule::{Action, Action::*, Costs, Schedule, picture, simulate};
 
-fn main() -> Result<(), flow_plan::schedule::Error> {
+fn main() -> Result<(), flow_plan::schedule::ScheduleError> {
     // Two ranks, two micro-batches; the last forward's backward comes first.
     let schedule = Schedule::custom(vec![0, 1], vec![computations(0), computations(1)])?;
     let costs = Costs { forward: 1.0, backward_input: 1.0, backward_weight: 1.0, send: 0.5 };

@@ -141,6 +141,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
+    /// Returns whether the group has ranks on several nodes.
     pub fn crosses_nodes(&self) -> bool {
         self.size > self.on_a_node
     }

@@ -34,6 +34,7 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
+    /// Adds up costs.
     pub fn sum(costs: &[Self]) -> Self {
         let mut sum = Self::default();
         for cost in costs {
@@ -90,6 +91,7 @@ pub(crate) struct LayerCosts {
 }
 
 impl LayerCosts {
+    /// Returns the costs of a model's layers on the ranks of a layout.
     pub fn new(model: &Model, cluster: &Cluster, training: &Training, layout: &Layout) -> Self {
         let group = cluster.group(layout.tensor, 1, layout.ranks());
         let mut costs = Self {

@@ -21,8 +21,8 @@ pub(crate) struct DataParallel {
 }
 
 impl DataParallel {
-    /// Computes it. `ranks` are the costs of the pipeline's ranks, `slowest` is the work of the slowest
-    /// rank for a micro-batch, and `count` is the number of micro-batches.
+    /// Computes it. `ranks` are the costs of the pipeline's ranks, and `slowest` is the work of the
+    /// slowest rank for a micro-batch. `count` is the number of micro-batches.
     pub fn new(
         ranks: &[Cost],
         slowest: &StageTime,

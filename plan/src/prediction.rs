@@ -127,6 +127,7 @@ pub struct Prediction {
 ///
 /// # Errors
 /// The layout does not divide the model or the batch.
+/// Predicts time and memory of a step.
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
     layout.check(&task.model, task.batch)?;
     let costs = LayerCosts::new(&task.model, &task.cluster, &task.training, layout);

@@ -1,5 +1,5 @@
-//! How long it takes many clients to join a store on loopback: each connects, says hello, sets a
-//! key of its own, waits for one that the last of them sets, and gets a value.
+//! Measures how long it takes many clients to join a store on loopback. Each connects, says hello
+//! and sets a key of its own. It waits for one that the last of them sets, and gets a value.
 //!
 //!     cargo run --release -p flow-store --example store_clients [CLIENTS [RUNS]]
 

@@ -1,6 +1,6 @@
-//! How long it takes many of PyTorch's clients to join a TCPStore on loopback, with our server and
-//! with PyTorch's: each connects, validates, pings, counts itself, waits for a key that the last of
-//! them sets, and gets it.
+//! Measures how long it takes many of PyTorch's clients to join a TCPStore on loopback, with our
+//! server and with PyTorch's. Each connects, validates, pings and counts itself. It waits for a key
+//! that the last of them sets, and gets it.
 //!
 //!     cargo run --release -p flow-store --example tcp_store_clients [CLIENTS [RUNS]]
 //!

@@ -1,7 +1,7 @@
 //! Admission: connections prove a token and become clients.
 //!
-//! Anybody can connect, so nobody is trusted before a proof that they know the token, and what they
-//! can use up until then is bounded: bytes, time and file descriptors.
+//! Anybody can connect, so nobody is trusted before a proof that they know the token. What they can
+//! use up until then is bounded: bytes, time and file descriptors.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -28,14 +28,14 @@ const MIN_STAY: Duration = Duration::from_millis(250);
 /// The connections that are not admitted yet, by their ids, which ascend with the time of arrival.
 #[derive(Default)]
 pub struct PendingAuth {
-    all: BTreeMap<usize, Pending>,
+    all: BTreeMap<usize, PendingConnection>,
     /// The token that admits to each store.
     tokens: BTreeMap<ServiceId, String>,
     /// The service that admits PyTorch's clients.
     tcp_store: Option<ServiceId>,
 }
 
-struct Pending {
+struct PendingConnection {
     since: Instant,
     /// The challenge that followed its hello.
     nonce: Option<Nonce>,
@@ -80,7 +80,7 @@ impl PendingAuth {
 
     /// Adds a connection that came at `now`.
     pub fn add(&mut self, id: usize, now: Instant) {
-        self.all.insert(id, Pending { since: now, nonce: None });
+        self.all.insert(id, PendingConnection { since: now, nonce: None });
     }
 
     /// Forgets a connection: it is admitted, or closed.

@@ -1,20 +1,14 @@
 //! The client's side of the store.
 
-use std::cell::Cell;
-use std::io::{self, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::os::fd::OwnedFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::address::resolve;
-use super::proof::prove;
-use super::protocol::{MAX_FRAME, MAX_TIMEOUT, Reply, Request, VERSION};
-use super::{Address, Error, Result, belongs_to_us, list};
+use super::blocking_socket::{BlockingSocket, describe, round_trip};
+use super::connect::{Patience, may_pass, open};
+use super::protocol::{MAX_FRAME, MAX_TIMEOUT, Reply, Request};
+use super::{Address, Error, Result, list};
 use crate::fork::Process;
 
 /// [`Store::set_reply_timeout`] at first.
@@ -23,10 +17,6 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
-/// How often a wait for the server's greeting asks whether it is to go on, and how long an attempt to
-/// connect, which cannot ask, takes at most.
-const PATIENCE_CHECK: Duration = Duration::from_millis(100);
-const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
 
 /// A connection to a store.
 ///
@@ -36,7 +26,7 @@ const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
 pub struct Store {
     address: Address,
     /// The socket, or why there is none any more.
-    connection: Mutex<std::result::Result<Box<dyn Socket>, String>>,
+    connection: Mutex<std::result::Result<Box<dyn BlockingSocket>, String>>,
     /// The time to wait for a reply, in microseconds.
     reply_timeout: AtomicU64,
     /// The process whose connection it is: in a forked child the requests of two would mix.
@@ -65,7 +55,7 @@ impl Store {
         timeout: Duration,
     ) -> Result<Store> {
         let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
-        let patience = Patience { is_interrupted, was_interrupted: Cell::new(false), deadline };
+        let patience = Patience::new(is_interrupted, deadline);
         let mut pause = PAUSES.0;
         let mut warning = Instant::now() + FIRST_WARNING;
         loop {
@@ -106,8 +96,8 @@ impl Store {
         &self.address
     }
 
-    /// Sets how much later than an operation's own timeout the answer may come before the server
-    /// counts as dead, and the call fails with [`Error::Lost`]: 10 s at first.
+    /// Sets how much later than an operation's own timeout the answer may come: 10 s at first.
+    /// After that the server counts as dead, and the call fails with [`Error::Lost`].
     pub fn set_reply_timeout(&self, reply_timeout: Duration) {
         self.reply_timeout
             .store(reply_timeout.min(MAX_TIMEOUT).as_micros() as u64, Ordering::Relaxed);
@@ -286,229 +276,4 @@ impl std::fmt::Debug for Store {
 
 fn named(operation: &str, key: &str) -> String {
     format!("{operation} \"{key}\"")
-}
-
-/// How long an attempt to connect goes on.
-struct Patience<'a> {
-    is_interrupted: &'a dyn Fn() -> bool,
-    /// It has said so, which it may do only once.
-    was_interrupted: Cell<bool>,
-    deadline: Instant,
-}
-
-impl Patience<'_> {
-    /// Asks whether the program wants to stop waiting.
-    fn is_over(&self) -> bool {
-        self.was_interrupted.set(self.was_interrupted.get() || (self.is_interrupted)());
-        self.was_interrupted.get()
-    }
-}
-
-fn is_timeout(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
-}
-
-/// A socket whose reads end with the patience.
-struct Impatient<'a> {
-    socket: &'a mut dyn Socket,
-    patience: &'a Patience<'a>,
-}
-
-impl Read for Impatient<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            self.socket.set_timeout(left_until(self.patience.deadline)?.min(PATIENCE_CHECK))?;
-            match self.socket.read(buffer) {
-                Err(error) if is_timeout(&error) && !self.patience.is_over() => {}
-                result => return result,
-            }
-        }
-    }
-}
-
-impl Write for Impatient<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.socket.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.socket.flush()
-    }
-}
-
-/// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
-fn open(
-    address: &Address,
-    token: &str,
-    patience: &Patience,
-) -> io::Result<std::result::Result<Box<dyn Socket>, String>> {
-    let mut socket: Box<dyn Socket> = match address {
-        Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, patience.deadline)?),
-        Address::Unix(name) => {
-            // Mio's connect does not block where the server's backlog is full, and so cannot hang.
-            let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
-            if !belongs_to_us(&stream)? {
-                return Ok(Err(
-                    "another user serves it; remove that process, or choose another name"
-                        .to_string(),
-                ));
-            }
-            let stream = UnixStream::from(OwnedFd::from(stream));
-            stream.set_nonblocking(false)?;
-            Box::new(stream)
-        }
-    };
-    socket.set_timeout(left_until(patience.deadline)?)?;
-    let mut impatient = Impatient { socket: socket.as_mut(), patience };
-    let mut frame = exchange(&mut impatient, &Request::Hello { version: VERSION }.encode())?;
-    if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
-        let proof = prove(token, &nonce);
-        frame = exchange(&mut impatient, &Request::Proof { proof: &proof }.encode())?;
-    }
-    Ok(match Reply::decode(&frame) {
-        Some(Reply::Done) => Ok(socket),
-        Some(Reply::Refused(reason)) => Err(reason.to_string()),
-        _ => Err("what answers there is no store; check host and port".to_string()),
-    })
-}
-
-fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> {
-    connect_any(&resolve(host_and_port)?, deadline)
-}
-
-fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::from(io::ErrorKind::TimedOut);
-    for (i, address) in addresses.iter().enumerate() {
-        // One that never answers must leave time for the others, and for a look at whether to go on.
-        let share = left_until(deadline)? / (addresses.len() - i) as u32;
-        let share = share.min(LONGEST_ATTEMPT);
-        match TcpStream::connect_timeout(address, share) {
-            // While nobody listens on a port that the kernel also hands out, a socket can get
-            // connected to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = io::ErrorKind::ConnectionRefused.into()
-            }
-            Ok(stream) => {
-                stream.set_nodelay(true)?;
-                return Ok(stream);
-            }
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
-fn left_until(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(io::ErrorKind::TimedOut.into());
-    }
-    Ok(left)
-}
-
-/// Whether a failure to connect may be over at the next attempt: the server has not started, or is
-/// overrun.
-fn may_pass(kind: io::ErrorKind) -> bool {
-    use io::ErrorKind::*;
-    matches!(
-        kind,
-        ConnectionRefused
-            | ConnectionReset
-            | ConnectionAborted
-            | BrokenPipe
-            | UnexpectedEof
-            | HostUnreachable
-            | NetworkUnreachable
-            | WouldBlock
-            | TimedOut
-            | Interrupted
-    )
-}
-
-/// Sends a frame and reads the one that answers it (without its length). Each read or write may
-/// take `timeout`.
-fn round_trip(socket: &mut dyn Socket, frame: &[u8], timeout: Duration) -> io::Result<Vec<u8>> {
-    socket.set_timeout(timeout)?;
-    exchange(socket, frame)
-}
-
-/// The same, in the time that the socket allows.
-fn exchange<S: Read + Write + ?Sized>(socket: &mut S, frame: &[u8]) -> io::Result<Vec<u8>> {
-    socket.write_all(frame)?;
-    // One read is enough for most replies.
-    let mut socket = BufReader::with_capacity(512, socket);
-    let mut length = [0; 4];
-    socket.read_exact(&mut length)?;
-    let length = u32::from_le_bytes(length) as usize;
-    if length > MAX_FRAME {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "the reply is too long to be one"));
-    }
-    let mut reply = vec![0; length];
-    socket.read_exact(&mut reply)?;
-    Ok(reply)
-}
-
-fn describe(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the server closed the connection".to_string(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            "the server does not answer".to_string()
-        }
-        _ => error.to_string(),
-    }
-}
-
-/// A connected, blocking socket.
-trait Socket: Read + Write + Send {
-    /// Bounds every later read and write.
-    fn set_timeout(&self, timeout: Duration) -> io::Result<()>;
-}
-
-impl Socket for TcpStream {
-    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(timeout))?;
-        self.set_write_timeout(Some(timeout))
-    }
-}
-
-impl Socket for UnixStream {
-    fn set_timeout(&self, timeout: Duration) -> io::Result<()> {
-        self.set_read_timeout(Some(timeout))?;
-        self.set_write_timeout(Some(timeout))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::net::TcpListener;
-
-    use super::*;
-
-    #[test]
-    fn all_addresses_of_a_host_are_tried() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let serves = listener.local_addr().unwrap();
-        let refuses = TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let stream = connect_any(&[refuses, serves], deadline).unwrap();
-        assert_eq!(stream.peer_addr().unwrap(), serves);
-        assert_eq!(
-            connect_any(&[refuses], deadline).unwrap_err().kind(),
-            io::ErrorKind::ConnectionRefused
-        );
-    }
-
-    #[test]
-    fn an_address_that_never_answers_leaves_time_for_the_others() {
-        // A queue of no length that is full: further connections are neither taken nor refused.
-        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        rustix::net::listen(&silent, 0).unwrap();
-        let silences = silent.local_addr().unwrap();
-        let _full = TcpStream::connect(silences).unwrap();
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let serves = listener.local_addr().unwrap();
-        let stream =
-            connect_any(&[silences, serves], Instant::now() + Duration::from_secs(4)).unwrap();
-        assert_eq!(stream.peer_addr().unwrap(), serves);
-    }
 }

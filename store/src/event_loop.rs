@@ -16,6 +16,7 @@ use super::inbox::Inbox;
 use super::listener::{Listener, Socket};
 use super::protocol::Reply;
 use super::service::{Outbox, Service, ServiceId};
+use super::services::Services;
 use super::store_service::StoreService;
 use super::tcp_store::TcpStoreService;
 
@@ -59,27 +60,6 @@ pub enum Command {
     },
     Close(ServiceId),
     Stop,
-}
-
-/// The services behind the address.
-#[derive(Default)]
-struct Services {
-    stores: HashMap<ServiceId, StoreService>,
-    tcp_stores: HashMap<ServiceId, TcpStoreService>,
-}
-
-impl Services {
-    fn get_mut(&mut self, id: ServiceId) -> Option<&mut dyn Service> {
-        if let Some(store) = self.stores.get_mut(&id) {
-            return Some(store);
-        }
-        Some(self.tcp_stores.get_mut(&id)?)
-    }
-
-    fn remove(&mut self, id: ServiceId) {
-        self.stores.remove(&id);
-        self.tcp_stores.remove(&id);
-    }
 }
 
 /// All of the server's state. Connections go by an id that is never used twice.

@@ -100,8 +100,8 @@ impl<T> ForkSafe<T> {
         Self { process: Process::current(), value: ManuallyDrop::new(value) }
     }
 
-    /// False in a process that was forked from the one that made it: there the value is not to be
-    /// used.
+    /// Whether it is this process'. False in a process that was forked from the one that made it:
+    /// there the value is not to be used.
     pub fn is_ours(&self) -> bool {
         self.process.is_current()
     }

@@ -12,10 +12,10 @@
 //! | [`TcpStoreServer`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
-//! Beside it are what other crates share with it: processes that are forked ([`fork`]), this host
-//! in the network ([`net`]), and proofs of knowing a token ([`proof`]).
+//! Beside it is what other crates share with it. That is processes that are forked ([`fork`]), this
+//! host in the network ([`net`]), and proofs of knowing a token ([`proof`]).
 //!
-//! Whoever connects must prove to know the store's token, which is not sent itself; on a unix
+//! Whoever connects must prove to know the store's token, which is not sent itself. On a unix
 //! socket both sides must also belong to the same user. Keys and values live until they are
 //! deleted, or as long as the store.
 //!
@@ -29,7 +29,9 @@
 
 mod address;
 mod auth;
+mod blocking_socket;
 mod client;
+mod connect;
 mod connection;
 mod event_loop;
 pub mod fork;
@@ -40,6 +42,7 @@ pub mod proof;
 mod protocol;
 mod server;
 mod service;
+mod services;
 mod store_service;
 mod tcp_store;
 mod values;

@@ -35,7 +35,7 @@ pub fn local_address_for(peer: impl ToSocketAddrs) -> io::Result<IpAddr> {
     Err(last)
 }
 
-/// 128 random bits, in hexadecimal digits.
+/// Returns 128 random bits, in hexadecimal digits.
 ///
 /// # Errors
 /// The kernel gives no random numbers.

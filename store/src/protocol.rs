@@ -1,7 +1,7 @@
 //! The store's wire protocol.
 //!
 //! Both directions carry frames: the length of the rest (u32), an operation (u8), its fields.
-//! Numbers are little-endian, a byte string is its length (u32) and its bytes, an optional one is
+//! Numbers are little-endian. A byte string is its length (u32) and its bytes. An optional one is
 //! preceded by 0 or 1 (u8), a list by its length (u32).
 //!
 //! | request | fields | replies |
@@ -28,9 +28,8 @@
 //! | 6 challenge | random bytes |
 //!
 //! The first request is hello, the second proof, and each follows the reply to the last: whoever
-//! sends anything else is cut off. The token itself is never sent. All else is, in clear: who can
-//! read or change what is on the wire between two machines is not kept from reading or changing the
-//! store.
+//! sends anything else is cut off. The token itself is never sent. All else is, in clear. Who can
+//! read or change what is on the wire between two machines can also read or change the store.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;

@@ -15,9 +15,9 @@ pub trait Service {
     /// There is no room for it.
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()>;
 
-    /// Takes what it can use off the beginning of `input`, at most one request, and returns how
-    /// many bytes that is: 0 if it needs more. The connection has not taken `unsent` bytes of what
-    /// was sent before.
+    /// Takes what it can use off the beginning of `input`, at most one request. Returns how many
+    /// bytes that is: 0 if it needs more. The connection has not taken `unsent` bytes of what was
+    /// sent before.
     ///
     /// # Errors
     /// The connection is of no more use.

@@ -17,10 +17,10 @@ const UNREAD: &str =
 pub struct StoreService {
     inbox: Arc<Inbox>,
     values: Values,
-    clients: HashMap<usize, Client>,
+    clients: HashMap<usize, StoreClient>,
 }
 
-struct Client {
+struct StoreClient {
     waiting: Option<Waiting>,
     will: Option<Will>,
     /// Since when it has said nothing, less the time for which it was the server that was late.
@@ -164,7 +164,7 @@ impl StoreService {
 
 impl Service for StoreService {
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
-        self.clients.insert(id, Client { waiting: None, will: None, last_activity: now });
+        self.clients.insert(id, StoreClient { waiting: None, will: None, last_activity: now });
         outbox.send(id, Arc::new(Reply::Done.encode()));
         Ok(())
     }

@@ -116,7 +116,7 @@ pub trait TensorCollectives {
     }
 
     /// Sends rank r a part of length `input_counts[r]` of the first dimension, and returns what all
-    /// ranks have sent, one after the other: length `output_counts[r]` from rank r.
+    /// ranks have sent, one after the other. Rank r has sent length `output_counts[r]`.
     fn all_to_all_v_tensor(
         &self,
         tensor: &Tensor,

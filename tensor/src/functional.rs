@@ -20,13 +20,13 @@
 //! | [`recv`] | send |
 //! | [`batch_send_recv`] | batch_send_recv |
 //!
-//! The gradient is that of the sum of all ranks' losses. Backward is collective too: an input needs
-//! a gradient on all ranks or none; all ranks run backward through the results; several such
+//! The gradient is that of the sum of all ranks' losses. Backward is collective too. An input needs
+//! a gradient on all ranks or none, and all ranks run backward through the results. Several such
 //! operations depend on each other, or run backward in one order everywhere. A gradient that is
 //! undefined on a rank counts as zeros. But where a rank's loss does not depend on the result at
-//! all, no backward runs there, and the others wait for it until the time-out: add
-//! `0 * result.sum()` to that loss.
-//! Gradients of gradients work, except for those of [`send`], [`recv`] and [`batch_send_recv`].
+//! all, no backward runs there. The others then wait for it until the time-out. Add `0 *
+//! result.sum()` to that loss. Gradients of gradients work, except for those of [`send`], [`recv`]
+//! and [`batch_send_recv`].
 
 use std::sync::{Arc, OnceLock};
 

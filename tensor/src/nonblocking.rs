@@ -13,7 +13,7 @@ use crate::tensors::current_stream;
 /// An operation on tensors that was started.
 ///
 /// Its tensors must not be used until [`Work::wait`] has returned. On a GPU the operation overlaps
-/// with the work that the program enqueues meanwhile, and `wait` does not block the host: it lets
+/// with the work that the program enqueues meanwhile. `wait` does not block the host: it lets
 /// libtorch's stream wait. Dropping a `Work` loses the result; the operation still runs, as the
 /// other ranks need it.
 #[must_use = "the result comes from wait()"]

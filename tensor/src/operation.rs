@@ -32,6 +32,7 @@ pub(crate) enum Operation {
 use Operation::*;
 
 impl Operation {
+    /// Returns the operation's name, as collectives have it.
     pub fn name(&self) -> &'static str {
         match self {
             AllReduce(_) => "all_reduce",
@@ -55,7 +56,7 @@ impl Operation {
     }
 }
 
-/// Runs an operation on `$target`, a process group or, with a stream, a group of GPUs: both have
+/// Runs an operation on `$target`, a process group or, with a stream, a group of GPUs. Both have
 /// the same functions, except that only the latter broadcasts several buffers.
 macro_rules! run_on {
     (

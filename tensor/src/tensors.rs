@@ -57,7 +57,7 @@ pub fn cuda_group(group: &ProcessGroup, tensor: &Tensor) -> Result<Option<Arc<Cu
     }
 }
 
-/// libtorch's stream on the group's GPU.
+/// Returns libtorch's stream on the group's GPU.
 ///
 /// # Errors
 ///

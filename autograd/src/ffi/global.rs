@@ -48,7 +48,7 @@ pub const INTS: u8 = 6;
 
 /// An argument of an operation; `tag` says what it is.
 #[repr(C)]
-pub struct Argument {
+pub struct ArgumentView {
     /// The whole number, or 0 and 1.
     pub integer: i64,
     /// The number with a fraction.
@@ -112,7 +112,7 @@ pub struct CallView {
     /// The name of the overload.
     pub overload: *const c_char,
     /// The arguments.
-    pub arguments: *const Argument,
+    pub arguments: *const ArgumentView,
     /// The tensors among the arguments.
     pub tensors: *const TensorView,
     /// The number of arguments.

@@ -10,7 +10,7 @@ use torch_sys::C_tensor;
 use super::node::Node;
 use super::value::{Argument, LocalResult, Scalar, Wrapping};
 use crate::error::Error;
-use crate::ffi::global::{self as ffi, Argument as RawArgument, CallView, ScalarView, TensorView};
+use crate::ffi::global::{self as ffi, ArgumentView, CallView, ScalarView, TensorView};
 use crate::ffi::{borrow, check, slice};
 
 /// An operation of libtorch on global tensors, on its way.
@@ -60,7 +60,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         }
     }
 
-    fn raw_arguments(&self) -> &[RawArgument] {
+    fn raw_arguments(&self) -> &[ArgumentView] {
         // SAFETY: the list outlives the call.
         unsafe { slice(self.view.arguments, self.view.argument_count) }
     }
@@ -96,7 +96,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         self.views()[tensor].defined
     }
 
-    /// Logical sizes.
+    /// Returns the logical sizes.
     pub fn sizes(&self, tensor: usize) -> &[i64] {
         let view = &self.views()[tensor];
         // SAFETY: the sizes outlive the call.
@@ -256,7 +256,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         tensors
     }
 
-    /// Autograd's node of this operation. To be asked before [`Call::run`].
+    /// Returns autograd's node of this operation. To be asked before [`Call::run`].
     pub fn node(&self) -> Node {
         // SAFETY: the function only reads the thread's state.
         let is_noted = unsafe { ffi::flow_grad_mode() };

@@ -1,8 +1,8 @@
 //! Global tensors: ordinary tensors with a dispatch key of ours, whose operations come to Rust.
 //!
-//! A global tensor has the logical sizes, this rank's local tensor (none on ranks outside its
-//! placement), and a spec: a value of the caller's type that says how its elements lie on the ranks.
-//! Autograd, optimizers and modules see a tensor like any other.
+//! A global tensor has the logical sizes, this rank's local tensor, and a spec. Ranks outside its
+//! placement have no local tensor. The spec is a value of the caller's type that says how the
+//! elements lie on the ranks. Autograd, optimizers and modules see a tensor like any other.
 
 mod call;
 mod fast;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::ffi::global::{self as ffi, Argument as RawArgument, OutputView, ScalarView};
+use crate::ffi::global::{self as ffi, ArgumentView, OutputView, ScalarView};
 use crate::ffi::slice;
 
 /// An argument of an operation.
@@ -33,7 +33,7 @@ impl Argument<'_> {
     /// # Safety
     ///
     /// The list in `raw`, if it is one, must outlive the result.
-    pub(super) unsafe fn of(raw: &RawArgument) -> Self {
+    pub(super) unsafe fn of(raw: &ArgumentView) -> Self {
         match raw.tag {
             ffi::NONE => Self::None((raw.count > 0).then_some(raw.first as usize)),
             ffi::TENSOR => Self::Tensor(raw.first as usize),

@@ -31,8 +31,8 @@ impl ProcessGroup {
         self.collective(operation, Buffers::new(input, output), run)
     }
 
-    /// Exchanges as [`ProcessGroup::all_to_all`] does, with blocks of different lengths: this rank
-    /// sends `input_counts[s]` elements to rank s, and gets `output_counts[r]` from rank r, which
+    /// Exchanges as [`ProcessGroup::all_to_all`] does, with blocks of different lengths. This rank
+    /// sends `input_counts[s]` elements to rank s, and gets `output_counts[r]` from rank r. These
     /// are rank r's `input_counts` for this rank. A rank that sends another number than its
     /// receiver expects is an error.
     pub fn all_to_all_v<I, O>(
@@ -191,8 +191,8 @@ impl CudaGroup {
 
     /// Exchanges blocks: `input` is one block for each rank, of `input_counts[r]` elements for rank
     /// r; `output` one block from each, of `output_counts[r]` elements from rank r. What a rank
-    /// sends is what its peer expects: each rank sees its own counts only, and if they do not fit
-    /// those of a peer the operation does not end.
+    /// sends is what its peer expects. Each rank sees its own counts only. If they do not fit those
+    /// of a peer, the operation does not end.
     pub fn all_to_all_v(
         &self,
         input: &impl DeviceBuffer,

@@ -2,7 +2,7 @@
 //! without waiting for the others.
 //!
 //! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank
-//! r then reduces slice r over all ranks' gradients and writes the result into all of them. Over
+//! r then reduces slice r over all ranks' gradients. It writes the result into all of them. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
 //! reduced everywhere. Between them a thread of the leader transfers.
 

@@ -9,7 +9,7 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
 use crate::nccl::CudaGroup;
-use crate::nccl::operations::{Block, blocks, count};
+use crate::nccl::operations::{PeerBlock, blocks, count};
 use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
 use flow_kernels::cuda::{DeviceBuffer, Stream};
 
@@ -76,7 +76,7 @@ impl CudaGroup {
             self.caller().check_device_pair("gather", input, &**output, (1, self.size()))?;
         }
         let operation = OpDescriptor::new(Kind::Gather, input.dtype(), count(input)).root(root);
-        let send = Block { buffer: input, start: 0, bytes: input.bytes(), peer: root };
+        let send = PeerBlock { buffer: input, start: 0, bytes: input.bytes(), peer: root };
         let receives = output.map_or(Vec::new(), |output| blocks(&*output, self.size()));
         // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the blocks
         // are parts of them.

@@ -2,7 +2,7 @@
 //! from its leader.
 //!
 //! Between nodes: the data is cut into blocks, and a block into a slice for each node. Every leader
-//! sends each other leader that one's slice of its node's sum, adds up its own in the order of
+//! sends each other leader that one's slice of its node's sum. It adds up its own in the order of
 //! nodes, and sends the result to all. Each node sends and receives 2N bytes whatever their number,
 //! as in a ring, but in two steps. It always has the slices of the next block and the results of
 //! the last under way. All nodes hold the same bits.
@@ -12,9 +12,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use flow_kernels::DType;
-
 use super::kernel::{is_divided_first, reduce_nodes, reduce_on_node, slice};
+use super::partition::{Partition, ScatteredMemory};
 use super::pieces::pieces_of_locals;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
@@ -46,66 +45,6 @@ pub struct InterNodeBucket {
     pub result_round: u64,
     pub operation: OpDescriptor,
     pub segments: Arc<Segments>,
-}
-
-/// Memory that is reduced as one, in the order of its pieces: where each begins, and how many
-/// elements it has.
-struct Span {
-    pieces: Vec<(*mut u8, usize)>,
-    /// The elements before each piece.
-    starts: Vec<usize>,
-    total: usize,
-    element: usize,
-}
-
-impl Span {
-    fn new(pieces: Vec<(*mut u8, usize)>, dtype: DType) -> Self {
-        let mut total = 0;
-        let mut starts = Vec::with_capacity(pieces.len());
-        for &(_, count) in &pieces {
-            starts.push(total);
-            total += count;
-        }
-        Self { pieces, starts, total, element: dtype.size() }
-    }
-
-    /// Returns the memory of some elements, in order.
-    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
-        let first = self.starts.partition_point(|&start| start <= range.start).saturating_sub(1);
-        let pieces = self.starts.iter().zip(&self.pieces).skip(first);
-        pieces.take_while(move |(start, _)| **start < range.end).filter_map(
-            move |(&start, &(data, count))| {
-                let low = range.start.max(start);
-                let high = range.end.min(start + count);
-                (low < high).then(|| (data.wrapping_add((low - start) * self.element), high - low))
-            },
-        )
-    }
-}
-
-/// The cut of `total` elements: into blocks, and a block into a slice for each node.
-struct Blocks {
-    nodes: usize,
-    total: usize,
-    /// The most elements of a slice.
-    slice: usize,
-    count: usize,
-}
-
-impl Blocks {
-    /// Slices have at most so many bytes. Data that fits one block is cut evenly.
-    fn new(span: &Span, slice: usize, nodes: usize) -> Self {
-        let even = span.total.div_ceil(nodes).next_multiple_of(64 / span.element);
-        let fits = span.total * span.element <= slice * nodes;
-        let slice = if fits { even } else { slice / span.element };
-        let count = span.total.div_ceil((slice * nodes).max(1));
-        Self { nodes, total: span.total, slice, count }
-    }
-
-    fn slice(&self, block: usize, node: usize) -> Range<usize> {
-        let start = (block * self.nodes + node) * self.slice;
-        start.min(self.total)..(start + self.slice).min(self.total)
-    }
 }
 
 /// A node's part in an all-reduce, block by block.
@@ -234,10 +173,11 @@ impl Hierarchical {
         let slice = if is_staged { (CHUNK / nodes / 64 * 64).max(64) } else { SLICE };
         if core.locals.len() == 1 {
             let mut guard = self.inter_node.lock(operation)?;
-            let span = Span::new(vec![(data.data, data.bytes / element)], operation.dtype);
-            let blocks = Blocks::new(&span, slice, nodes);
-            self.divide_first(operation, &span);
-            self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, None)?;
+            let memory =
+                ScatteredMemory::new(vec![(data.data, data.bytes / element)], operation.dtype);
+            let partition = Partition::new(&memory, slice, nodes);
+            self.divide_first(operation, &memory);
+            self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, None)?;
             guard.complete();
             return Ok(());
         }
@@ -258,11 +198,11 @@ impl Hierarchical {
             let pieces = (0..blocks)
                 .map(|block| (node.leader_block(block), node.range(block).len() / element))
                 .collect();
-            let span = Span::new(pieces, operation.dtype);
+            let memory = ScatteredMemory::new(pieces, operation.dtype);
             let mut guard = self.inter_node.lock(operation)?;
-            let blocks = Blocks::new(&span, slice, nodes);
+            let partition = Partition::new(&memory, slice, nodes);
             let node = Some(&mut node);
-            self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, node)?;
+            self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, node)?;
             guard.complete();
         } else {
             for block in 0..blocks {
@@ -289,10 +229,10 @@ impl Hierarchical {
         let rounds = &self.rounds;
         let nodes = self.core.leaders.len();
         let elements = data.bytes / operation.dtype.size();
-        let span = Span::new(vec![(data.data, elements)], operation.dtype);
+        let memory = ScatteredMemory::new(vec![(data.data, elements)], operation.dtype);
         // Two blocks would hardly overlap: one is faster.
         let is_short = data.bytes <= 2 * SLICE * nodes;
-        let blocks = Blocks::new(&span, if is_short { 2 * SLICE } else { SLICE }, nodes);
+        let partition = Partition::new(&memory, if is_short { 2 * SLICE } else { SLICE }, nodes);
         let round = rounds.acquire(state, operation)?;
         rounds.publish(round, operation, self.core.locate(data.data, data.bytes));
         rounds.arrive(round);
@@ -301,14 +241,14 @@ impl Hierarchical {
         let sent = usize::from(!is_divided_first(operation));
         self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &|leaders| {
             for block in 0..sent {
-                self.send_slices(leaders, &span, &blocks, block);
+                self.send_slices(leaders, &memory, &partition, block);
             }
         })?;
         rounds.wait_all_arrived(round, operation)?;
         rounds.locations(round, operation, &|_| data.bytes)?;
         rounds.done(round);
-        self.divide_first(operation, &span);
-        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, sent, None)?;
+        self.divide_first(operation, &memory);
+        self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, sent, None)?;
         guard.complete();
         Ok(())
     }
@@ -331,11 +271,11 @@ impl Hierarchical {
         let places = pieces_of_locals(segments, &self.rounds, *round, operation)?;
         let pieces = places.iter().zip(&segments.lengths);
         let pieces = pieces.map(|(places, &length)| (places[0], length)).collect();
-        let span = Span::new(pieces, operation.dtype);
+        let memory = ScatteredMemory::new(pieces, operation.dtype);
         let mut guard = self.inter_node.lock(operation)?;
-        let blocks = Blocks::new(&span, SLICE, self.core.leaders.len());
-        self.divide_first(operation, &span);
-        self.reduce_scatter_all_gather(&mut guard, operation, &span, &blocks, 0, None)?;
+        let partition = Partition::new(&memory, SLICE, self.core.leaders.len());
+        self.divide_first(operation, &memory);
+        self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, None)?;
         // Before others may see that a node has left, having done its part.
         self.rounds.arrive_for_remote(*result_round);
         guard.complete();
@@ -343,9 +283,9 @@ impl Hierarchical {
     }
 
     /// Divides what is this rank's alone, where an average is divided before it is summed.
-    fn divide_first(&self, operation: &OpDescriptor, span: &Span) {
+    fn divide_first(&self, operation: &OpDescriptor, memory: &ScatteredMemory) {
         if self.core.locals.len() == 1 && is_divided_first(operation) {
-            for &(data, count) in &span.pieces {
+            for &(data, count) in &memory.pieces {
                 // SAFETY: the memory is this rank's alone until it is sent.
                 unsafe { reduce_on_node(operation, &[data], &[data], count, self.core.size()) };
             }
@@ -356,15 +296,15 @@ impl Hierarchical {
     fn send_slices(
         &self,
         leaders: &mut dyn Connections,
-        span: &Span,
-        blocks: &Blocks,
+        memory: &ScatteredMemory,
+        partition: &Partition,
         block: usize,
     ) {
         for node in self.inter_node.remote_nodes() {
-            for part in span.parts(blocks.slice(block, node)) {
+            for part in memory.parts(partition.slice(block, node)) {
                 // SAFETY: the memory is the operation's. It stays as it is until the slice's sum
                 // comes back, and the sum comes only after the slice has been sent.
-                leaders.send(node, unsafe { segment(part, span.element) });
+                leaders.send(node, unsafe { segment(part, memory.element) });
             }
         }
     }
@@ -376,35 +316,35 @@ impl Hierarchical {
         &self,
         guard: &mut ConnectionsGuard,
         operation: &OpDescriptor,
-        span: &Span,
-        blocks: &Blocks,
+        memory: &ScatteredMemory,
+        partition: &Partition,
         sent: usize,
         mut node: Option<&mut NodePhase>,
     ) -> Result<()> {
         let core = &self.core;
         let inter_node = &self.inter_node;
-        let element = span.element;
+        let element = memory.element;
         let nodes = core.leaders.len();
         let here = inter_node.node();
-        let bytes = blocks.slice * element;
-        let incoming = Incoming { memory: guard.scratch(2 * nodes * bytes), nodes, bytes };
+        let bytes = partition.slice * element;
+        let incoming = IncomingSlices { memory: guard.scratch(2 * nodes * bytes), nodes, bytes };
         let mut slices = [vec![(0, 0); nodes], vec![(0, 0); nodes]];
         let mut sums = vec![(0, 0); nodes];
-        for block in 0..=blocks.count {
+        for block in 0..=partition.count {
             // Before a block begins, the sums of the block before the last have arrived, and their
             // memory is free.
             if let (Some(node), Some(last)) = (&mut node, block.checked_sub(2)) {
                 inter_node.transfer(guard, operation, &sums, false)?;
                 node.copy_from_leader(last)?;
             }
-            if block < blocks.count {
+            if block < partition.count {
                 if let Some(node) = &mut node {
                     node.reduce_to_leader(block)?;
                 }
                 if block >= sent {
-                    self.send_slices(guard.leaders(), span, blocks, block);
+                    self.send_slices(guard.leaders(), memory, partition, block);
                 }
-                let count = blocks.slice(block, here).len();
+                let count = partition.slice(block, here).len();
                 for node in inter_node.remote_nodes() {
                     // SAFETY: nobody else uses the scratch memory.
                     let part = unsafe { segment((incoming.slice(block, node), count), element) };
@@ -414,7 +354,7 @@ impl Hierarchical {
             let Some(block) = block.checked_sub(1) else { continue };
             inter_node.transfer(guard, operation, &slices[block % 2], false)?;
             let mut offset = 0;
-            for (own, count) in span.parts(blocks.slice(block, here)) {
+            for (own, count) in memory.parts(partition.slice(block, here)) {
                 let sources: Vec<*const u8> = (0..nodes)
                     .map(|node| {
                         if node == here {
@@ -431,11 +371,11 @@ impl Hierarchical {
             }
             for node in inter_node.remote_nodes() {
                 let leaders = guard.leaders();
-                for part in span.parts(blocks.slice(block, here)) {
+                for part in memory.parts(partition.slice(block, here)) {
                     // SAFETY: the sum stays as it is until the operation is over.
                     sums[node].0 = leaders.send(node, unsafe { segment(part, element) });
                 }
-                for part in span.parts(blocks.slice(block, node)) {
+                for part in memory.parts(partition.slice(block, node)) {
                     // SAFETY: nobody but this rank uses the memory until the sum is there, and the
                     // node that sends it has taken the slice that was there.
                     sums[node].1 = leaders.receive(node, unsafe { segment(part, element) });
@@ -443,7 +383,7 @@ impl Hierarchical {
             }
         }
         inter_node.transfer(guard, operation, &sums, true)?;
-        match (node, blocks.count) {
+        match (node, partition.count) {
             (Some(node), count @ 1..) => node.copy_from_leader(count - 1),
             _ => Ok(()),
         }
@@ -456,14 +396,14 @@ fn is_alone_on_node(core: &GroupCore, rank: usize) -> bool {
 }
 
 /// The memory in which the other nodes' slices of the two blocks under way arrive.
-struct Incoming {
+struct IncomingSlices {
     memory: *mut u8,
     nodes: usize,
     /// Bytes of a slice.
     bytes: usize,
 }
 
-impl Incoming {
+impl IncomingSlices {
     /// Returns where the slice of `node` arrives.
     fn slice(&self, block: usize, node: usize) -> *mut u8 {
         self.memory.wrapping_add((block % 2 * self.nodes + node) * self.bytes)
@@ -478,32 +418,4 @@ impl Incoming {
 unsafe fn segment((data, count): (*mut u8, usize), element: usize) -> IoSegment {
     // SAFETY: the caller's promise.
     unsafe { IoSegment::new(data, count * element) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_of_a_span_cover_it_in_order() {
-        let mut memory = [0_f32; 100];
-        let base = memory.as_mut_ptr().cast::<u8>();
-        let at = |index: usize| base.wrapping_add(4 * index);
-        // With gaps, and with empty pieces.
-        let span = Span::new(
-            vec![(at(0), 3), (at(0), 0), (at(10), 20), (at(40), 1), (at(50), 0), (at(60), 6)],
-            DType::F32,
-        );
-        assert_eq!(span.total, 30);
-        for begin in 0..=30 {
-            for end in begin..=30 {
-                let elements = |range| -> Vec<*mut u8> {
-                    span.parts(range)
-                        .flat_map(|(data, count)| (0..count).map(move |i| data.wrapping_add(4 * i)))
-                        .collect()
-                };
-                assert_eq!(elements(begin..end), elements(0..30)[begin..end], "{begin}..{end}");
-            }
-        }
-    }
 }

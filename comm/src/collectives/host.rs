@@ -12,7 +12,7 @@ use crate::shm::control::Control;
 use crate::shm::rounds::Rounds;
 
 /// Moves the data of one collective, as far as it is this rank's to do. All ranks run it with the
-/// same operation, in the same order; threads of a rank may run several at once, which then wait
+/// same operation, in the same order. Threads of a rank may run several at once, which then wait
 /// for each other.
 pub type Collective = fn(&HostCollectives, OpDescriptor, Buffers) -> Result<()>;
 

@@ -90,7 +90,7 @@ pub fn is_divided_first(operation: &OpDescriptor) -> bool {
     operation.reduce == ReduceOp::Avg && matches!(operation.dtype, DType::F16 | DType::BF16)
 }
 
-/// Rank `rank`'s part of `count` elements: all parts but the last are whole cache lines.
+/// Returns rank `rank`'s part of `count` elements: all parts but the last are whole cache lines.
 pub fn slice(count: usize, ranks: usize, rank: usize, element: usize) -> Range<usize> {
     let line = (64 / element).max(1);
     let each = count.div_ceil(ranks).next_multiple_of(line);

@@ -31,6 +31,7 @@ pub mod hierarchical;
 pub mod host;
 mod kernel;
 pub mod launch;
+mod partition;
 mod peers;
 mod pieces;
 mod read;

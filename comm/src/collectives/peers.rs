@@ -56,8 +56,8 @@ impl ProcessGroup {
     /// the ranks' data stays as it is until all have read. Data outside the shared memory is copied
     /// there first.
     ///
-    /// False if ranks cannot read each other's memory, on all ranks alike, and nothing is read:
-    /// members are on several nodes, or the shared memory of one is full.
+    /// False if ranks cannot read each other's memory, on all ranks alike. Members are then on
+    /// several nodes, or the shared memory of one is full, and nothing is read.
     ///
     /// ```
     /// # use flow_comm::ProcessGroup;

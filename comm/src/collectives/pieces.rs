@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::shm::rounds::Rounds;
 use crate::shm::segments::Segments;
 
-/// For each piece, its address on each member on this node, once these have arrived in the round.
+/// Returns each piece's address on each member on this node, once these have arrived in the round.
 /// An empty piece has none.
 pub fn pieces_of_locals(
     segments: &Segments,

@@ -2,7 +2,7 @@
 //!
 //! Each rank contributes blocks (one for all_gather, one per rank for all_to_all). If they lie in
 //! shared memory on all ranks, everyone reads in place. Otherwise they go through the staging
-//! buffers in chunks, a chunk holding the same range of every block; up to [`PAYLOAD`] bytes go
+//! buffers in chunks, a chunk holding the same range of every block. Up to [`PAYLOAD`] bytes go
 //! through the round's payload at once. The leader puts what ranks on other nodes contribute where
 //! they would stage it on this node.
 

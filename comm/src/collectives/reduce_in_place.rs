@@ -103,8 +103,8 @@ pub fn reduce_in_place(
     }
 }
 
-/// Reduces this rank's slice of the `bytes` bytes that lie at `memory`, by rank, to those of the
-/// ranks on this node that receive the result.
+/// Reduces this rank's slice of the `bytes` bytes that lie at `memory`, by rank. Those of the ranks
+/// on this node that receive the result get it.
 ///
 /// # Safety
 ///

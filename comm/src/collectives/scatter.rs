@@ -9,7 +9,7 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::{BufferView, Buffers};
 use crate::nccl::CudaGroup;
-use crate::nccl::operations::{Block, blocks, count};
+use crate::nccl::operations::{PeerBlock, blocks, count};
 use crate::shm::contribution::{Contribution, Contributors, Readers, equal_extents};
 use flow_kernels::cuda::{DeviceBuffer, Stream};
 
@@ -72,7 +72,7 @@ impl CudaGroup {
             self.caller().check_device_pair("scatter", input, output, (self.size(), 1))?;
         }
         let operation = OpDescriptor::new(Kind::Scatter, output.dtype(), count(output)).root(root);
-        let receive = Block { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
+        let receive = PeerBlock { buffer: &*output, start: 0, bytes: output.bytes(), peer: root };
         let sends = input.map_or(Vec::new(), |input| blocks(input, self.size()));
         // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the blocks
         // are parts of them.

@@ -121,8 +121,8 @@ impl Failure {
     }
 
     /// Returns the error of an operation in a group that has failed. The loss of a peer is the same
-    /// error for every operation that was `under_way`, and for the first one after it, whichever
-    /// rank noticed the loss.
+    /// error for every operation that was `under_way`, and for the first one after it. It does not
+    /// matter which rank noticed the loss.
     pub fn check_failure(&self, operation: &dyn std::fmt::Display, under_way: bool) -> Result<()> {
         if under_way {
             self.poll_failure();
@@ -305,7 +305,7 @@ impl Failure {
         }
     }
 
-    /// Missing ranks, for messages: the first eight, and how many there are beside.
+    /// Names missing ranks for messages: the first eight, and how many there are beside.
     pub fn describe_all(&self, missing: &[usize]) -> String {
         const MOST: usize = 8;
         let mut texts = Vec::new();

@@ -1,22 +1,19 @@
 //! The members of a group to be agree on it, over keys in the store.
 //!
 //! The first member to come sets an [`Announcement`] under the key. All members answer it. The last
-//! deletes it, so that the key can be used again, and writes the [`Outcome`]. A member that gives up
-//! writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group that
-//! another has given up. Each member that has read a good outcome raises a counter, and the last one
-//! deletes the outcome; until then the rank that hosts the store stays.
+//! deletes it, so that the key can be used again, and writes the [`Outcome`]. A member that gives
+//! up writes an outcome too. The first outcome counts, for all: nobody uses the memory of a group
+//! that another has given up. Each member that has read a good outcome raises a counter, and the
+//! last one deletes the outcome. Until then the rank that hosts the store stays.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use flow_store::{Error as StoreError, Store};
 use serde::{Deserialize, Serialize};
 
-use super::core::GroupCore;
-use super::parts::Parts;
+use super::new_group_call::{AbortReason, NewGroupCall};
 use crate::error::{Error, Result};
 use crate::internode::presence::Presence;
 use crate::interrupt::is_interrupted;
@@ -51,122 +48,7 @@ enum Outcome {
     /// The group is made: its memory on each node, from the first member there.
     Made { offsets: BTreeMap<usize, usize> },
     /// The group is not made.
-    Failed(Cause),
-}
-
-/// Why a group is not made.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Cause {
-    /// This member has left the group that the members are of, or has ended.
-    Departed { member: usize },
-    /// Members gave lists that differ.
-    Differ { detail: String },
-    /// Anything else.
-    Other { reason: String },
-}
-
-/// The arguments of [`ProcessGroup::new_group_of`](crate::ProcessGroup::new_group_of).
-pub struct Call<'a> {
-    pub group: &'a Parts,
-    pub ranks: &'a [usize],
-    pub key: &'a str,
-}
-
-impl fmt::Display for Call<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "new_group_of({:?}, {:?})", self.ranks, self.key)
-    }
-}
-
-impl Call<'_> {
-    /// Returns a name for the group to be, which no other group has.
-    pub fn new_name(&self) -> String {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let core = self.core();
-        format!("{}.{}-{number}", core.name, core.world.rank)
-    }
-
-    /// Returns the call's error, for a reason of its own.
-    pub fn failed(&self, reason: String) -> Error {
-        Error::System { rank: self.core().world.rank, operation: self.to_string(), reason }
-    }
-
-    fn core(&self) -> &GroupCore {
-        &self.group.core
-    }
-
-    fn store_failed(&self, error: StoreError) -> Error {
-        self.failed(error.to_string())
-    }
-
-    fn timed_out(&self, missing: String) -> Error {
-        Error::Timeout {
-            rank: self.core().world.rank,
-            operation: self.to_string(),
-            timeout: self.core().timeout(),
-            missing,
-        }
-    }
-
-    fn interrupted(&self) -> Error {
-        Error::Interrupted { rank: self.core().world.rank, operation: self.to_string() }
-    }
-
-    /// Returns the error of a group that is not made.
-    fn error(&self, cause: Cause) -> Error {
-        let core = self.core();
-        let rank = core.world.rank;
-        match cause {
-            Cause::Departed { member } if member < core.size() => {
-                let departed = core.ranks[member];
-                let end = core.world.loss_cause(departed, self.group.failure.has_left(member));
-                let peer = format!("{} {end}", core.world.describe(departed));
-                Error::PeerLost { rank, operation: self.to_string(), peer }
-            }
-            Cause::Departed { member } => {
-                self.failed(format!("malformed outcome in the store: there is no member {member}"))
-            }
-            Cause::Differ { detail } => Error::Mismatch { rank, detail },
-            Cause::Other { reason } => self.failed(reason),
-        }
-    }
-
-    /// Returns the members but this rank.
-    fn others(&self) -> Vec<usize> {
-        self.ranks.iter().copied().filter(|&member| member != self.core().rank).collect()
-    }
-
-    /// Returns the members that have not answered; all others, if the last of them has not written
-    /// down the outcome.
-    fn missing(&self, store: &Store, keys: &Keys) -> Vec<usize> {
-        let answers: Vec<String> = self.ranks.iter().map(|&member| keys.answer(member)).collect();
-        match store.wait(&answers, Duration::ZERO) {
-            Err(StoreError::Timeout { missing, .. }) => {
-                missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
-            }
-            _ => self.others(),
-        }
-    }
-
-    fn describe(&self, members: &[usize]) -> String {
-        let core = self.core();
-        let texts: Vec<String> =
-            members.iter().map(|&member| core.world.describe(core.ranks[member])).collect();
-        texts.join("; ")
-    }
-
-    /// Returns the first member on each node.
-    fn first_on_nodes(&self) -> Vec<usize> {
-        let nodes = &self.core().nodes;
-        let mut firsts: Vec<usize> = Vec::new();
-        for &member in self.ranks {
-            if firsts.iter().all(|&first| nodes[first] != nodes[member]) {
-                firsts.push(member);
-            }
-        }
-        firsts
-    }
+    Failed(AbortReason),
 }
 
 /// The keys that the members of a group to be use.
@@ -198,18 +80,18 @@ impl Keys {
 
 /// The part of one rank in an agreement.
 pub struct Agreement<'a> {
-    call: &'a Call<'a>,
+    call: &'a NewGroupCall<'a>,
     store: &'a Store,
-    wait: Wait<'a>,
+    wait: MemberWait<'a>,
     /// This rank has answered, and the outcome, as far as it knows that, is good.
     pub may_succeed: bool,
 }
 
 impl<'a> Agreement<'a> {
     /// Returns the agreement that a call begins.
-    pub fn new(call: &'a Call<'a>, store: &'a Store) -> Self {
+    pub fn new(call: &'a NewGroupCall<'a>, store: &'a Store) -> Self {
         let begin = Instant::now();
-        let wait = Wait {
+        let wait = MemberWait {
             begin,
             last_exit_poll: begin,
             warning: FIRST_WARNING,
@@ -285,8 +167,8 @@ impl<'a> Agreement<'a> {
             .map_err(|reason| self.call.failed(reason))
     }
 
-    /// Returns the error of a group that has failed under the key, unless its members are others
-    /// and this rank is one of them, which is an error of its own.
+    /// Returns the error of a group that has failed under the key. If its members are others and
+    /// this rank is one of them, that is an error of its own.
     fn check_outcome(
         &self,
         announced: &Announcement,
@@ -342,11 +224,11 @@ impl<'a> Agreement<'a> {
             let rank = core.world.rank;
             let detail =
                 format!("rank {rank} called {call}, rank {caller} called it with {ranks:?}");
-            self.decide(keys, Outcome::Failed(Cause::Differ { detail: detail.clone() }))?;
+            self.decide(keys, Outcome::Failed(AbortReason::Differ { detail: detail.clone() }))?;
             return Err(Error::Mismatch { rank, detail });
         }
         if let Some(member) = self.wait.find_departed(call, &|| call.others()) {
-            return Err(call.error(Cause::Departed { member }));
+            return Err(call.error(AbortReason::Departed { member }));
         }
         if is_interrupted() {
             return Err(call.interrupted());
@@ -378,7 +260,7 @@ impl<'a> Agreement<'a> {
             }
         }
         let outcome = match full {
-            Some(rank) => Outcome::Failed(Cause::Other { reason: no_room("a group", rank) }),
+            Some(rank) => Outcome::Failed(AbortReason::Other { reason: no_room("a group", rank) }),
             None => Outcome::Made { offsets },
         };
         self.decide(keys, outcome)?;
@@ -416,7 +298,7 @@ impl<'a> Agreement<'a> {
         let call = self.call;
         let store = self.store;
         let timeout = call.core().timeout();
-        let missing = || call.missing(store, keys);
+        let missing = || missing_answers(call, store, keys);
         loop {
             match store.get(&keys.outcome(), POLL_INTERVAL.min(timeout / 4)) {
                 Ok(outcome) => {
@@ -429,19 +311,19 @@ impl<'a> Agreement<'a> {
             // Before the outcome nobody comes back from this call, so a member that has left will
             // never take part.
             if let Some(member) = self.wait.find_departed(call, &missing) {
-                return self.decide(keys, Outcome::Failed(Cause::Departed { member }));
+                return self.decide(keys, Outcome::Failed(AbortReason::Departed { member }));
             }
             if is_interrupted() {
                 let error = call.interrupted();
                 // Where this fails there is nobody left to be told.
                 let reason = error.to_string();
-                let _ = self.decide(keys, Outcome::Failed(Cause::Other { reason }));
+                let _ = self.decide(keys, Outcome::Failed(AbortReason::Other { reason }));
                 return Err(error);
             }
             if self.wait.begin.elapsed() >= timeout {
                 let error = call.timed_out(call.describe(&missing()));
                 let reason = error.to_string();
-                let decided = self.decide(keys, Outcome::Failed(Cause::Other { reason }))?;
+                let decided = self.decide(keys, Outcome::Failed(AbortReason::Other { reason }))?;
                 return match decided {
                     Outcome::Made { .. } => Ok(decided),
                     Outcome::Failed(_) => Err(error),
@@ -477,8 +359,21 @@ impl<'a> Agreement<'a> {
     }
 }
 
+/// Returns the members that have not answered; all others, if the last of them has not written
+/// down the outcome.
+fn missing_answers(call: &NewGroupCall, store: &Store, keys: &Keys) -> Vec<usize> {
+    let answers: Vec<String> = call.ranks.iter().map(|&member| keys.answer(member)).collect();
+    match store.wait(&answers, Duration::ZERO) {
+        Err(StoreError::Timeout { missing, .. }) => {
+            let members = call.ranks.iter().zip(&answers);
+            members.filter(|(_, key)| missing.contains(key)).map(|(&member, _)| member).collect()
+        }
+        _ => call.others(),
+    }
+}
+
 /// The wait of one rank for the others.
-struct Wait<'a> {
+struct MemberWait<'a> {
     begin: Instant,
     last_exit_poll: Instant,
     /// The time at which the wait is next worth a line in the log.
@@ -486,9 +381,14 @@ struct Wait<'a> {
     long: Option<Stall<'a>>,
 }
 
-impl Wait<'_> {
+impl MemberWait<'_> {
     /// Reports a wait that has become long.
-    fn report(&mut self, call: &Call, missing: &dyn Fn() -> Vec<usize>, what: &dyn Fn() -> String) {
+    fn report(
+        &mut self,
+        call: &NewGroupCall,
+        missing: &dyn Fn() -> Vec<usize>,
+        what: &dyn Fn() -> String,
+    ) {
         let core = call.core();
         let waited = self.begin.elapsed();
         if waited >= self.warning {
@@ -504,7 +404,11 @@ impl Wait<'_> {
     }
 
     /// Returns a member that has left the group that the members are of, or has ended.
-    fn find_departed(&mut self, call: &Call, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+    fn find_departed(
+        &mut self,
+        call: &NewGroupCall,
+        missing: &dyn Fn() -> Vec<usize>,
+    ) -> Option<usize> {
         let core = call.core();
         let departed = call.group.failure.departed_peers();
         let departed = departed.into_iter().find(|member| call.ranks.contains(member));
@@ -526,9 +430,9 @@ mod tests {
     fn outcomes_are_read_as_they_were_written() {
         let outcomes = [
             Outcome::Made { offsets: BTreeMap::from([(0, 4096), (3, 0)]) },
-            Outcome::Failed(Cause::Departed { member: 2 }),
-            Outcome::Failed(Cause::Differ { detail: "rank 0 called \"x\"\n".into() }),
-            Outcome::Failed(Cause::Other { reason: "the store ended".into() }),
+            Outcome::Failed(AbortReason::Departed { member: 2 }),
+            Outcome::Failed(AbortReason::Differ { detail: "rank 0 called \"x\"\n".into() }),
+            Outcome::Failed(AbortReason::Other { reason: "the store ended".into() }),
         ];
         for outcome in outcomes {
             assert_eq!(from_json::<Outcome>(&to_json(&outcome), "outcome"), Ok(outcome));

@@ -1,5 +1,5 @@
 //! The memory of a join of a job. A program that joins its job again gets another arena, while its
-//! tensors lie in the first; the functions here make groups of the new join there.
+//! tensors lie in the first. The functions here make groups of the new join there.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl Member {
 
 impl ProcessGroup {
     /// Makes a group as [`ProcessGroup::duplicate`] does, in the memory of `handle` if that is the
-    /// same on all ranks, of whatever join of the same processes. All ranks call this.
+    /// same on all ranks. It may be of any join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
         let own = handle.filter(|handle| handle.0.has_ranks_of(&self.core().world));

@@ -224,7 +224,7 @@ impl GroupCore {
         self.locals.iter().copied().filter(|&rank| condition(rank)).collect()
     }
 
-    /// Missing ranks, with the leader if others come by way of it.
+    /// Returns missing ranks, with the leader if others come by way of it.
     pub fn with_leader(&self, mut missing: Vec<usize>) -> Vec<usize> {
         let leader = self.locals[0];
         if self.rank != leader && missing.iter().any(|rank| !self.locals.contains(rank)) {

@@ -11,8 +11,8 @@ use crate::world::World;
 impl ProcessGroup {
     /// Makes a group of `world_size` ranks in this process, one handle for each: for tests of what
     /// is built on collectives, without starting processes. Each rank belongs on a thread of its
-    /// own. All operations work as they do between the processes of a node, by the same code, but
-    /// [`ProcessGroup::nccl`]: a GPU takes one rank of a process.
+    /// own. All operations work as they do between the processes of a node, by the same code.
+    /// [`ProcessGroup::nccl`] does not: a GPU takes one rank of a process.
     ///
     /// Each rank has a flight recorder. The timeline of `FLOW_TRACE`, which is one process' and one
     /// rank's, leaves these groups out.

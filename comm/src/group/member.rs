@@ -27,10 +27,10 @@ pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 /// This process as a member of a group. A [`ProcessGroup`](crate::ProcessGroup) is a handle of it,
 /// and has all its methods.
 pub struct Member {
-    state: ForkSafe<State>,
+    state: ForkSafe<MemberState>,
 }
 
-struct State {
+struct MemberState {
     // Before the parts: their threads must end first.
     workers: Workers,
     cuda: Mutex<Cuda>,
@@ -42,7 +42,14 @@ impl Member {
     /// Returns a member without threads; `local_rank` is its number on its machine.
     pub(crate) fn new(parts: Parts, local_rank: usize, cuda: Cuda) -> Self {
         let workers = Workers::default();
-        Self { state: ForkSafe::new(State { workers, cuda: Mutex::new(cuda), parts, local_rank }) }
+        Self {
+            state: ForkSafe::new(MemberState {
+                workers,
+                cuda: Mutex::new(cuda),
+                parts,
+                local_rank,
+            }),
+        }
     }
 
     /// Returns the same member without threads: its operations run at once.
@@ -55,7 +62,7 @@ impl Member {
         self.core().rank
     }
 
-    /// Number of processes in the group.
+    /// Returns the number of processes in the group.
     pub fn world_size(&self) -> usize {
         self.core().size()
     }
@@ -93,7 +100,8 @@ impl Member {
     }
 
     /// Returns the group's last operations on this rank, the oldest first, with those that are
-    /// under way: on the host and on GPUs, some hundred of them. Recording is always on.
+    /// under way. They are those on the host and on GPUs, some hundred of them. Recording is always
+    /// on.
     pub fn flight_recorder(&self) -> Vec<Record> {
         self.core().recorder.records()
     }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use super::agreement::{Agreement, Call};
+use super::agreement::Agreement;
 use super::cuda::Cuda;
+use super::new_group_call::NewGroupCall;
 use super::parts::{NewGroup, Parts};
 use super::split::check_members;
 use super::{ProcessGroup, group_of};
@@ -21,7 +22,7 @@ impl ProcessGroup {
     /// `key` names the group while it is made; no other group uses it then. It can be used again
     /// once no member can still be on its way to the earlier group. A rank that makes several
     /// groups one after the other makes them in the same order as the others, or all wait for the
-    /// timeout; threads may make several at once. Over NCCL the members connect when they first
+    /// timeout. Threads may make several at once. Over NCCL the members connect when they first
     /// call [`ProcessGroup::nccl`].
     ///
     /// # Errors
@@ -31,8 +32,8 @@ impl ProcessGroup {
     /// cannot be used again. Where this group has failed, this works all the same: the ranks that
     /// are left can make a group of their own.
     ///
-    /// Over several nodes without flow-launch, only the first ranks of nodes see each other die;
-    /// else a member on another node that has died is missed when the time is over.
+    /// Over several nodes without flow-launch, only the first ranks of nodes see each other die.
+    /// Other members on another node that have died are missed when the time is over.
     pub fn new_group_of(&self, ranks: &[usize], key: &str) -> Result<Self> {
         let group = self.parts(&"new_group_of")?;
         let core = &group.core;
@@ -49,7 +50,7 @@ impl ProcessGroup {
             block = core.world.new_control_block(ranks.len(), locals.len());
         }
         let own_offset = block.as_ref().map(Block::offset);
-        let call = Call { group, ranks, key };
+        let call = NewGroupCall { group, ranks, key };
         let (presence, offset) = match core.world.store() {
             Some(store) if ranks.len() > 1 => {
                 let mut agreement = Agreement::new(&call, store);

@@ -37,12 +37,12 @@ impl fmt::Display for Axis<'_> {
     }
 }
 
-/// Ranks of a group in an n-dimensional array, as `torch.distributed.DeviceMesh`: for each axis,
+/// Ranks of a group in an n-dimensional array, as `torch.distributed.DeviceMesh`. For each axis,
 /// this rank has a group with the ranks whose other coordinates are its own. They are numbered by
 /// their coordinate on the axis.
 ///
 /// The order is the caller's. In the mesh `[[0, 2], [1, 3]]`, ranks 0 and 2 make up the first row,
-/// which is a group along axis 1, and ranks 0 and 1 the first column, a group along axis 0:
+/// which is a group along axis 1. Ranks 0 and 1 make up the first column, a group along axis 0:
 ///
 /// ```no_run
 /// use flow_comm::{Mesh, ProcessGroup};

@@ -3,8 +3,8 @@
 //! Sub-groups are made in two ways, as neither can do what the other does:
 //!
 //! - `split` makes them in one collective of all ranks of a group (`new_group`, `split`,
-//!   `duplicate`, [`Mesh`]). It takes microseconds, makes many sub-groups at once, divides NCCL's
-//!   communicator, and finds out whether a rank that is in none of them calls something else.
+//!   `duplicate`, [`Mesh`]). It takes microseconds, makes many sub-groups at once, and divides
+//!   NCCL's communicator. It finds out whether a rank that is in none of them calls something else.
 //! - `members` makes one by keys in the store, which its members alone read and write
 //!   (`new_group_of`). Other ranks need not call it, threads may make several at once, and it works
 //!   where the group itself has failed.
@@ -23,6 +23,7 @@ mod members;
 mod mesh;
 mod messages;
 mod nccl;
+mod new_group_call;
 mod order;
 mod parts;
 mod reports;
@@ -94,9 +95,9 @@ impl Deref for ProcessGroup {
 }
 
 impl ProcessGroup {
-    /// Joins the group of all ranks of the job, as the environment says: flow-launch's or
-    /// torchrun's variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's; without any, a group of
-    /// this process alone.
+    /// Joins the group of all ranks of the job, as the environment says. It reads flow-launch's or
+    /// torchrun's variables (RANK, WORLD_SIZE, ...), OpenMPI's, or Slurm's. Without any, it makes a
+    /// group of this process alone.
     ///
     /// Waits for all ranks. All ranks must call it equally often (see
     /// [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks that do not

@@ -6,10 +6,10 @@ use super::member::Member;
 use crate::world::EXIT_REPORT_TIMEOUT;
 
 impl Member {
-    /// Gives the others this rank's report under a key, and waits for theirs, at most for `time`:
-    /// by rank in this group, None of those that give none. Reports go through the store, so this
-    /// works where the group has failed. A rank's first report under a key stays: the others never
-    /// see a later one under the same key.
+    /// Gives the others this rank's report under a key, and waits for theirs, at most for `time`.
+    /// Returns them by rank in this group; None of those that give none. Reports go through the
+    /// store, so this works where the group has failed. A rank's first report under a key stays:
+    /// the others never see a later one under the same key.
     pub fn exchange_reports(&self, key: &str, own: &[u8], time: Duration) -> Vec<Option<Vec<u8>>> {
         let mut reports = vec![None; self.world_size()];
         reports[self.rank()] = Some(own.to_vec());

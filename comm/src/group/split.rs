@@ -21,7 +21,7 @@ use crate::shm::arena::no_room;
 use crate::shm::control::Control;
 use crate::world::World;
 
-/// A number in place of the offset of a sub-group's control block: this rank allocates none, as it
+/// A number in place of the offset of a sub-group's control block. This rank allocates none, as it
 /// is not the first member on its node.
 const NOT_FIRST: u64 = u64::MAX;
 /// A number in place of that offset: this rank's memory has no room for the block.
@@ -41,7 +41,7 @@ impl ProcessGroup {
     }
 
     /// Divides this group into groups of the ranks that give the same color, as `MPI_Comm_split`
-    /// does: each is numbered by ascending key, and where keys are equal in the order of this
+    /// does. Each is numbered by ascending key, and where keys are equal in the order of this
     /// group. A rank without a color gets `None`. Called by all ranks of this group.
     ///
     /// # Errors

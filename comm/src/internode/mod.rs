@@ -51,7 +51,7 @@ impl ConnectionsGuard<'_> {
         &mut *self.connections.leaders
     }
 
-    /// Memory for `bytes` bytes that arrive, which the connections keep.
+    /// Returns memory for `bytes` bytes that arrive, which the connections keep.
     pub fn scratch(&mut self, bytes: usize) -> *mut u8 {
         self.connections.scratch.resize(bytes.div_ceil(8), 0);
         self.connections.scratch.as_mut_ptr().cast()
@@ -179,8 +179,8 @@ impl InterNode {
     }
 
     /// Sends the other nodes, in a leader, the descriptors of the members on this one, with
-    /// `payload` bytes each, and writes down theirs: they have arrived. What `send` queues follows
-    /// the descriptors at once; the other nodes take it when they have found that all agree.
+    /// `payload` bytes each. Writes down theirs: they have arrived. What `send` queues follows the
+    /// descriptors at once; the other nodes take it when they have found that all agree.
     pub fn exchange_descriptors(
         &self,
         guard: &mut ConnectionsGuard,

@@ -8,7 +8,7 @@ use flow_kernels::{DType, ReduceOp};
 
 use super::error::EnqueueError;
 use super::group::CudaGroup;
-use super::memory::{FlatMemory, Registration};
+use super::memory::{FlatMemory, MemoryRegistration};
 use super::operations::parts;
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
@@ -19,7 +19,7 @@ use crate::kind::Kind;
 /// Made by [`CudaGroup::bucket`], reduced by [`CudaGroup::reduce_bucket`].
 pub struct FlatBucket {
     /// First, as it is undone before the memory is freed.
-    registration: Option<Registration>,
+    registration: Option<MemoryRegistration>,
     number: u32,
     step: u32,
     packer: Packer,
@@ -93,7 +93,7 @@ unsafe impl DeviceBuffer for BucketView {
 }
 
 impl CudaGroup {
-    /// Bucket `number`, of gradients of these lengths (in elements) and type, which are
+    /// Makes bucket `number`, of gradients of these lengths (in elements) and type, which are
     /// communicated as `communication`.
     ///
     /// # Errors
@@ -115,7 +115,7 @@ impl CudaGroup {
         Ok(bucket)
     }
 
-    /// Bucket `number`, of tensors of these lengths (in elements) and type, for
+    /// Makes bucket `number`, of tensors of these lengths (in elements) and type, for
     /// [`CudaGroup::broadcast_bucket`].
     ///
     /// # Errors
@@ -131,8 +131,8 @@ impl CudaGroup {
         flat_bucket(self, number, dtype, dtype, lengths)
     }
 
-    /// Enqueues the mean of a bucket over all ranks, or the sum ([`FlatBucket::set_op`]): it begins
-    /// when what has been enqueued on the streams `after` is over, and other streams wait for it by
+    /// Enqueues the mean of a bucket over all ranks, or the sum ([`FlatBucket::set_op`]). It begins
+    /// when what has been enqueued on the streams `after` is over. Other streams wait for it by
     /// [`CudaGroup::join`]. The result is in the bucket's places or, where the types differ, in the
     /// gradients themselves, in which they are also sent. Gradients are scaled in single precision
     /// (double, if they are) and rounded to the type of communication; NCCL adds in that type.

@@ -19,7 +19,7 @@ const ACTIVE_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that finalizing a communicator may take: all ranks take part.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a communicator could not be made or used.
+/// The reason for which a communicator could not be made or used.
 pub enum CommunicatorError {
     /// NCCL reported an error.
     Nccl(NcclError),
@@ -167,9 +167,9 @@ impl Communicator {
     /// Ends whatever is under way, on the device too; every later call fails. May be called by any
     /// thread at any time.
     ///
-    /// Returns whether it could: not while another thread is in a call of NCCL's and does not come
-    /// back, as that would use the communicator after it is freed. Then only the end of the process
-    /// helps.
+    /// Returns whether it could. It cannot while another thread is in a call of NCCL's that does
+    /// not come back. That call would use the communicator after it is freed. Then only the end of
+    /// the process helps.
     pub fn abort(&self) -> bool {
         if self.aborted.swap(true, Ordering::SeqCst) {
             return true;

@@ -4,7 +4,7 @@ use super::communicator::CommunicatorError;
 use crate::error::Error;
 use crate::failure::Failure;
 
-/// Why an operation could not be enqueued, in words.
+/// The reason, in words, for which an operation could not be enqueued.
 pub struct EnqueueError(pub String);
 
 impl From<flow_kernels::cuda::Error> for EnqueueError {
@@ -23,7 +23,7 @@ impl From<CommunicatorError> for EnqueueError {
     }
 }
 
-/// The error of an operation that the system, the device or NCCL refused.
+/// Returns the error of an operation that the system, the device or NCCL refused.
 pub fn system_error(failure: &Failure, operation: &str, reason: String) -> Error {
     Error::System { rank: failure.core.world.rank, operation: operation.into(), reason }
 }

@@ -126,7 +126,7 @@ impl CudaGroup {
         &self.device
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.communicator.size()
     }

@@ -28,7 +28,7 @@ pub struct Library {
      and, where it is not found by itself, set FLOW_NCCL_PATH to its libnccl.so.2"
 )]
 /// No usable NCCL was found, for this reason.
-pub struct Error(String);
+pub struct LibraryError(String);
 
 /// A version of NCCL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,13 +41,13 @@ pub struct Version {
 
 impl Library {
     /// Finds the NCCL of this process, once. It is the first of these that is new enough: the one
-    /// that libtorch has loaded, the system's, the one of PyTorch's wheels beside the loaded
-    /// libtorch, the file that `FLOW_NCCL_PATH` names. One that is loaded is the only one.
+    /// that libtorch has loaded, the system's, that of PyTorch's wheels, or `FLOW_NCCL_PATH`'s.
+    /// PyTorch's wheels have it beside the loaded libtorch. One that is loaded is the only one.
     ///
     /// # Errors
     /// No usable NCCL: what was found where, and why it was refused.
-    pub fn get() -> Result<&'static Library, Error> {
-        static FOUND: OnceLock<Result<Library, Error>> = OnceLock::new();
+    pub fn get() -> Result<&'static Library, LibraryError> {
+        static FOUND: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
         FOUND.get_or_init(find).as_ref().map_err(Clone::clone)
     }
 
@@ -115,7 +115,7 @@ impl fmt::Display for Version {
     }
 }
 
-fn find() -> Result<Library, Error> {
+fn find() -> Result<Library, LibraryError> {
     let mut refused = Vec::new();
     for (origin, name) in candidates() {
         match Library::open(&name) {
@@ -123,7 +123,7 @@ fn find() -> Result<Library, Error> {
             Err(reason) => refused.push(format!("{origin}{reason}")),
         }
     }
-    Err(Error(refused.join("; ")))
+    Err(LibraryError(refused.join("; ")))
 }
 
 /// Returns the files that may be NCCL, and for messages where each is from.

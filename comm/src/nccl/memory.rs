@@ -17,12 +17,16 @@ impl Communicator {
             let mut data = std::ptr::null_mut();
             // SAFETY: `data` is writable.
             unsafe { self.library.mem_alloc(&mut data, bytes)? };
-            let owner = Owner::Nccl { library: self.library, data: data as u64 };
+            let owner = Allocation::Nccl { library: self.library, data: data as u64 };
             return Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner });
         }
         let memory = DeviceMemory::allocate(&self.device, bytes)
             .map_err(|e| NcclError::missing(e.to_string()))?;
-        Ok(FlatMemory { device: Arc::clone(&self.device), bytes, owner: Owner::Driver(memory) })
+        Ok(FlatMemory {
+            device: Arc::clone(&self.device),
+            bytes,
+            owner: Allocation::Driver(memory),
+        })
     }
 
     /// Tells NCCL of memory that will be used again and again. None where this NCCL cannot use
@@ -30,7 +34,7 @@ impl Communicator {
     pub fn register(
         self: &Arc<Self>,
         memory: &Arc<FlatMemory>,
-    ) -> Result<Option<Registration>, CommunicatorError> {
+    ) -> Result<Option<MemoryRegistration>, CommunicatorError> {
         if !self.library.has_registration() {
             return Ok(None);
         }
@@ -45,7 +49,7 @@ impl Communicator {
                 &mut handle,
             )?;
         }
-        Ok(Some(Registration {
+        Ok(Some(MemoryRegistration {
             communicator: Arc::clone(self),
             _memory: Arc::clone(memory),
             handle: handle as usize,
@@ -57,10 +61,10 @@ impl Communicator {
 pub struct FlatMemory {
     device: Arc<Device>,
     bytes: usize,
-    owner: Owner,
+    owner: Allocation,
 }
 
-enum Owner {
+enum Allocation {
     Nccl { library: &'static Library, data: u64 },
     Driver(DeviceMemory),
 }
@@ -69,8 +73,8 @@ impl FlatMemory {
     /// Returns where the memory begins.
     pub fn address(&self) -> u64 {
         match &self.owner {
-            Owner::Nccl { data, .. } => *data,
-            Owner::Driver(memory) => memory.address(),
+            Allocation::Nccl { data, .. } => *data,
+            Allocation::Driver(memory) => memory.address(),
         }
     }
 }
@@ -78,7 +82,7 @@ impl FlatMemory {
 impl Drop for FlatMemory {
     /// Waits for whatever was enqueued before, as `cuMemFree` does.
     fn drop(&mut self) {
-        let Owner::Nccl { library, data } = self.owner else { return };
+        let Allocation::Nccl { library, data } = self.owner else { return };
         let done = self.device.synchronize().map_err(|error| error.to_string());
         let freed = done.and_then(|()| {
             // SAFETY: the memory is NCCL's, and nothing uses it any more.
@@ -91,13 +95,13 @@ impl Drop for FlatMemory {
 }
 
 /// NCCL knows the memory as long as this lives.
-pub struct Registration {
+pub struct MemoryRegistration {
     communicator: Arc<Communicator>,
     _memory: Arc<FlatMemory>,
     handle: usize,
 }
 
-impl Drop for Registration {
+impl Drop for MemoryRegistration {
     fn drop(&mut self) {
         let communicator = &self.communicator;
         // Unmapping does not wait for what uses the memory; and NCCL comes back to the thread's

@@ -31,6 +31,7 @@ mod library;
 mod memory;
 pub(crate) mod operations;
 mod p2p;
+mod peer_progress;
 mod progress;
 mod result;
 pub mod sys;
@@ -42,5 +43,5 @@ pub use flow_kernels::cuda::{
     Device, DeviceBuffer, DeviceMemory, Error as DeviceError, Event, Stream,
 };
 pub use group::CudaGroup;
-pub use library::{Error, Library, Version};
+pub use library::{Library, LibraryError, Version};
 pub use result::NcclError;

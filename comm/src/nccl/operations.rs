@@ -41,8 +41,8 @@ impl Communicator {
     /// uses the buffers, and they are not freed.
     pub unsafe fn exchange(
         &self,
-        sends: &[Block<'_>],
-        receives: &[Block<'_>],
+        sends: &[PeerBlock<'_>],
+        receives: &[PeerBlock<'_>],
         stream: &Stream,
     ) -> Result<(), CommunicatorError> {
         let stream = stream.handle().cast();
@@ -91,7 +91,7 @@ impl Communicator {
 }
 
 /// A part of a buffer, to or from `peer`.
-pub struct Block<'a> {
+pub struct PeerBlock<'a> {
     pub buffer: &'a dyn DeviceBuffer,
     /// Its first byte.
     pub start: usize,
@@ -99,8 +99,8 @@ pub struct Block<'a> {
     pub peer: usize,
 }
 
-impl Block<'_> {
-    /// Address, number of elements and type.
+impl PeerBlock<'_> {
+    /// Returns address, number of elements and type.
     pub fn parts(&self) -> (*mut c_void, usize, ncclDataType_t) {
         let dtype = self.buffer.dtype();
         (
@@ -117,25 +117,25 @@ pub fn count(buffer: &impl DeviceBuffer) -> usize {
 }
 
 /// Returns a buffer's equal blocks, one for each of `peers`.
-pub fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<Block<'_>> {
+pub fn blocks(buffer: &impl DeviceBuffer, peers: usize) -> Vec<PeerBlock<'_>> {
     let bytes = buffer.bytes() / peers;
-    (0..peers).map(|peer| Block { buffer, start: peer * bytes, bytes, peer }).collect()
+    (0..peers).map(|peer| PeerBlock { buffer, start: peer * bytes, bytes, peer }).collect()
 }
 
 /// Returns a buffer's blocks, of `counts[peer]` elements each; those that are empty are left out.
-pub fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<Block<'a>> {
+pub fn blocks_of<'a>(buffer: &'a impl DeviceBuffer, counts: &[usize]) -> Vec<PeerBlock<'a>> {
     let size = buffer.dtype().size();
     let mut start = 0;
     let mut blocks = Vec::new();
     for (peer, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
         let bytes = count * size;
-        blocks.push(Block { buffer, start, bytes, peer });
+        blocks.push(PeerBlock { buffer, start, bytes, peer });
         start += bytes;
     }
     blocks
 }
 
-/// Address, number of elements and type.
+/// Returns address, number of elements and type.
 pub fn parts<B: DeviceBuffer + ?Sized>(buffer: &B) -> (*mut c_void, usize, ncclDataType_t) {
     let dtype = buffer.dtype();
     (buffer.address() as usize as *mut _, buffer.bytes() / dtype.size(), data_type(dtype))

@@ -4,7 +4,7 @@ use flow_kernels::DType;
 use flow_kernels::cuda::{DeviceBuffer, Stream};
 
 use super::group::CudaGroup;
-use super::operations::{Block, count};
+use super::operations::{PeerBlock, count};
 use super::progress::{Batch, CudaOp};
 use crate::descriptor::OpDescriptor;
 use crate::error::Result;
@@ -18,7 +18,7 @@ impl CudaGroup {
     pub fn send(&self, data: &impl DeviceBuffer, to: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("send", to)?;
         let operation = OpDescriptor::new(Kind::Send, data.dtype(), count(data)).peer(to, 0);
-        let block = Block { buffer: data, start: 0, bytes: data.bytes(), peer: to };
+        let block = PeerBlock { buffer: data, start: 0, bytes: data.bytes(), peer: to };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
             communicator.exchange(&[block], &[], own)
@@ -29,16 +29,16 @@ impl CudaGroup {
     pub fn recv(&self, buffer: &mut impl DeviceBuffer, from: usize, stream: &Stream) -> Result<()> {
         self.caller().check_peer("recv", from)?;
         let operation = OpDescriptor::new(Kind::Recv, buffer.dtype(), count(buffer)).peer(from, 0);
-        let block = Block { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
+        let block = PeerBlock { buffer: &*buffer, start: 0, bytes: buffer.bytes(), peer: from };
         // SAFETY: as above.
         self.in_order(operation, stream, |communicator, own| unsafe {
             communicator.exchange(&[], &[block], own)
         })
     }
 
-    /// Sends and receives messages as one operation: none waits for another, so that two ranks that
-    /// both send and receive do not wait for each other, in whatever order they list it. Messages
-    /// between two ranks keep the order of the list.
+    /// Sends and receives messages as one operation, in which none waits for another. So two ranks
+    /// that both send and receive do not wait for each other, in whatever order they list it.
+    /// Messages between two ranks keep the order of the list.
     pub fn batch_send_recv<B: DeviceBuffer>(
         &self,
         ops: &mut [P2pOp<&mut B>],
@@ -56,7 +56,7 @@ impl CudaGroup {
             };
             self.caller().check_peer(name, peer)?;
             messages.push((verb, peer));
-            blocks.push(Block { buffer, start: 0, bytes: buffer.bytes(), peer });
+            blocks.push(PeerBlock { buffer, start: 0, bytes: buffer.bytes(), peer });
         }
         if ops.is_empty() {
             return Ok(());

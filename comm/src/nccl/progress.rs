@@ -42,7 +42,7 @@ pub struct EnqueuedOp {
 
 /// The last operation of a rank, as it publishes that.
 #[derive(Serialize, Deserialize)]
-pub struct Progress {
+pub struct LastOperation {
     number: u64,
     collectives: u64,
     /// The part of a collective that all ranks must agree on; None for a message.
@@ -89,8 +89,8 @@ impl fmt::Display for CudaOp {
 
 impl EnqueuedOp {
     /// Returns the operation as this rank publishes it.
-    pub fn progress(&self) -> Progress {
-        Progress {
+    pub fn published(&self) -> LastOperation {
+        LastOperation {
             number: self.number,
             collectives: self.collectives,
             agreed: self.agreed(),
@@ -109,10 +109,10 @@ impl EnqueuedOp {
         (!common.kind.is_message()).then(|| common.to_string())
     }
 
-    /// Whether the rank of `progress` is in the same collective, but calls it with something else.
-    pub fn disagrees(&self, progress: &Progress) -> bool {
-        self.collectives == progress.collectives
-            && matches!((self.agreed(), &progress.agreed), (Some(a), Some(b)) if a != *b)
+    /// Whether the rank of `last` is in the same collective, but calls it with something else.
+    pub fn disagrees(&self, last: &LastOperation) -> bool {
+        self.collectives == last.collectives
+            && matches!((self.agreed(), &last.agreed), (Some(a), Some(b)) if a != *b)
     }
 
     /// Whether a rank may take part in this operation.
@@ -125,13 +125,13 @@ impl EnqueuedOp {
         }
     }
 
-    /// Whether the rank of `progress` has begun this operation. Ranks count their messages alone,
+    /// Whether the rank of `last` has begun this operation. Ranks count their messages alone,
     /// so for a message this is a guess.
-    pub fn is_begun_by(&self, progress: &Progress) -> bool {
+    pub fn is_begun_by(&self, last: &LastOperation) -> bool {
         if self.op.descriptor.kind.is_message() {
-            progress.number >= self.number
+            last.number >= self.number
         } else {
-            progress.collectives >= self.collectives
+            last.collectives >= self.collectives
         }
     }
 }
@@ -157,7 +157,7 @@ mod tests {
     }
 
     fn disagree(one: &EnqueuedOp, other: &EnqueuedOp) -> bool {
-        let both = [one.disagrees(&other.progress()), other.disagrees(&one.progress())];
+        let both = [one.disagrees(&other.published()), other.disagrees(&one.published())];
         assert_eq!(both[0], both[1]);
         both[0]
     }
@@ -206,10 +206,10 @@ mod tests {
     #[test]
     fn a_collective_is_begun_by_ranks_with_fewer_messages() {
         let mut sum = operation(Kind::AllReduce, 10, 4, 2);
-        let progress = sum.progress();
+        let last = sum.published();
         sum.number += 3; // this rank alone has sent messages
-        assert!(sum.is_begun_by(&progress));
+        assert!(sum.is_begun_by(&last));
         sum.collectives += 1;
-        assert!(!sum.is_begun_by(&progress));
+        assert!(!sum.is_begun_by(&last));
     }
 }

@@ -19,7 +19,7 @@ pub struct NcclError {
 }
 
 impl NcclError {
-    /// Nothing could be called: something that NCCL needs is not there.
+    /// Returns the error that nothing could be called: something that NCCL needs is not there.
     pub fn missing(text: String) -> NcclError {
         NcclError { call: "NCCL", code: ncclResult_t::ncclInvalidUsage, text }
     }

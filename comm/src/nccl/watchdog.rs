@@ -15,11 +15,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use flow_kernels::cuda::Event;
-use flow_store::Store;
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
-use super::progress::{EnqueuedOp, Progress};
+use super::peer_progress::PeerProgress;
+use super::progress::EnqueuedOp;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::kind::Kind;
@@ -44,7 +44,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// A call has returned the failure of some group to the program.
 static ERROR_OBSERVED: AtomicBool = AtomicBool::new(false);
 
-struct Pending {
+struct WatchedOp {
     operation: EnqueuedOp,
     begun: Instant,
     /// None until NCCL has enqueued it: the first operations of a communicator block the host until
@@ -54,7 +54,7 @@ struct Pending {
     started: Option<Arc<Event>>,
 }
 
-impl Pending {
+impl WatchedOp {
     /// Returns when it began and ended on the device, in ticks.
     fn times(&self, clock: &DeviceClock) -> Option<(u64, u64)> {
         let started = clock.ticks(self.started.as_ref()?)?;
@@ -63,7 +63,7 @@ impl Pending {
 }
 
 struct WatchState {
-    pending: VecDeque<Pending>,
+    pending: VecDeque<WatchedOp>,
     /// The last operation that was begun.
     last: Option<EnqueuedOp>,
     /// The first failure, and when it was found.
@@ -81,8 +81,7 @@ struct WatchState {
 struct Shared {
     failure: Arc<Failure>,
     communicator: Arc<Communicator>,
-    /// Prefix of the keys under which the ranks publish their last operation.
-    prefix: String,
+    progress: PeerProgress,
     state: Mutex<WatchState>,
     change: Condvar,
 }
@@ -111,9 +110,9 @@ impl Watchdog {
             warned: false,
         };
         let shared = Shared {
+            progress: PeerProgress::new(&failure.core, prefix),
             failure,
             communicator,
-            prefix,
             state: Mutex::new(state),
             change: Condvar::new(),
         };
@@ -153,7 +152,7 @@ impl Watchdog {
     pub fn begin(&self, operation: EnqueuedOp) {
         let mut state = self.shared.state();
         state.last = Some(operation.clone());
-        state.pending.push_back(Pending {
+        state.pending.push_back(WatchedOp {
             operation,
             begun: Instant::now(),
             done: None,
@@ -245,7 +244,7 @@ impl Shared {
                     );
                 } else if news {
                     drop(state);
-                    published = self.publish(last);
+                    published = self.progress.publish(last);
                     last_publish = Instant::now();
                 } else {
                     drop(self.change.wait(state).unwrap_or_else(PoisonError::into_inner));
@@ -268,7 +267,7 @@ impl Shared {
                 break;
             }
             if news && due {
-                published = self.publish(last);
+                published = self.progress.publish(last);
                 last_publish = Instant::now();
             }
             if long.is_none() {
@@ -276,7 +275,7 @@ impl Shared {
             }
             if let Some(long) = &mut long {
                 long.check(begun.elapsed(), &operation, || {
-                    self.late(&operation).map(|r| self.failure.core.ranks[r]).collect()
+                    self.progress.late(&operation).map(|r| self.failure.core.ranks[r]).collect()
                 });
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -284,7 +283,7 @@ impl Shared {
         let last = self.state().last.clone();
         if last.as_ref().map(|operation| operation.number) != published {
             // This rank is about to leave: peers that still wait read its last operation.
-            self.publish(last);
+            self.progress.publish(last);
         }
     }
 
@@ -378,7 +377,7 @@ impl Shared {
             // Nobody knows which ranks have begun their part of a batch.
             let is_batch = operation.op.descriptor.kind == Kind::BatchSendRecv;
             for peer in gone {
-                if late || !is_batch && !self.has_begun(peer, operation) {
+                if late || !is_batch && !self.progress.has_begun(peer, operation) {
                     return Some(failure.fail_peer_lost(peer, operation));
                 }
             }
@@ -392,7 +391,7 @@ impl Shared {
             log::warn!(
                 "rank {rank}: {operation} has waited {} s for {}",
                 age.as_secs(),
-                self.missing(operation)
+                self.progress.missing(operation)
             );
         }
         None
@@ -429,16 +428,9 @@ impl Shared {
 
     fn timed_out(&self, operation: &EnqueuedOp, timeout: Duration) -> Error {
         let rank = self.failure.core.world.rank;
-        for other in (0..self.failure.core.size()).filter(|&r| r != self.failure.core.rank) {
-            let Some(progress) = self.progress(other) else { continue };
-            if operation.disagrees(&progress) {
-                let other = self.failure.core.ranks[other];
-                let theirs = progress.text;
-                return Error::Mismatch {
-                    rank,
-                    detail: format!("rank {rank} called {operation}, rank {other} called {theirs}"),
-                };
-            }
+        if let Some((other, theirs)) = self.progress.find_other_operation(operation) {
+            let detail = format!("rank {rank} called {operation}, rank {other} called {theirs}");
+            return Error::Mismatch { rank, detail };
         }
         Error::Timeout {
             rank,
@@ -446,65 +438,10 @@ impl Shared {
             timeout,
             missing: format!(
                 "{} (rank {rank} is {})",
-                self.missing(operation),
+                self.progress.missing(operation),
                 self.failure.core.recorder.summary()
             ),
         }
-    }
-
-    /// Returns the ranks that have not begun the operation, according to the store; the other ranks
-    /// of messages.
-    fn late<'a>(&'a self, operation: &'a EnqueuedOp) -> impl Iterator<Item = usize> + 'a {
-        (0..self.failure.core.size()).filter(move |&rank| {
-            if operation.op.descriptor.kind.is_message() {
-                operation.may_need(rank)
-            } else {
-                rank != self.failure.core.rank && !self.has_begun(rank, operation)
-            }
-        })
-    }
-
-    /// Describes the ranks of [`Shared::late`].
-    fn missing(&self, operation: &EnqueuedOp) -> String {
-        let core = &self.failure.core;
-        let mut late = Vec::new();
-        for rank in self.late(operation) {
-            let peer = core.world.describe(core.ranks[rank]);
-            late.push(match self.progress(rank) {
-                Some(progress) => format!("{peer}, which is at {}", progress.text),
-                None => format!("{peer}, which has begun nothing"),
-            });
-        }
-        if late.is_empty() {
-            return "the device or the network: all ranks have begun it".into();
-        }
-        late.join("; ")
-    }
-
-    fn has_begun(&self, rank: usize, operation: &EnqueuedOp) -> bool {
-        self.progress(rank).is_some_and(|progress| operation.is_begun_by(&progress))
-    }
-
-    fn store(&self) -> Option<&Store> {
-        self.failure.core.world.store()
-    }
-
-    /// Publishes this rank's last operation. Returns its number.
-    fn publish(&self, last: Option<EnqueuedOp>) -> Option<u64> {
-        let store = self.store()?;
-        let last = last?;
-        let key = format!("{}at/{}", self.prefix, self.failure.core.rank);
-        let progress = serde_json::to_vec(&last.progress()).unwrap_or_default();
-        if let Err(error) = store.set(&key, &progress) {
-            log::debug!("rank {}: {error}", self.failure.core.world.rank);
-        }
-        Some(last.number)
-    }
-
-    /// Returns the last operation that a rank has published.
-    fn progress(&self, rank: usize) -> Option<Progress> {
-        let text = self.store()?.try_get(&format!("{}at/{rank}", self.prefix)).ok()??;
-        serde_json::from_slice(&text).ok()
     }
 }
 

@@ -1,8 +1,8 @@
 //! Messages find their receivers: by sender and tag, as in MPI.
 //!
 //! A receive takes what comes from a sender in order, and keeps messages with other tags until they
-//! are asked for (see `queue`). All threads of a rank that wait for one sender sleep on its `sent`;
-//! the first to open the queue takes what has come, with whatever tag. Threads that find a queue
+//! are asked for (see `queue`). All threads of a rank that wait for one sender sleep on its `sent`.
+//! The first to open the queue takes what has come, with whatever tag. Threads that find a queue
 //! open, and those that wait for any sender, sleep on the rank's doorbell. It is rung by senders,
 //! by whoever closes a queue that another thread wants, and by whoever keeps a message.
 
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::message::{Endpoints, PIECE, pieces, transfer};
-use super::queue::{Incoming, Message, MessageQueue, Open};
+use super::queue::{ExpectedMessage, KeptMessage, MessageQueue, OpenQueue};
 use crate::descriptor::{DescriptorWords, Elements, Location, MessageDescriptor, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
@@ -28,9 +28,9 @@ use crate::world::LIVENESS_INTERVAL;
 /// A message with the tag that is wanted.
 pub enum Found<'a> {
     /// It was kept.
-    Kept(Message),
+    Kept(KeptMessage),
     /// It comes next from its sender; its data is still to be taken.
-    Next(Open<'a>, OpDescriptor, Location),
+    Next(OpenQueue<'a>, OpDescriptor, Location),
 }
 
 /// The result of a look for a message of a sender, as of MPI's matched probe.
@@ -98,7 +98,7 @@ impl Matcher {
         &'a self,
         from: usize,
         sender: usize,
-        mut open: Open<'a>,
+        mut open: OpenQueue<'a>,
         what: &MessageDescriptor,
     ) -> Result<Probe<'a>> {
         let mailbox = self.control.mailbox(sender, self.core.local);
@@ -135,7 +135,7 @@ impl Matcher {
     fn probe_remote<'a>(
         &'a self,
         from: usize,
-        mut open: Open<'a>,
+        mut open: OpenQueue<'a>,
         what: &MessageDescriptor,
         wait: ProbeWait,
     ) -> Result<Probe<'a>> {
@@ -154,7 +154,7 @@ impl Matcher {
                 return Ok(Probe::Found(Found::Kept(message)));
             }
             // If it was aborted, the group has failed.
-            let Incoming {
+            let ExpectedMessage {
                 connection: Some(connections),
                 is_aborted: false,
                 descriptor,
@@ -210,7 +210,7 @@ impl Matcher {
         data: BufferView,
         what: &MessageDescriptor,
     ) -> Result<()> {
-        let (Found::Kept(Message { operation, .. }) | Found::Next(_, operation, _)) = &found;
+        let (Found::Kept(KeptMessage { operation, .. }) | Found::Next(_, operation, _)) = &found;
         let is_same = operation.dtype == what.dtype
             && operation.count == what.count as u64
             && Label::has_same_elements(operation.label, what.label);
@@ -318,8 +318,8 @@ impl Matcher {
         operation: OpDescriptor,
         location: Location,
         what: &MessageDescriptor,
-    ) -> Result<Message> {
-        Message::new(operation, location).ok_or_else(|| {
+    ) -> Result<KeptMessage> {
+        KeptMessage::new(operation, location).ok_or_else(|| {
             let OpDescriptor { count, dtype, .. } = operation;
             let reason = format!(
                 "no memory to keep {count} x {dtype} with tag {} of rank {} until they are asked \

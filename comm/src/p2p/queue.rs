@@ -23,7 +23,7 @@ use crate::shm::io_segment::IoSegment;
 pub struct MessageQueue {
     /// The sender's number among the members on this node; None for one on another node.
     pub sender: Option<usize>,
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<ExpectedMessage>,
     /// A thread has found it open since it was last closed.
     is_wanted: AtomicBool,
     kept: Mutex<Kept>,
@@ -32,11 +32,11 @@ pub struct MessageQueue {
 }
 
 /// The messages by tag, in the order in which they were sent; no queue is empty.
-type Kept = FxHashMap<u32, VecDeque<Message>>;
+type Kept = FxHashMap<u32, VecDeque<KeptMessage>>;
 
 /// The state of the messages that are still to come.
 #[derive(Default)]
-pub struct Incoming {
+pub struct ExpectedMessage {
     /// The connection to a rank on another node. It is declared before the memory that it may be
     /// about to fill: fields are dropped in this order.
     pub connection: PeerConnection,
@@ -50,11 +50,11 @@ pub struct Incoming {
     /// The sender on another node has left, after all that it has sent.
     pub has_left: bool,
     /// A message that is kept once all of it has come.
-    pub unfinished: Option<Message>,
+    pub unfinished: Option<KeptMessage>,
 }
 
 /// A message that is kept, as far as it has come.
-pub struct Message {
+pub struct KeptMessage {
     pub operation: OpDescriptor,
     pub location: Location,
     pub data: Vec<u8>,
@@ -62,8 +62,8 @@ pub struct Message {
 }
 
 /// A queue that this thread has open.
-pub struct Open<'a> {
-    incoming: MutexGuard<'a, Incoming>,
+pub struct OpenQueue<'a> {
+    incoming: MutexGuard<'a, ExpectedMessage>,
     // After the lock: fields are dropped in this order.
     closing: Closing<'a>,
 }
@@ -87,15 +87,15 @@ impl MessageQueue {
     }
 
     /// Returns None while another thread has it open, which rings the doorbell when it closes it.
-    pub fn open<'a>(&'a self, doorbell: &'a Counter) -> Option<Open<'a>> {
+    pub fn open<'a>(&'a self, doorbell: &'a Counter) -> Option<OpenQueue<'a>> {
         let incoming = self.try_lock().or_else(|| {
             self.is_wanted.store(true, Ordering::SeqCst);
             self.try_lock()
         })?;
-        Some(Open { incoming, closing: Closing { queue: self, doorbell } })
+        Some(OpenQueue { incoming, closing: Closing { queue: self, doorbell } })
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, Incoming>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, ExpectedMessage>> {
         match self.incoming.try_lock() {
             Ok(incoming) => Some(incoming),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
@@ -104,7 +104,7 @@ impl MessageQueue {
     }
 
     /// Takes the first message with this tag that was kept.
-    pub fn take(&self, tag: u32) -> Option<Message> {
+    pub fn take(&self, tag: u32) -> Option<KeptMessage> {
         if self.count.load(Ordering::SeqCst) == 0 {
             return None;
         }
@@ -125,9 +125,9 @@ impl MessageQueue {
     }
 }
 
-impl Open<'_> {
+impl OpenQueue<'_> {
     /// Keeps a message, as soon as all of it has come.
-    pub fn put(&mut self, message: Message) {
+    pub fn put(&mut self, message: KeptMessage) {
         if message.missing() > 0 {
             self.unfinished = Some(message);
             return;
@@ -141,16 +141,16 @@ impl Open<'_> {
     }
 }
 
-impl Deref for Open<'_> {
-    type Target = Incoming;
+impl Deref for OpenQueue<'_> {
+    type Target = ExpectedMessage;
 
-    fn deref(&self) -> &Incoming {
+    fn deref(&self) -> &ExpectedMessage {
         &self.incoming
     }
 }
 
-impl DerefMut for Open<'_> {
-    fn deref_mut(&mut self) -> &mut Incoming {
+impl DerefMut for OpenQueue<'_> {
+    fn deref_mut(&mut self) -> &mut ExpectedMessage {
         &mut self.incoming
     }
 }
@@ -165,7 +165,7 @@ impl Drop for Closing<'_> {
     }
 }
 
-impl Message {
+impl KeptMessage {
     /// Returns None if there is no memory for it.
     pub fn new(operation: OpDescriptor, location: Location) -> Option<Self> {
         let bytes = usize::try_from(operation.count).ok()?.checked_mul(operation.dtype.size())?;

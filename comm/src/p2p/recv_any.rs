@@ -121,8 +121,8 @@ impl AnyReceiver {
         })
     }
 
-    /// Whether a sender has died, or all have left, without having sent a message with this tag:
-    /// one of them, how it went, and whether nobody is left.
+    /// Whether a sender has died, or all have left, without having sent a message with this tag.
+    /// Returns one of them, how it went, and whether nobody is left.
     fn lost_senders(
         &self,
         tag: u32,

@@ -3,10 +3,9 @@
 //!
 //! The file is far larger than the machine's memory. Pages come into being when they are touched,
 //! so growing needs no protocol between ranks. An offset means the same bytes in every process. A
-//! memfd has no name and is not bound by the size of `/dev/shm`: when the last process that maps it
+//! memfd has no name and is not bound by the size of `/dev/shm`. When the last process that maps it
 //! ends, however it ends, it is gone.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,9 +17,8 @@ use flow_store::fork::ForkSafe;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
-const PAGE: usize = 4096;
-const CACHE_LINE: usize = 64;
+use super::block_allocator::{BlockAllocator, PAGE, size_class};
+
 /// The most that a process maps, all mappings together: a quarter of the address space.
 const ADDRESS_SPACE: usize = 1 << 45;
 /// The least shared memory of a rank.
@@ -40,7 +38,7 @@ pub struct Arena {
     base: NonNull<u8>,
     len: usize,
     region: Range<usize>,
-    blocks: ForkSafe<Mutex<Blocks>>,
+    blocks: ForkSafe<Mutex<BlockAllocator>>,
     /// Raised when a collective failed: a peer may still write into blocks that were in use then,
     /// so these are not used again.
     quarantine: AtomicU32,
@@ -51,89 +49,6 @@ pub struct Arena {
 unsafe impl Send for Arena {}
 // SAFETY: as above.
 unsafe impl Sync for Arena {}
-
-#[derive(Default)]
-struct Blocks {
-    /// Free blocks by size.
-    free: BTreeMap<usize, FreeList>,
-    /// The number of blocks that were ever freed: the time by which they age.
-    frees: u64,
-    /// End of the part of the region that was ever handed out.
-    used: usize,
-    live_bytes: usize,
-    warm_free_bytes: usize,
-}
-
-/// Free blocks of one size, by offset.
-#[derive(Default)]
-struct FreeList {
-    /// The blocks that have their pages, and when they were freed, oldest first.
-    warm: VecDeque<(u64, usize)>,
-    /// The blocks that gave their pages back.
-    cold: Vec<usize>,
-}
-
-impl Blocks {
-    fn take_free(&mut self, sizes: std::ops::RangeInclusive<usize>) -> Option<(usize, usize)> {
-        for (&size, list) in self.free.range_mut(sizes) {
-            if let Some((_, offset)) = list.warm.pop_back() {
-                self.warm_free_bytes -= size;
-                return Some((size, offset));
-            }
-            if let Some(offset) = list.cold.pop() {
-                return Some((size, offset));
-            }
-        }
-        None
-    }
-
-    /// Returns where free blocks of whole pages lie side by side: lengths and offsets.
-    fn free_runs(&self) -> Vec<(usize, usize)> {
-        let mut blocks: Vec<(usize, usize)> = Vec::new();
-        for (&size, list) in self.free.range(PAGE..) {
-            let warm = list.warm.iter().map(|&(_, offset)| offset);
-            blocks.extend(warm.chain(list.cold.iter().copied()).map(|offset| (offset, size)));
-        }
-        blocks.sort_unstable();
-        let mut runs: Vec<(usize, usize)> = Vec::new();
-        for (offset, size) in blocks {
-            match runs.last_mut() {
-                Some((length, start)) if *start + *length == offset => *length += size,
-                _ => runs.push((size, offset)),
-            }
-        }
-        runs
-    }
-
-    /// Takes all free blocks of whole pages off the lists.
-    fn forget_pages(&mut self) {
-        for (size, list) in self.free.split_off(&PAGE) {
-            self.warm_free_bytes -= size * list.warm.len();
-        }
-    }
-
-    /// Takes a block of the part of the region that was never handed out.
-    fn take_unused(&mut self, size: usize, end: usize) -> Option<(usize, usize)> {
-        let offset = if size >= PAGE { self.used.next_multiple_of(PAGE) } else { self.used };
-        self.used = offset.checked_add(size).filter(|&used| used <= end)?;
-        Some((size, offset))
-    }
-
-    /// Makes the warm block that was freed longest ago a cold one: its size and offset.
-    fn cool_oldest(&mut self) -> Option<(usize, usize)> {
-        let oldest = self
-            .free
-            .range(PAGE..)
-            .filter_map(|(&size, list)| Some((list.warm.front()?.0, size)))
-            .min();
-        let (_, size) = oldest?;
-        let list = self.free.get_mut(&size)?;
-        let (_, offset) = list.warm.pop_front()?;
-        list.cold.push(offset);
-        self.warm_free_bytes -= size;
-        Some((size, offset))
-    }
-}
 
 impl Arena {
     /// Makes the memfd for `regions` ranks, which a process maps `mappings` times. Its size is what
@@ -201,8 +116,7 @@ impl Arena {
         // mapping.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
         let region = index * region..(index + 1) * region;
-        let blocks =
-            Blocks { used: region.start + reserved.next_multiple_of(PAGE), ..Blocks::default() };
+        let blocks = BlockAllocator::new(region.start + reserved.next_multiple_of(PAGE));
         Ok(Self {
             base: NonNull::new(base.cast()).ok_or("mmap returned a null address")?,
             len,
@@ -212,7 +126,7 @@ impl Arena {
         })
     }
 
-    /// Address of `offset`, which must be inside the mapping.
+    /// Returns the address of `offset`, which must be inside the mapping.
     pub fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
         self.base.as_ptr().wrapping_add(offset)
@@ -233,7 +147,7 @@ impl Arena {
             && offset + bytes <= start + self.region.len()
     }
 
-    /// Offset of the memory at `pointer`, if all of it lies in this process' region.
+    /// Returns the offset of the memory at `pointer`, if all of it lies in this process' region.
     pub fn offset_of(&self, pointer: *const u8, bytes: usize) -> Option<usize> {
         let offset = (pointer as usize).checked_sub(self.base.as_ptr() as usize)?;
         (offset >= self.region.start && offset.checked_add(bytes)? <= self.region.end)
@@ -260,7 +174,7 @@ impl Arena {
     }
 
     /// Takes the beginning of free blocks that lie side by side; the rest stays free.
-    fn split_free(&self, blocks: &mut Blocks, size: usize) -> Option<(usize, usize)> {
+    fn split_free(&self, blocks: &mut BlockAllocator, size: usize) -> Option<(usize, usize)> {
         let size = size.next_multiple_of(PAGE);
         let runs = blocks.free_runs();
         let &(length, offset) = runs.iter().filter(|&&(length, _)| length >= size).min()?;
@@ -271,7 +185,7 @@ impl Arena {
         let others = runs.into_iter().filter(|&(_, other)| other != offset);
         for (length, offset) in others.chain([(length - size, offset + size)]) {
             if length > 0 {
-                blocks.free.entry(length).or_default().cold.push(offset);
+                blocks.add_cold(length, offset);
             }
         }
         Some((size, offset))
@@ -307,10 +221,7 @@ impl Arena {
             }
             return;
         }
-        blocks.frees += 1;
-        let now = blocks.frees;
-        blocks.free.entry(size).or_default().warm.push_back((now, offset));
-        blocks.warm_free_bytes += size;
+        blocks.add_warm(size, offset);
         while blocks.warm_free_bytes > MIN_CACHE.max(blocks.live_bytes) {
             let Some((size, offset)) = blocks.cool_oldest() else { break };
             // Under the lock: nobody can be handed the block while its pages go.
@@ -327,7 +238,7 @@ impl Arena {
     }
 
     /// Returns None in a forked child.
-    fn blocks(&self) -> Option<MutexGuard<'_, Blocks>> {
+    fn blocks(&self) -> Option<MutexGuard<'_, BlockAllocator>> {
         self.blocks.is_ours().then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -350,15 +261,6 @@ impl Drop for Arena {
     }
 }
 
-/// Eight classes between powers of two: at most an eighth is lost. Sizes of a page and more are
-/// whole pages.
-fn size_class(bytes: usize) -> usize {
-    let bytes = bytes.max(CACHE_LINE);
-    let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
-    let size = bytes.next_multiple_of(step);
-    if size >= PAGE { size.next_multiple_of(PAGE) } else { size }
-}
-
 /// A block of the arena, freed when dropped.
 pub struct Block {
     arena: Arc<Arena>,
@@ -373,7 +275,7 @@ impl Block {
         self.offset
     }
 
-    /// Address of the block in this process.
+    /// Returns the address of the block in this process.
     pub fn as_ptr(&self) -> *mut u8 {
         self.arena.at(self.offset)
     }
@@ -388,7 +290,7 @@ impl Block {
         self.size = 0;
     }
 
-    /// Usable bytes: at least as many as were asked for.
+    /// Returns the usable bytes: at least as many as were asked for.
     pub fn size(&self) -> usize {
         self.size
     }
@@ -417,18 +319,6 @@ mod tests {
     fn arena() -> Arc<Arena> {
         let (file, region) = Arena::create_file(1, 1).unwrap();
         Arc::new(Arena::map(&file, 1, region, 0, 0).unwrap())
-    }
-
-    #[test]
-    fn classes_hold_what_was_asked_for_and_waste_little() {
-        for bytes in
-            (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789])
-        {
-            let size = size_class(bytes);
-            assert!(size >= bytes && size.is_multiple_of(CACHE_LINE));
-            assert!(size < PAGE || size.is_multiple_of(PAGE));
-            assert!(bytes < 64 * 1024 || size - bytes <= bytes / 8 + PAGE, "{bytes} -> {size}");
-        }
     }
 
     #[test]

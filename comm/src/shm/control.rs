@@ -2,13 +2,13 @@
 //! descriptors, staging memory.
 //!
 //! A group works in *rounds*. In a round every rank publishes what it does and where its data lies,
-//! raises `arrived`, and, when it has read (and written) what it needed from the others, raises
+//! and raises `arrived`. When it has read (and written) what it needed from the others, it raises
 //! `done`. The counters only grow, so that a slot serves again every [`SLOTS`] rounds without being
 //! reset.
 //!
-//! Every member of the group has its place here, those on other nodes too: this node's
-//! leader writes down what they publish, and raises the counters for them. Only `send` and `recv`
-//! are for members on this node alone.
+//! Every member of the group has its place here, those on other nodes too. This node's leader
+//! writes down what they publish, and raises the counters for them. Only `send` and `recv` are for
+//! members on this node alone.
 //!
 //! Everything here is atomics over zeroed memory: a peer that was killed half-way leaves values,
 //! never broken locks.
@@ -31,7 +31,7 @@ pub const CHUNK: usize = 256 << 10;
 /// buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
 
-/// A counter that ranks wait on. In a round the last rank that raises it wakes them; in a mailbox
+/// A counter that ranks wait on. In a round the last rank that raises it wakes them. In a mailbox
 /// every rank that raises it does, and so does a rank that rings a doorbell.
 #[repr(C, align(64))]
 pub struct Counter {
@@ -165,7 +165,7 @@ pub struct RankState {
 
 /// The beginning of a control block.
 #[repr(C, align(64))]
-pub struct Header {
+pub struct ControlHeader {
     /// Ranks that still use this memory.
     pub attached: AtomicU32,
     /// The first failure.
@@ -174,7 +174,7 @@ pub struct Header {
 
 /// The counters of a round.
 #[repr(C)]
-pub struct Slot {
+pub struct RoundSlot {
     pub arrived: Counter,
     pub done: Counter,
 }
@@ -189,7 +189,7 @@ pub struct Mailbox {
 
 /// The places of the parts, in bytes from the beginning of the control block.
 #[derive(Clone, Copy)]
-struct Layout {
+struct ControlLayout {
     ranks: usize,
     slots: usize,
     descriptors: usize,
@@ -201,11 +201,11 @@ struct Layout {
     total: usize,
 }
 
-impl Layout {
+impl ControlLayout {
     fn of(size: usize, locals: usize) -> Self {
-        let ranks = std::mem::size_of::<Header>();
+        let ranks = std::mem::size_of::<ControlHeader>();
         let slots = ranks + size * std::mem::size_of::<RankState>();
-        let descriptors = slots + SLOTS as usize * std::mem::size_of::<Slot>();
+        let descriptors = slots + SLOTS as usize * std::mem::size_of::<RoundSlot>();
         let payloads = (descriptors
             + SLOTS as usize * size * std::mem::size_of::<DescriptorWords>())
         .next_multiple_of(4096);
@@ -225,14 +225,14 @@ pub struct Control {
     offset: usize,
     size: usize,
     locals: usize,
-    layout: Layout,
+    layout: ControlLayout,
 }
 
 impl Control {
     /// Returns the number of bytes of the control block of a group of `size` ranks, `locals` of
     /// them on this node. All are zero at first.
     pub fn bytes(size: usize, locals: usize) -> usize {
-        Layout::of(size, locals).total
+        ControlLayout::of(size, locals).total
     }
 
     /// Opens the control block at `offset` of the arena.
@@ -241,7 +241,7 @@ impl Control {
             arena.contains(offset, Self::bytes(size, locals)),
             "a control block lies inside the arena"
         );
-        Self { arena, offset, size, locals, layout: Layout::of(size, locals) }
+        Self { arena, offset, size, locals, layout: ControlLayout::of(size, locals) }
     }
 
     fn at<T>(&self, start: usize, index: usize) -> &T {
@@ -253,7 +253,7 @@ impl Control {
     }
 
     /// Returns the beginning of the block.
-    pub fn header(&self) -> &Header {
+    pub fn header(&self) -> &ControlHeader {
         self.at(0, 0)
     }
 
@@ -264,7 +264,7 @@ impl Control {
     }
 
     /// Returns the counters of a round.
-    pub fn slot(&self, round: u64) -> &Slot {
+    pub fn slot(&self, round: u64) -> &RoundSlot {
         self.at(self.layout.slots, (round % SLOTS) as usize)
     }
 
@@ -300,13 +300,13 @@ impl Control {
         self.rank(rank).done_in[(round % SLOTS) as usize].load(Ordering::Acquire) == round + 1
     }
 
-    /// Value of `arrived` or `done` when all ranks have raised it in `round`.
+    /// Returns the value of `arrived` or `done` when all ranks have raised it in `round`.
     pub fn target(&self, round: u64) -> u32 {
         (self.size as u64 * (round / SLOTS + 1)) as u32
     }
 
-    /// Value of `arrived` when all members on this node have arrived. The leader arrives for the
-    /// others after that.
+    /// Returns the value of `arrived` when all members on this node have arrived. The leader
+    /// arrives for the others after that.
     pub fn local_target(&self, round: u64) -> u32 {
         self.target(round).wrapping_sub((self.size - self.locals) as u32)
     }
@@ -330,8 +330,8 @@ impl Control {
         self.at(self.layout.mailboxes, from * self.locals + to)
     }
 
-    /// Memory for part `part` of a message between two ranks, and its size: two parts may be on
-    /// their way.
+    /// Returns the memory for part `part` of a message between two ranks, and its size: two parts
+    /// may be on their way.
     pub fn fragment(&self, from: usize, to: usize, part: u32) -> (*mut u8, usize) {
         debug_assert!(from < self.locals && to < self.locals);
         let index = (from * self.locals + to) * 2 + (part % 2) as usize;

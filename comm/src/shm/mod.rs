@@ -15,6 +15,7 @@
 
 pub mod arena;
 pub mod arena_header;
+mod block_allocator;
 pub mod bytes;
 pub mod contribution;
 pub mod control;

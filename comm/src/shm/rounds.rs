@@ -6,7 +6,7 @@
 //!
 //! Members on other nodes take part through the leader, this node's first member. When all members
 //! here have arrived, the leader fetches the descriptors of the others (see `internode`), and
-//! arrives for them; when it is done, so are they.
+//! arrives for them. When it is done, so are they.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -43,7 +43,7 @@ impl Rounds {
         }
     }
 
-    /// Held for the length of a collective.
+    /// Locks the state, for the length of a collective.
     pub fn lock(&self) -> MutexGuard<'_, RoundState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -69,8 +69,8 @@ impl Segments {
 
     /// Says that piece `index` lies in `memory` now, whose address must not change. The memory is
     /// dropped when the piece has been reduced; its `Drop` must not call the group. False if there
-    /// is no such piece, the memory is too short or badly aligned for it, not all ranks can reach
-    /// it there, or the bucket is being reduced.
+    /// is no such piece, or the memory is too short or badly aligned for it. Also false if not all
+    /// ranks can reach it there, or the bucket is being reduced.
     pub fn set_piece(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
         let Some(length) = self.lengths.get(index) else { return false };
         let bytes = length * self.dtype.size();

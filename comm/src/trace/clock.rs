@@ -15,7 +15,7 @@ const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current
 const CALIBRATION: Duration = Duration::from_millis(5);
 
 /// A moment on all clocks.
-struct Origin {
+struct ClockOrigin {
     has_counter: bool,
     ticks: u64,
     instant: Instant,
@@ -26,7 +26,7 @@ struct Origin {
 /// The relation between ticks and time, as measured now.
 #[derive(Clone, Copy)]
 pub struct Scale {
-    origin: &'static Origin,
+    origin: &'static ClockOrigin,
     nanoseconds_per_tick: f64,
 }
 
@@ -94,8 +94,8 @@ fn moment() -> (u64, Instant) {
 }
 
 #[inline]
-fn origin() -> &'static Origin {
-    static ORIGIN: Once<Origin> = Once::empty();
+fn origin() -> &'static ClockOrigin {
+    static ORIGIN: Once<ClockOrigin> = Once::empty();
     ORIGIN.get_or_make(|| {
         let source = std::fs::read_to_string(CLOCK_SOURCE).unwrap_or_default();
         let has_counter = cfg!(target_arch = "x86_64") && source.trim() == "tsc";
@@ -104,7 +104,7 @@ fn origin() -> &'static Origin {
         let since = instant.elapsed();
         let monotonic = Duration::new(time.tv_sec as u64, time.tv_nsec as u32);
         let monotonic = monotonic.saturating_sub(since);
-        Origin { has_counter, ticks: if has_counter { ticks } else { 0 }, instant, monotonic }
+        ClockOrigin { has_counter, ticks: if has_counter { ticks } else { 0 }, instant, monotonic }
     })
 }
 

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use super::clock::{self, Scale};
 use super::record::Record;
-use super::ring::{FAILED, RecordId, Ring, Slot, WRITING, name};
+use super::ring::{FAILED, RecordId, RecordSlot, Ring, WRITING, name};
 use super::{registry, timeline};
 use crate::error::Result;
 use crate::kind::Kind;
-use crate::operation_context::{OperationContext, Queued};
+use crate::operation_context::{OperationContext, QueuedCall};
 
 /// The facts of an operation that are known when it begins.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +42,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// For the group of this name, whose collectives on the host `host_backend` does.
+    /// Returns the recorder of the group of this name, whose collectives on the host `host_backend`
+    /// does.
     pub fn new(group: String, host_backend: &'static str, is_in_timeline: bool) -> Self {
         clock::start();
         timeline::enter_group();
@@ -51,7 +52,7 @@ impl Recorder {
             host_backend,
             is_in_timeline,
             next: AtomicU64::new(1),
-            slots: std::array::from_fn(|_| Slot::default()),
+            slots: std::array::from_fn(|_| RecordSlot::default()),
         });
         registry::register(&ring);
         Self {
@@ -72,7 +73,7 @@ impl Recorder {
     #[inline]
     pub fn begin_collective(&self) -> (u64, Option<u64>) {
         match OperationContext::queued() {
-            Some(Queued { sequence, at }) => (sequence, Some(at)),
+            Some(QueuedCall { sequence, at }) => (sequence, Some(at)),
             None => (self.next_collective(), None),
         }
     }
@@ -82,13 +83,14 @@ impl Recorder {
         self.messages.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Notes that an operation is asked for: a collective, or a message. [`Queued::run`] runs it.
-    pub fn queue(&self, is_collective: bool) -> Queued {
+    /// Notes that an operation is asked for: a collective, or a message. [`QueuedCall::run`] runs
+    /// it.
+    pub fn queue(&self, is_collective: bool) -> QueuedCall {
         let sequence = if is_collective { self.next_collective() } else { self.next_message() };
-        Queued { sequence, at: clock::now() }
+        QueuedCall { sequence, at: clock::now() }
     }
 
-    /// Runs an operation on the host, which [`Recorder::begin`] begins: it is over when `operation`
+    /// Runs an operation on the host, which [`Recorder::begin`] begins. It is over when `operation`
     /// returns, and has failed if that is an error or a panic.
     #[inline]
     pub fn run<T>(&self, operation: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -217,7 +219,7 @@ impl Recorder {
     /// Returns the slot of this operation. [`RecordId::NONE`] gets some slot, which it cannot
     /// change.
     #[inline]
-    fn slot(&self, id: RecordId) -> &Slot {
+    fn slot(&self, id: RecordId) -> &RecordSlot {
         self.ring.slot(id)
     }
 }

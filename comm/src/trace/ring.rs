@@ -11,11 +11,11 @@ pub const CAPACITY: usize = 256;
 /// The back-end of operations on GPUs.
 const NCCL: &str = "nccl";
 /// Instead of the time at which an operation was over: it is under way. The operation's number in
-/// the ring goes with it, so that [`Slot::finish`] does not end another operation.
+/// the ring goes with it, so that [`RecordSlot::finish`] does not end another operation.
 pub const UNDER_WAY: u64 = 1 << 63;
 /// A bit beside the time at which an operation was over: it has failed.
 pub const FAILED: u64 = 1 << 62;
-/// Instead of the time at which an operation was over: [`Slot::finish_at`] is ending it.
+/// Instead of the time at which an operation was over: [`RecordSlot::finish_at`] is ending it.
 const FINISHING: u64 = UNDER_WAY | FAILED;
 /// The stamp of a slot that is being written, or was never.
 pub const WRITING: u64 = 0;
@@ -32,7 +32,7 @@ impl RecordId {
 /// The record of one operation, in a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
-pub struct Slot {
+pub struct RecordSlot {
     /// The operation's number in the ring, from 1 on.
     pub stamp: AtomicU64,
     pub sequence: AtomicU64,
@@ -51,10 +51,10 @@ pub struct Ring {
     /// Whether its operations belong in this process' timeline.
     pub is_in_timeline: bool,
     pub next: AtomicU64,
-    pub slots: [Slot; CAPACITY],
+    pub slots: [RecordSlot; CAPACITY],
 }
 
-impl Slot {
+impl RecordSlot {
     /// Ends operation `id`. False if it is over already, or has no slot: then nothing was done.
     #[inline]
     pub fn finish(&self, id: RecordId, done: u64) -> bool {
@@ -62,7 +62,7 @@ impl Slot {
         self.done.compare_exchange(under_way, done, Ordering::Release, Ordering::Relaxed).is_ok()
     }
 
-    /// Ends operation `id` as [`Slot::finish`] does, and corrects when it began.
+    /// Ends operation `id` as [`RecordSlot::finish`] does, and corrects when it began.
     pub fn finish_at(&self, id: RecordId, started: u64, done: u64) -> bool {
         // Until `started` is written, nobody else ends the operation or takes the slot.
         let is_own = self.finish(id, FINISHING);
@@ -77,7 +77,7 @@ impl Slot {
 impl Ring {
     /// Returns the slot of an operation.
     #[inline]
-    pub fn slot(&self, id: RecordId) -> &Slot {
+    pub fn slot(&self, id: RecordId) -> &RecordSlot {
         &self.slots[id.0 as usize % CAPACITY]
     }
 

@@ -33,7 +33,7 @@ static TIMELINE: OnceLock<ForkSafe<Mutex<Timeline>>> = OnceLock::new();
 
 /// This rank's place in its job.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub struct RankInfo {
     pub rank: usize,
     pub world_size: usize,
     pub host: String,
@@ -45,7 +45,7 @@ pub struct Job {
 }
 
 struct Timeline {
-    job: Job,
+    info: RankInfo,
     events: Vec<Event>,
     dropped: u64,
 }
@@ -69,7 +69,7 @@ pub fn folder() -> Option<PathBuf> {
 }
 
 /// Joins a job: this process keeps events from now on.
-pub fn join(job: Job) {
+pub fn join(info: RankInfo) {
     // A forked process has the number of the rank that it was forked from, and would replace its
     // file. It must not wait for a thread of its parent either, which may just have made this.
     if Process::current().forks() > 0 {
@@ -77,11 +77,11 @@ pub fn join(job: Job) {
         return;
     }
     TIMELINE.get_or_init(|| {
-        let timeline = Timeline { job: job.clone(), events: Vec::new(), dropped: 0 };
+        let timeline = Timeline { info: info.clone(), events: Vec::new(), dropped: 0 };
         ForkSafe::new(Mutex::new(timeline))
     });
     if let Some(mut timeline) = timeline() {
-        timeline.job = job;
+        timeline.info = info;
         ON.store(true, Ordering::Relaxed);
     }
 }
@@ -120,18 +120,18 @@ pub fn write() {
         return;
     }
     let Some(timeline) = timeline() else { return };
-    let job = &timeline.job;
+    let info = &timeline.info;
     if let Err(error) = write_whole(&timeline) {
-        log::warn!("rank {}: no trace in {}: {error}", job.rank, job.folder.display());
+        log::warn!("rank {}: no trace in {}: {error}", info.rank, info.folder.display());
     }
 }
 
 /// Readers find the whole file or none.
 fn write_whole(timeline: &Timeline) -> std::io::Result<()> {
-    let job = &timeline.job;
-    std::fs::create_dir_all(&job.folder)?;
-    let unfinished = job.folder.join(format!(".rank{}.json.{}", job.rank, job.pid));
-    let file = job.folder.join(format!("rank{}.json", job.rank));
+    let info = &timeline.info;
+    std::fs::create_dir_all(&info.folder)?;
+    let unfinished = info.folder.join(format!(".rank{}.json.{}", info.rank, info.pid));
+    let file = info.folder.join(format!("rank{}.json", info.rank));
     let written = write_to(&unfinished, timeline).and_then(|()| std::fs::rename(&unfinished, file));
     // A full disk gets its space back.
     written.inspect_err(|_| drop(std::fs::remove_file(&unfinished)))
@@ -167,12 +167,12 @@ impl Timeline {
     /// Writes Chrome's trace event format, a JSON object, one event after the other: there may be
     /// very many.
     fn write_json(&self, mut out: impl Write) -> std::io::Result<()> {
-        let job = &self.job;
-        let process = format!("rank {} on {}", job.rank, job.host);
+        let info = &self.info;
+        let process = format!("rank {} on {}", info.rank, info.host);
         let names = [
-            name_in_file(job, "process_name", PROGRAM, &process),
-            name_in_file(job, "thread_name", PROGRAM, "program"),
-            name_in_file(job, "thread_name", COMMUNICATION, "communication"),
+            name_in_file(info, "process_name", PROGRAM, &process),
+            name_in_file(info, "thread_name", PROGRAM, "program"),
+            name_in_file(info, "thread_name", COMMUNICATION, "communication"),
         ];
         out.write_all(b"{\"traceEvents\":[")?;
         for (index, name) in names.iter().enumerate() {
@@ -181,17 +181,17 @@ impl Timeline {
         }
         for (event, begin) in self.events.iter().zip(self.begins()) {
             out.write_all(b",\n")?;
-            serde_json::to_writer(&mut out, &event.in_file(job, begin))?;
+            serde_json::to_writer(&mut out, &event.in_file(info, begin))?;
         }
         let about = json!({
-            "rank": job.rank, "world_size": job.world_size, "host": job.host, "pid": job.pid,
+            "rank": info.rank, "world_size": info.world_size, "host": info.host, "pid": info.pid,
             "dropped": self.dropped,
         });
         write!(out, "\n],\"otherData\":{about}}}")
     }
 
     /// Returns where each event begins in the file. Operations that are under way together, such as
-    /// buckets, may begin later there than they did: viewers want events of a thread to lie within
+    /// buckets, may begin later there than they did. Viewers want events of a thread to lie within
     /// or after each other.
     fn begins(&self) -> Vec<Duration> {
         let mut begins: Vec<Duration> = self.events.iter().map(Event::started).collect();
@@ -232,7 +232,7 @@ impl Event {
         }
     }
 
-    fn in_file(&self, job: &Job, begin: Duration) -> EventInFile<'_> {
+    fn in_file(&self, info: &RankInfo, begin: Duration) -> EventInFile<'_> {
         let (cat, name, tid, args) = match self {
             Event::Operation(record) => {
                 let args = Args::Operation {
@@ -241,8 +241,8 @@ impl Event {
                     bytes: record.bytes,
                     bucket: record.bucket,
                     backend: record.backend,
-                    queued: job.timestamp(record.queued),
-                    started: job.timestamp(record.started),
+                    queued: info.timestamp(record.queued),
+                    started: info.timestamp(record.started),
                     failed: record.has_failed.then_some(true),
                 };
                 ("comm", record.operation, COMMUNICATION, args)
@@ -254,18 +254,18 @@ impl Event {
             }
         };
         let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
-        let ts = job.timestamp(begin);
-        EventInFile { name, cat, ph: "X", ts, dur, pid: job.rank, tid, args }
+        let ts = info.timestamp(begin);
+        EventInFile { name, cat, ph: "X", ts, dur, pid: info.rank, tid, args }
     }
 }
 
 /// Returns the name of the process, or of one of its threads, as Chrome's format has it.
-fn name_in_file(job: &Job, kind: &str, thread: u32, name: &str) -> serde_json::Value {
+fn name_in_file(info: &RankInfo, kind: &str, thread: u32, name: &str) -> serde_json::Value {
     let args = json!({ "name": name });
-    json!({ "name": kind, "ph": "M", "pid": job.rank, "tid": thread, "args": args })
+    json!({ "name": kind, "ph": "M", "pid": info.rank, "tid": thread, "args": args })
 }
 
-impl Job {
+impl RankInfo {
     /// Returns a time on this machine's monotonic clock in the file: microseconds on rank 0's.
     fn timestamp(&self, time: Duration) -> f64 {
         (time.as_nanos() as i128 + i128::from(self.clock_offset)) as f64 / 1000.0
@@ -400,9 +400,16 @@ mod tests {
         Event::Operation(record)
     }
 
-    fn job() -> Job {
+    fn rank_info() -> RankInfo {
         let (rank, world_size, host, pid) = (3, 4, "host".into(), 42);
-        Job { rank, world_size, host, clock_offset: -2_000_000, folder: "/nowhere".into(), pid }
+        RankInfo {
+            rank,
+            world_size,
+            host,
+            clock_offset: -2_000_000,
+            folder: "/nowhere".into(),
+            pid,
+        }
     }
 
     #[test]
@@ -417,7 +424,7 @@ mod tests {
             done: 4 * MS,
         };
         let events = vec![span, operation(7, 10, 12)];
-        let timeline = Timeline { job: job(), events, dropped: 1 };
+        let timeline = Timeline { info: rank_info(), events, dropped: 1 };
         let mut file = Vec::new();
         timeline.write_json(&mut file).expect("memory takes everything");
         let trace: Value = serde_json::from_slice(&file).expect("it is JSON");
@@ -450,7 +457,7 @@ mod tests {
             operation(3, 14, 14),
             operation(4, 13, 20),
         ];
-        let timeline = Timeline { job: job(), events, dropped: 0 };
+        let timeline = Timeline { info: rank_info(), events, dropped: 0 };
         assert_eq!(timeline.begins(), [0, 10, 11, 14, 15].map(|ms| ms * MS));
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! A handshake is its length (u32, little-endian), a proof of knowing the job's token, and the name
 //! of the connection. The proof is HMAC-SHA256 of the acceptor's address and that name with the
-//! token as key: the token is not sent, and at another acceptor the handshake is worth nothing.
-//! Nothing of the handshake is believed, and nothing else is read, before the proof is right; a
+//! token as key. The token is not sent, and at another acceptor the handshake is worth nothing.
+//! Nothing of the handshake is believed, and nothing else is read, before the proof is right. A
 //! client that sends something else, or nothing, is cut off.
 
 use std::collections::VecDeque;
@@ -18,8 +18,8 @@ use rustix::net::listen;
 
 /// The size in bytes of the longest handshake.
 const MAX_HANDSHAKE: usize = 2048;
-/// Connections that have not said all of their handshake: more are not accepted, nor are they kept
-/// for longer; while others cannot be accepted, not even for so long.
+/// The most connections that have not said all of their handshake. More are not accepted, nor are
+/// they kept for longer. While others cannot be accepted, they are kept more briefly.
 const MAX_PENDING: usize = 256;
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const CROWDED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -30,18 +30,18 @@ pub struct Acceptor {
     address: SocketAddr,
     token: String,
     /// The connections without a handshake, in the order in which they came.
-    pending: VecDeque<Pending>,
+    pending: VecDeque<PendingConnection>,
 }
 
-struct Pending {
+struct PendingConnection {
     stream: TcpStream,
     since: Instant,
     handshake: Vec<u8>,
 }
 
 /// The result of reading more from a connection.
-enum Outcome {
-    Pending,
+enum Handshake {
+    Incomplete,
     Named(String),
     Rejected,
 }
@@ -101,10 +101,10 @@ impl Acceptor {
         let mut admitted = Vec::new();
         for mut connection in std::mem::take(&mut self.pending) {
             match connection.fill(&self.token, self.address) {
-                Outcome::Pending if connection.since.elapsed() < timeout => {
+                Handshake::Incomplete if connection.since.elapsed() < timeout => {
                     self.pending.push_back(connection)
                 }
-                Outcome::Named(name) => admitted.push((name, connection.stream)),
+                Handshake::Named(name) => admitted.push((name, connection.stream)),
                 _ => {}
             }
         }
@@ -119,7 +119,7 @@ impl Acceptor {
                 .accept()
                 .and_then(|(stream, _)| stream.set_nonblocking(true).map(|()| stream))
             {
-                Ok(stream) => self.pending.push_back(Pending {
+                Ok(stream) => self.pending.push_back(PendingConnection {
                     stream,
                     since: Instant::now(),
                     handshake: Vec::new(),
@@ -145,14 +145,14 @@ impl Acceptor {
     }
 }
 
-impl Pending {
-    fn fill(&mut self, token: &str, address: SocketAddr) -> Outcome {
+impl PendingConnection {
+    fn fill(&mut self, token: &str, address: SocketAddr) -> Handshake {
         loop {
             let wanted = match self.handshake.first_chunk::<4>() {
                 None => 4,
                 Some(&length) => match u32::from_le_bytes(length) as usize {
                     length @ proof::SIZE..=MAX_HANDSHAKE => 4 + length,
-                    _ => return Outcome::Rejected,
+                    _ => return Handshake::Rejected,
                 },
             };
             if self.handshake.len() == wanted {
@@ -161,27 +161,29 @@ impl Pending {
             let mut buffer = [0; MAX_HANDSHAKE];
             let wanted = (wanted - self.handshake.len()).min(buffer.len());
             match (&self.stream).read(&mut buffer[..wanted]) {
-                Ok(0) => return Outcome::Rejected,
+                Ok(0) => return Handshake::Rejected,
                 Ok(count) => self.handshake.extend(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Outcome::Pending,
-                Err(_) => return Outcome::Rejected,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Handshake::Incomplete;
+                }
+                Err(_) => return Handshake::Rejected,
             }
         }
     }
 
     /// Checks a complete handshake.
-    fn authenticate(&self, token: &str, address: SocketAddr) -> Outcome {
+    fn authenticate(&self, token: &str, address: SocketAddr) -> Handshake {
         let (proved, name) = self.handshake[4..].split_at(proof::SIZE);
         match std::str::from_utf8(name) {
             Ok(name) if proof::is_right(proved, token, &proved_message(address, name)) => {
-                Outcome::Named(name.into())
+                Handshake::Named(name.into())
             }
             _ => {
                 log::warn!(
                     "a connection from {:?} was refused: wrong token",
                     self.stream.peer_addr()
                 );
-                Outcome::Rejected
+                Handshake::Rejected
             }
         }
     }

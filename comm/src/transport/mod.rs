@@ -9,7 +9,7 @@
 //! | `registry` | the transports by name, and which one is used |
 //!
 //! Inside a node ranks share memory (`shm`). Between nodes the first member of a group on each
-//! node, its *leader*, sends and receives for all; for `send` and `recv` any two ranks are
+//! node, its *leader*, sends and receives for all. For `send` and `recv` any two ranks are
 //! connected.
 
 mod acceptor;

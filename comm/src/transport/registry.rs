@@ -5,10 +5,10 @@ use crate::env::{Membership, Rendezvous};
 use crate::settings;
 
 /// Opens a transport for a rank that joins its job.
-type Open = fn(&Membership) -> Result<Box<dyn Transport>, String>;
+type OpenTransport = fn(&Membership) -> Result<Box<dyn Transport>, String>;
 
 /// The transports by name. Adding one takes a file and a line here.
-const TRANSPORTS: &[(&str, Open)] = &[
+const TRANSPORTS: &[(&str, OpenTransport)] = &[
     ("tcp", super::tcp::open),
     #[cfg(feature = "mpi")]
     ("mpi", super::mpi::open),
@@ -25,7 +25,7 @@ pub fn open(membership: &Membership) -> Result<Box<dyn Transport>, String> {
     find(&name)?(membership)
 }
 
-fn find(name: &str) -> Result<Open, String> {
+fn find(name: &str) -> Result<OpenTransport, String> {
     let found = TRANSPORTS.iter().find(|(known, _)| *known == name);
     found.map(|(_, open)| *open).ok_or_else(|| {
         let known: Vec<&str> = TRANSPORTS.iter().map(|(name, _)| *name).collect();

@@ -17,9 +17,9 @@ pub struct Item {
     pub class: u8,
 }
 
-/// Assigns `items`, visited in `order`, to buckets: a bucket is closed as soon as it holds its cap
-/// or more (the rule of PyTorch's `compute_bucket_assignment_by_size`). Buckets come in the order
-/// in which they are full when gradients arrive in `order`.
+/// Assigns `items`, visited in `order`, to buckets. A bucket is closed as soon as it holds its cap
+/// or more, as in PyTorch's `compute_bucket_assignment_by_size`. Buckets come in the order in which
+/// they are full when gradients arrive in `order`.
 pub fn assign(items: &[Item], order: &[usize], caps: Caps) -> Vec<Vec<usize>> {
     struct Open {
         class: u8,

@@ -22,6 +22,7 @@ pub(crate) struct CpuPath {
 }
 
 impl CpuPath {
+    /// Returns the path of a group, and starts the thread that reduces, if there is to be one.
     pub fn new(group: &ProcessGroup, settings: &Settings, op: ReduceOp) -> Result<Self> {
         let progress = Progress::choose(group, settings.progress_thread, op);
         let progress = progress.map_err(|error| Error::Model {
@@ -72,7 +73,7 @@ struct CpuBucket {
     segments: Arc<Segments>,
     progress: Arc<Progress>,
     in_place: bool,
-    /// Shared memory for each gradient that cannot be reduced where it is: libtorch put it
+    /// Shared memory for each gradient that cannot be reduced where it is. libtorch put it
     /// elsewhere, or it has not the type of communication or its parameter's layout.
     places: Vec<Tensor>,
     layouts: Vec<GradLayout>,

@@ -37,6 +37,7 @@ struct Phases {
 }
 
 impl CudaPath {
+    /// Returns the path of a group whose ranks have GPUs.
     pub fn new(group: &ProcessGroup, cuda: Arc<CudaGroup>, op: ReduceOp) -> Self {
         let device = CudaDevice { group: group.clone(), cuda, op, phases: Mutex::default() };
         Self { device: Arc::new(device) }

@@ -16,10 +16,12 @@ pub(super) struct HookProgress {
 }
 
 impl HookProgress {
+    /// Returns a queue without buckets.
     pub fn new(group: ProcessGroup, op: ReduceOp) -> Self {
         Self { group, op, queue: Mutex::default() }
     }
 
+    /// Launches a bucket, after those that still wait for a slot of the group.
     pub fn launch(&self, bucket: &Arc<Segments>) -> Result<()> {
         self.queue().push_back(Arc::clone(bucket));
         self.launch_queued()?;
@@ -38,11 +40,13 @@ impl HookProgress {
         Ok(true)
     }
 
+    /// Does this rank's share of the launched buckets, without waiting.
     pub fn advance(&self) -> Result<()> {
         self.launch_queued()?;
         self.group.progress()
     }
 
+    /// Launches all buckets, and waits for slots where need be.
     pub fn flush(&self) -> Result<()> {
         while !self.launch_queued()? {
             self.group.finish_buckets()?;

@@ -35,7 +35,7 @@ pub fn from_rank_0<T: Serialize + DeserializeOwned>(
     })
 }
 
-/// Rank `root`'s bytes to all.
+/// Gives all ranks the bytes of rank `root`.
 pub fn broadcast(group: &ProcessGroup, root: usize, bytes: &mut Vec<u8>) -> Result<()> {
     let mut length = [bytes.len() as i64];
     group.broadcast(&mut length, root)?;

@@ -171,8 +171,8 @@ impl Folder {
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot read the disk, finds damaged checkpoints only, or does not
-    /// see what another rank sees; and the errors of `read` that are not damage, for which the one
-    /// before would serve.
+    /// see what another rank sees. Also the errors of `read` that are not damage, for which the
+    /// checkpoint before would serve.
     pub fn latest<T: Serialize + DeserializeOwned>(
         &mut self,
         read: impl FnMut(&Path) -> Result<T>,

@@ -55,7 +55,7 @@ const FORMAT: u32 = 2;
 /// | `SHA256SUMS` | the sums of the others, as `sha256sum --check` takes them |
 ///
 /// A checkpoint is whole or not there, even if the process is killed or the machine loses its
-/// power: its files are flushed to the disk under another name, and the folder is then renamed. The
+/// power. Its files are flushed to the disk under another name, and the folder is then renamed. The
 /// last two are kept ([`keep`](Self::keep)). A damaged one that [`latest`](Self::latest) has found
 /// is never removed: `save` renames it to `step-100.damaged`. A folder `step-100` that has neither
 /// `SHA256SUMS` nor `state.json` is no checkpoint, and stays as it is.
@@ -176,8 +176,8 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// On all ranks, when the disk cannot be read, there are only damaged ones, or those of another
-    /// program, or rank 0 does not see what another rank sees.
+    /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
+    /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         let mut contents = [const { Vec::new() }; 3];
         let found = self.folder.latest(|path| {
@@ -305,7 +305,7 @@ impl<S> Checkpoint<S> {
     }
 }
 
-/// JSON that can be read back as a `T`: it has `null` where a number is NaN.
+/// Returns JSON that can be read back as a `T`: it has `null` where a number is NaN.
 pub fn json<T: DeserializeOwned>(value: &impl Serialize) -> Result<Vec<u8>, String> {
     let bytes = serde_json::to_vec_pretty(value).map_err(|error| error.to_string())?;
     match serde_json::from_slice::<T>(&bytes) {

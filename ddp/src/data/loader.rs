@@ -48,9 +48,10 @@ pub trait Dataset: Send + Sync + 'static {
 /// takes the sampler's epoch and position as they are at that moment, and moves the position on as
 /// batches are handed out.
 ///
-/// Each item is a `Result`; after an error the iteration ends. Settings that cannot work (a batch
-/// size of 0, a sampler for a data set of another length) are reported in the same place, as the
-/// first and only item, so that a training loop has one place where loading can fail.
+/// Each item is a `Result`; after an error the iteration ends. Settings that cannot work are
+/// reported in the same place, as the first and only item. Examples are a batch size of 0 and a
+/// sampler for a data set of another length. So a training loop has one place where loading can
+/// fail.
 ///
 /// Dropping the iterator half-way stops and joins the workers; it waits for the batches that they
 /// are just making, for at most the timeout.
@@ -79,8 +80,8 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
         }
     }
 
-    /// Number of worker threads (default: 1). With 0, the caller's thread makes each batch when it
-    /// is asked for.
+    /// Sets the number of worker threads (default: 1). With 0, the caller's thread makes each batch
+    /// when it is asked for.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = workers;
         self
@@ -106,8 +107,8 @@ impl<'a, D: Dataset + ?Sized> DataLoader<'a, D> {
         self
     }
 
-    /// Number of batches that an iteration gives; after [`DistributedSampler::resume`], those that
-    /// are left.
+    /// Returns the number of batches that an iteration gives; after [`DistributedSampler::resume`],
+    /// those that are left.
     pub fn len(&self) -> usize {
         let samples = self.sampler.range().len();
         if self.batch_size == 0 {
@@ -335,7 +336,7 @@ fn message(panic: &(dyn Any + Send)) -> String {
         .to_owned()
 }
 
-/// Which batch an error is about.
+/// The batch that an error is about.
 #[derive(Debug)]
 pub struct BatchId {
     /// The rank that loads it.

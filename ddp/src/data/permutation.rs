@@ -56,12 +56,12 @@ pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
 /// A keyed permutation of `0..n`, computed for one index at a time.
 ///
 /// A balanced Feistel network (Luby and Rackoff 1988) permutes the numbers of an even count of
-/// bits, the smallest that holds `n` and at least eight; a result of `n` or more is permuted again
-/// until it falls below `n`, which makes it a permutation of `0..n` (cycle walking, Black and
-/// Rogaway 2002). That takes at most four passes on average where `n` is 64 or more. The round
-/// function is the output mixer of SplitMix64 (Steele, Lea and Flood 2014). After eight rounds the
-/// tests below find every place, and every step between neighbours, equally likely; it is for
-/// shuffling, not for secrets.
+/// bits. The count is the smallest that holds `n`, and at least eight. A result of `n` or more is
+/// permuted again until it falls below `n`. That makes it a permutation of `0..n` (cycle walking,
+/// Black and Rogaway 2002). That takes at most four passes on average where `n` is 64 or more. The
+/// round function is the output mixer of SplitMix64 (Steele, Lea and Flood 2014). After eight
+/// rounds the tests below find every place, and every step between neighbours, equally likely; it
+/// is for shuffling, not for secrets.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyedPermutation {
     n: u64,

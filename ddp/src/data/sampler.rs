@@ -40,7 +40,7 @@ use super::permutation::{Index, KeyedPermutation, randperm};
 /// [`state`](Self::state) counts the samples that were taken from this epoch's iterator; batches
 /// that a [`DataLoader`](crate::DataLoader) has prefetched and not yet handed out do not count.
 /// After [`resume`](Self::resume), the next iteration starts there; those after it start at 0
-/// again. The number of ranks may be another one: the rest of the epoch is redistributed, and
+/// again. The number of ranks may be another one. The rest of the epoch is then redistributed, and
 /// no sample is left out or seen twice but as padding.
 #[derive(Debug)]
 pub struct DistributedSampler {
@@ -167,10 +167,10 @@ impl DistributedSampler {
         self
     }
 
-    /// Shuffle by a keyed permutation that is computed for each index when it is asked for, for
-    /// data sets too large for a vector of their indices. It depends on nothing but length, seed
-    /// and epoch, and is another one than PyTorch's: a Feistel network over SplitMix64's mixer,
-    /// walking cycles to stay below the length.
+    /// Shuffles by a keyed permutation that is computed for each index when it is asked for. This
+    /// is for data sets too large for a vector of their indices. It depends on nothing but length,
+    /// seed and epoch, and is another one than PyTorch's. It is a Feistel network over SplitMix64's
+    /// mixer, which walks cycles to stay below the length.
     pub fn keyed_shuffle(mut self) -> Self {
         self.shuffle = Shuffle::Keyed;
         self
@@ -212,7 +212,7 @@ impl DistributedSampler {
         self.epoch
     }
 
-    /// Number of samples that this rank sees in an epoch.
+    /// Returns the number of samples that this rank sees in an epoch.
     pub fn len(&self) -> usize {
         self.len_after(self.start() % self.replicas)
     }
@@ -229,8 +229,8 @@ impl DistributedSampler {
     }
 
     /// Iterates over this rank's indices in this epoch, from the position that
-    /// [`resume`](Self::resume) has set or else from the first, and moves the sampler's position
-    /// on. One iteration at a time.
+    /// [`resume`](Self::resume) has set or else from the first. It moves the sampler's position on.
+    /// One iteration at a time.
     pub fn iter(&self) -> Indices {
         let start = self.start();
         let range = self.range();
@@ -298,7 +298,7 @@ impl DistributedSampler {
     }
 
     /// Returns the place in the order of all ranks where the next iteration starts. Another number
-    /// of ranks may have come that far: the places before it that do not make a whole position of
+    /// of ranks may have come that far. The places before it that do not make a whole position of
     /// every rank are then skipped, and the others dealt.
     fn start(&self) -> usize {
         if self.resumed.load(Ordering::Relaxed) { self.taken.load(Ordering::Relaxed) } else { 0 }

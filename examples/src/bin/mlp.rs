@@ -1,6 +1,6 @@
-//! The MLP of OneFlow's documents in their two views: data parallel in the mirrored one; hybrid
-//! parallel in the consistent one, its hidden layer split over the ranks (model parallelism), and its
-//! last layer on every rank (data parallelism).
+//! The MLP of OneFlow's documents in their two views. It is data parallel in the mirrored one, and
+//! hybrid parallel in the consistent one. There its hidden layer is split over the ranks (model
+//! parallelism), and its last layer is on every rank (data parallelism).
 //!
 //!     flow-launch --nproc_per_node 2 mlp --view mirrored
 //!     flow-launch --nproc_per_node 2 mlp --view consistent

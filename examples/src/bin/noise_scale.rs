@@ -1,5 +1,5 @@
-//! A communication hook of one's own: the gradient noise scale, which says how large a batch pays
-//! (McCandlish et al., "An Empirical Model of Large-Batch Training", appendix A.1).
+//! A communication hook of one's own: the gradient noise scale, which says how large a batch pays.
+//! It is from McCandlish et al., "An Empirical Model of Large-Batch Training", appendix A.1.
 //!
 //!     flow-launch --nproc_per_node 2 noise_scale
 //!

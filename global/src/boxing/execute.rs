@@ -272,7 +272,7 @@ fn add_numbers(key: &mut Vec<u64>, numbers: &[usize]) {
 
 /// Returns what comes between two layouts, and on which placement, if one plan cannot connect them:
 /// partial values of different reductions do not commute. Those of inner axes (the last ones) are
-/// reduced before those of outer axes, also if they stay partial in the end; new ones are made
+/// reduced before those of outer axes, also if they stay partial in the end. New ones are made
 /// after those of outer axes.
 fn between<'a>(from: TensorLayout<'a>, to: TensorLayout<'a>) -> Option<(&'a Placement, NdSbp)> {
     without_last(from, to, Sbp::is_partial).or_else(|| without_last(to, from, has_terms))

@@ -98,8 +98,8 @@ pub fn copy(
     });
 }
 
-/// Calls `run(in_from, in_to, length)` for each run of elements of `region` that lie side by side in
-/// both of two contiguous tensors, which have the regions `from` and `to`.
+/// Calls `run(in_from, in_to, length)` for each run of elements of `region` that lie side by side
+/// in both of two contiguous tensors. These have the regions `from` and `to`.
 pub fn runs(region: &Region, from: &Region, to: &Region, mut run: impl FnMut(usize, usize, usize)) {
     if region.elements() == 0 {
         return;

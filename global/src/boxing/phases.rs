@@ -170,6 +170,7 @@ fn connected(rank: usize, copies: &[Copy]) -> Option<(Vec<usize>, Vec<Copy>)> {
 }
 
 impl Members {
+    /// Returns the process group of the members, which is made once.
     pub fn group(&self, groups: &Groups) -> Result<&ProcessGroup> {
         if let Some(group) = self.group.get() {
             return Ok(group);

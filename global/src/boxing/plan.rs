@@ -2,7 +2,7 @@
 //! that needs. Pure.
 //!
 //! A plan has at most two phases. First the partial values of axes that are not partial in the
-//! result are reduced by reduce-scatter: each rank of a group gets the sum of a part. Then ranks
+//! result are reduced by reduce-scatter. Each rank of a group gets the sum of a part. Then ranks
 //! copy from each other what they need and do not have. Where that is possible, the parts are what
 //! the ranks need in the end, and nothing is copied (P to S). Where all need all, the two phases
 //! are an all-reduce (P to B).
@@ -188,8 +188,8 @@ pub(crate) fn groups(placement: &Placement, axes: &[usize]) -> Vec<Vec<usize>> {
     groups.into_values().collect()
 }
 
-/// Returns what each position has after the reduction: what it needs in the end, if the needs of
-/// its group divide what the group has; else an equal part.
+/// Returns what each position has after the reduction. That is what it needs in the end, if the
+/// needs of its group divide what the group has; else an equal part.
 fn parts(
     from: TensorLayout,
     to: TensorLayout,
@@ -227,7 +227,7 @@ fn divides(regions: &[Option<Region>], whole: &Region) -> bool {
         && regions.iter().map(|region| region.elements()).sum::<usize>() == whole.elements()
 }
 
-/// Returns the dimension along which a region is cut into equal parts: the first that is long
+/// Returns the dimension along which a region is cut into equal parts. It is the first that is long
 /// enough, as its parts are contiguous, else the longest. None without dimensions.
 fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
     let shape = region.shape();
@@ -236,8 +236,8 @@ fn cut_dim(region: &Region, parts: usize) -> Option<usize> {
 }
 
 /// Returns what each position of the new placement must have that is not zero. Of the ranks along a
-/// new partial axis, each has what it had before, if that is all together, and alike for all at the
-/// same place of the axis; else the first has all.
+/// new partial axis, each has what it had before. That is so if it is all together, and alike for
+/// all at the same place of the axis. Else the first has all.
 fn needed(
     from: TensorLayout,
     to: TensorLayout,
@@ -283,8 +283,9 @@ fn kept(
     sources[source].as_ref()?.intersection(&results[position])
 }
 
-/// Copies to each position of the new placement what it needs: from its own rank if that has it,
-/// else from the holder that is nearest in the mesh, so that holders share the work.
+/// Copies to each position of the new placement what it needs. It comes from the position's own
+/// rank if that has it, else from the holder that is nearest in the mesh. So holders share the
+/// work.
 fn copies(
     from: TensorLayout,
     to: TensorLayout,

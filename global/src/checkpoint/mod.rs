@@ -57,7 +57,7 @@ use crate::placement::Placement;
 /// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. Of ranks that have the same, the first saves it |
 /// | `index.json` | which file has which part, and the program's state |
 ///
-/// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power: its
+/// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power. Its
 /// files are flushed to the disk under another name, and the folder is then renamed. The last two
 /// are kept ([`keep`](Self::keep)). One that has lost a file, as [`latest`](Self::latest) has
 /// found, is never removed: `save` renames it to `step-100.damaged`.
@@ -110,9 +110,9 @@ impl ShardedCheckpoints {
     /// `VarStore` counts as B: rank 0's is saved.
     ///
     /// # Errors
-    /// On all ranks, when one of them cannot write, a tensor or the state cannot be kept, or ranks have
-    /// different tensors; the checkpoints before are then still there. Also when the folder has checkpoints and
-    /// [`latest`](Self::latest) was not called.
+    /// On all ranks, when one of them cannot write, a tensor or the state cannot be kept, or ranks
+    /// have different tensors. The checkpoints before are then still there. Also when the folder
+    /// has checkpoints and [`latest`](Self::latest) was not called.
     pub fn save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -197,8 +197,8 @@ impl ShardedCheckpoints {
     /// A damaged one is a warning in the log. All ranks call this.
     ///
     /// # Errors
-    /// On all ranks, when the disk cannot be read, there are only damaged ones, or those of another
-    /// program, or rank 0 does not see what another rank sees.
+    /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
+    /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<ShardedCheckpoint<S>>> {
         let found = self.folder.latest(|path| {
             let contents = Contents::read(path)?;

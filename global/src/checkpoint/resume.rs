@@ -29,8 +29,9 @@ impl<S> ShardedCheckpoint<S> {
         self.contents.step
     }
 
-    /// Gives the model, the global random numbers, and the optimizer if there is one, what they had,
-    /// whatever the placements and SBPs were: each rank reads its own parts. All ranks call this.
+    /// Gives the model, the global random numbers, and the optimizer if there is one, what they
+    /// had, whatever the placements and SBPs were. Each rank reads its own parts. All ranks call
+    /// this.
     ///
     /// # Errors
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of

@@ -1,9 +1,9 @@
-//! The head of a safetensors file: the length of a JSON header in 8 bytes, and the header, which
-//! says where in the rest of the file each tensor's elements are.
+//! The head of a safetensors file. It is the length of a JSON header in 8 bytes, and the header.
+//! That says where in the rest of the file each tensor's elements are.
 //!
-//! The crate `safetensors` reads and writes files that are in memory as a whole, and the version that
-//! tch uses knows neither complex numbers nor 8-bit floats. Here a file is written tensor by tensor,
-//! and read in pieces.
+//! The crate `safetensors` reads and writes files that are in memory as a whole. The version that
+//! tch uses knows neither complex numbers nor 8-bit floats. Here a file is written tensor by
+//! tensor, and read in pieces.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -192,8 +192,8 @@ fn failed_to_read(path: &PathBuf) -> impl FnOnce(io::Error) -> CheckpointError +
     }
 }
 
-/// The pieces of a part of two regions that are contiguous in both, in the order of the elements:
-/// where each begins in each, in bytes.
+/// The pieces of a part of two regions that are contiguous in both, in the order of the elements.
+/// It has where each piece begins in each, in bytes.
 struct Pieces {
     /// Of each dimension with several pieces: their number, and how far apart they are.
     dims: Vec<(usize, usize, usize)>,

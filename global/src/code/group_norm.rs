@@ -26,7 +26,7 @@ pub fn group_norm(context: &mut Context<'_, '_>) -> Result<()> {
 }
 
 /// The groups of channels of this rank's images.
-struct Groups {
+struct ChannelGroups {
     images: i64,
     groups: i64,
     /// Channels of a group.
@@ -36,7 +36,7 @@ struct Groups {
     kind: Kind,
 }
 
-impl Groups {
+impl ChannelGroups {
     /// Returns a tensor of the images' size: images, groups, channels of a group, pixels.
     fn grouped(&self, tensor: &Tensor) -> Result<Tensor> {
         let shape = [self.images, self.groups, self.channels, self.pixels];
@@ -65,7 +65,7 @@ pub fn group_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (gradient, input, mean, reciprocal deviation, weight, images, channels, pixels, groups, mask)
     let input = context.local(1)?;
     let [channels, pixels, groups] = [6, 7, 8].map(|index| context.int(index).unwrap_or(1));
-    let layout = Groups {
+    let layout = ChannelGroups {
         images: input.size()[0],
         groups,
         channels: channels / groups.max(1),

@@ -245,7 +245,7 @@ fn greatest(kind: Kind) -> i64 {
     }
 }
 
-/// Memory for a tensor of the size that is asked for.
+/// Allocates memory for a tensor of the size that is asked for.
 pub fn new_empty_strided(context: &mut Context<'_, '_>) -> Result<()> {
     // (self, sizes, strides, dtype, ...)
     let like = context.local(0)?;

@@ -61,8 +61,8 @@ pub fn run(call: &mut Call<'_, Spec>) -> Result<()> {
     Ok(call.run_with(&tensors)?)
 }
 
-/// Returns the spec of the tensor to whose placement the others are moved: of a tensor that is written, else
-/// of the largest; of equal ones, of the first.
+/// Returns the spec of the tensor to whose placement the others are moved. It is that of a tensor
+/// that is written, else of the largest; of equal ones, of the first.
 fn target(call: &Call<'_, Spec>, written: &[usize]) -> Result<Arc<Spec>> {
     let globals = (0..call.tensors()).filter(|&tensor| call.spec(tensor).is_some());
     let first = globals.max_by_key(|&tensor| {

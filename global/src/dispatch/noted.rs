@@ -22,6 +22,7 @@ pub struct Noted {
 }
 
 impl Noted {
+    /// Notes a call.
     pub fn new(call: &Call<'_, Spec>) -> Self {
         let arguments = call.arguments();
         let written = Written::of(call, &arguments);

@@ -1,9 +1,9 @@
 //! Ranks outside a placement: they have nothing of the tensors on it, know their shapes, and may call
 //! everything.
 //!
-//! What an operation gives, such a rank finds out once, by running it on tensors of the sizes that the
-//! first rank of the placement has, or on tensors of the whole sizes, if the sizes are arguments as
-//! well. Where it depends on values, that rank sends it.
+//! Such a rank finds out once what an operation gives. It runs the operation on tensors of the
+//! sizes that the first rank of the placement has. If the sizes are arguments as well, it runs it
+//! on tensors of the whole sizes. Where it depends on values, that rank sends it.
 
 use flow_autograd::global::{Call, LocalResult, Scalar};
 use flow_tensor::TensorCollectives;
@@ -233,8 +233,8 @@ fn receive(plan: &ExecutionPlan, placement: &Placement, runtime: &Runtime) -> Re
     })
 }
 
-/// Returns what is known as numbers: a tag, for lists how many tensors they have, and for each
-/// tensor the kind, the bits, the number of dimensions, and the sizes.
+/// Returns what is known as numbers: a tag, and for lists how many tensors they have. Each tensor
+/// has its kind, its bits, its number of dimensions, and its sizes.
 fn words_of(known: &Outside) -> Vec<i64> {
     match known {
         Outside::Tensor(meta) => [vec![0], words_of_tensor(meta)].concat(),

@@ -258,9 +258,9 @@ impl Planning<'_, '_> {
         Ok(())
     }
 
-    /// Returns whether a rank may run the operation alone: it needs nothing of others, writes
-    /// nothing, and its results are the same on all ranks, or those of its input. So each rank may
-    /// print what is B, and autograd may copy a gradient on some ranks.
+    /// Returns whether a rank may run the operation alone. It then needs nothing of others and
+    /// writes nothing. Its results are the same on all ranks, or those of its input. So each rank
+    /// may print what is B, and autograd may copy a gradient on some ranks.
     fn is_harmless(&self, plan: &ExecutionPlan) -> bool {
         let is_alone = plan.code.is_none()
             && !plan.is_sent
@@ -318,8 +318,8 @@ fn known_sizes(op: &Op<'_>, argument: usize) -> Vec<usize> {
     asked.iter().map(|&size| usize::try_from(size).unwrap_or(left)).collect()
 }
 
-/// Returns the dimensions of a result that are split, and their logical sizes: as an argument says,
-/// or as those of the first input that is split on the same axis.
+/// Returns the dimensions of a result that are split, and their logical sizes. An argument says
+/// them, or they are those of the first input that is split on the same axis.
 fn splits(op: &Op<'_>, choice: &Choice, sbp: &[Sbp]) -> (Vec<i32>, Vec<i64>) {
     let mut splits = BTreeMap::new();
     for (axis, sbp) in sbp.iter().enumerate() {

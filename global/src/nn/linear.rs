@@ -104,8 +104,9 @@ impl ColumnLinear {
 impl RowLinear {
     /// Has the result split by this dimension on the layer's axis: a reduce-scatter, instead of an
     /// all-reduce. With the dimension of tokens this is sequence parallelism (Korthikanti et al.,
-    /// Reducing Activation Recomputation in Large Transformer Models, 2022): what lies between a row
-    /// layer and the next column layer, such as layer norm and dropout, is split over the ranks.
+    /// Reducing Activation Recomputation in Large Transformer Models, 2022). What lies between a
+    /// row layer and the next column layer, such as layer norm and dropout, is split over the
+    /// ranks.
     pub fn scattered(mut self, dim: usize) -> Self {
         self.result = S(dim);
         self

@@ -1,9 +1,9 @@
 //! Layers that pin the layout of their inputs and results: tensor parallelism as in Megatron.
 //!
-//! Operations on global tensors are boxed one by one, each as cheaply as it can be. For the layers of
-//! a transformer that is not the cheapest on the whole. These layers pin their inputs, their results
-//! and the gradients, so that a column layer and a row layer after it move one all-reduce forward
-//! and one backward.
+//! Operations on global tensors are boxed one by one, each as cheaply as it can be. For the layers
+//! of a transformer that is not the cheapest on the whole. These layers pin their inputs, their
+//! results and the gradients. So a column layer and a row layer after it move one all-reduce
+//! forward and one backward.
 //!
 //! | function | weight on the layer's axis | input | result |
 //! |---|---|---|---|

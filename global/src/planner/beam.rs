@@ -3,8 +3,8 @@
 //! A call may take any of its rule's signatures, whatever its inputs have: boxing costs its bytes.
 //! The order of calls is free, as signatures are chosen, and nothing runs: a call may be decided
 //! before the one that makes its inputs. So calls are taken in the order that keeps few values
-//! undecided, such as a layer's forward, backward and update together. What is kept for a state
-//! is the SBPs of these values, and those that are wanted; of states that agree in that, the cheapest
+//! undecided, such as a layer's forward, backward and update together. What is kept for a state is
+//! the SBPs of these values, and those that are wanted. Of states that agree in that, the cheapest
 //! stays, and of all states the cheapest [`WIDTH`].
 
 use std::collections::HashMap;
@@ -33,6 +33,7 @@ pub(super) struct Decided {
 }
 
 impl Decided {
+    /// Returns the decisions of a search that has decided nothing.
     pub fn nothing(replay: &Replay) -> Self {
         let calls = &replay.trace.calls;
         Self {
@@ -72,7 +73,7 @@ struct Slot {
 }
 
 #[derive(Clone, Debug)]
-struct State {
+struct PartialAssignment {
     cost: f64,
     slots: Vec<Slot>,
     /// The last of its steps.
@@ -188,8 +189,8 @@ struct Beam<'a> {
 }
 
 impl Beam<'_> {
-    /// Returns all items: calls by autograd's node, so that the backward of a call follows it, and
-    /// so do the calls that take the results, such as the update of a weight; before a call the
+    /// Returns all items. Calls are by autograd's node, so that the backward of a call follows it.
+    /// So do the calls that take the results, such as the update of a weight. Before a call are the
     /// leaves that it takes.
     fn order(&self) -> Vec<Item> {
         let trace = self.replay.trace;
@@ -373,7 +374,7 @@ impl Beam<'_> {
         items.iter().flat_map(|item| touched(item)).for_each(|value| uses[value] += 1);
         let mut open: Vec<usize> = Vec::new();
         let mut steps = vec![Step { before: 0, candidate: 0 }];
-        let mut states = vec![State { cost: 0.0, slots: Vec::new(), step: 0 }];
+        let mut states = vec![PartialAssignment { cost: 0.0, slots: Vec::new(), step: 0 }];
         for candidates in items {
             let touched = touched(candidates);
             let new: Vec<usize> =
@@ -381,7 +382,7 @@ impl Beam<'_> {
             open.extend(&new);
             touched.iter().for_each(|&value| uses[value] -= 1);
             let stays: Vec<bool> = open.iter().map(|&value| uses[value] > 0).collect();
-            let mut next: Vec<State> = Vec::new();
+            let mut next: Vec<PartialAssignment> = Vec::new();
             let mut known = HashMap::<Vec<Slot>, usize>::new();
             for state in &states {
                 for (index, candidate) in candidates.iter().enumerate() {
@@ -403,7 +404,7 @@ impl Beam<'_> {
                         Some(&other) if next[other].cost <= cost => {}
                         other => {
                             steps.push(Step { before: state.step, candidate: index });
-                            let state = State { cost, slots, step: steps.len() - 1 };
+                            let state = PartialAssignment { cost, slots, step: steps.len() - 1 };
                             match other {
                                 Some(&other) => next[other] = state,
                                 None => {

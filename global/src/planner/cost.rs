@@ -33,8 +33,8 @@ pub struct Cost {
     /// Bytes that it receives from others.
     pub bytes: f64,
     /// Floating-point operations. Matrix products and convolutions count as what they multiply and
-    /// add; views as nothing; others as 16 for each element read or written, as they wait for
-    /// memory.
+    /// add, and views as nothing. Others count as 16 for each element read or written, as they wait
+    /// for memory.
     pub flops: f64,
     /// Bytes of weights and of the optimizer's state that it has.
     pub memory: f64,

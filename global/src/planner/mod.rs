@@ -59,7 +59,7 @@ pub struct Pin {
 }
 
 /// Chooses SBPs for the weights of a traced step (forward, backward and update), and tensors to
-/// pin, so that the step costs as little as possible. Inputs keep the SBPs that the trace has.
+/// pin. The step is to cost as little as possible. Inputs keep the SBPs that the trace has.
 /// [`Trace::on`] takes a trace to another placement first.
 ///
 /// # Errors

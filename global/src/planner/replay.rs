@@ -45,6 +45,7 @@ struct Outcome {
 }
 
 impl<'a> Replay<'a> {
+    /// Prepares to replay a trace.
     pub fn new(trace: &'a Trace, prices: Prices) -> Self {
         let mut names = HashMap::new();
         let mut classes = Vec::new();
@@ -75,6 +76,7 @@ impl<'a> Replay<'a> {
         Self { trace, prices, sbps, codes, classes, outcomes, shapes, boxings, kept }
     }
 
+    /// Returns the number of an SBP, and numbers it if it is new.
     pub fn code(&mut self, sbp: &NdSbp) -> SbpCode {
         if let Some(&code) = self.codes.get(sbp) {
             return code;
@@ -85,27 +87,30 @@ impl<'a> Replay<'a> {
         code
     }
 
+    /// Returns the SBP that has this number.
     pub fn sbp(&self, code: SbpCode) -> &NdSbp {
         &self.sbps[code as usize]
     }
 
-    /// What the trace has.
+    /// Returns the assignment with which the step was traced.
     pub fn recorded(&mut self) -> Assignment {
         let trace = self.trace;
         let leaves = trace.values.iter().map(|value| self.code(&value.sbp)).collect();
         Assignment { leaves, pins: vec![None; trace.values.len()] }
     }
 
+    /// Returns what a step costs with these SBPs and pins, as one number.
     pub fn total(&mut self, given: &Assignment) -> f64 {
         let prices = self.prices;
         self.run(given).total(&prices)
     }
 
+    /// Returns what a step costs with these SBPs and pins.
     pub fn run(&mut self, given: &Assignment) -> Cost {
         self.run_into(given, &mut Vec::new())
     }
 
-    /// Also says which SBP each value has.
+    /// Does as [`Replay::run`], and also says which SBP each value has.
     pub fn run_into(&mut self, given: &Assignment, current: &mut Vec<SbpCode>) -> Cost {
         let mut cost = Cost::default();
         current.clone_from(&given.leaves);

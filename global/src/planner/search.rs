@@ -1,5 +1,5 @@
-//! Search for SBPs of leaves, and for pins, that make a step cheaper as it will really run: with
-//! signatures that are chosen one by one ([`crate::rules::infer`]).
+//! Search for SBPs of leaves, and for pins, that make a step cheaper as it will really run.
+//! Signatures are then chosen one by one ([`crate::rules::infer`]).
 
 use std::collections::BTreeMap;
 

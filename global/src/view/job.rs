@@ -120,8 +120,8 @@ impl<'a, M: FnMut(&[Tensor]) -> Result<Tensor>> Job<'a, M> {
         })
     }
 
-    /// Declares the next input. Of a consistent job `shape` is that of the logical array; of a
-    /// mirrored one that of a rank's array, which may be shorter in dimension 0.
+    /// Declares the next input. Of a consistent job `shape` is that of the logical array. Of a
+    /// mirrored one it is that of a rank's array, which may be shorter in dimension 0.
     pub fn input(mut self, name: &str, shape: impl AsRef<[i64]>, kind: Kind) -> Self {
         let shape = shape.as_ref().to_vec();
         self.inputs.push(Placeholder { name: name.to_owned(), shape, kind });

@@ -9,10 +9,10 @@
 //! | in OneFlow | `consistent_view()`, `Numpy` | `mirrored_view()`, `ListNumpy` |
 //!
 //! In both views all ranks run the same program and give a job the same inputs. The loss may have
-//! any number of elements, such as one for each sample; what is minimized is their sum, divided by
+//! any number of elements, such as one for each sample. What is minimized is their sum, divided by
 //! the number of elements on all ranks. So a mirrored job's results, one after the other, are the
-//! result of the consistent job for the same batch and weights, also if ranks have batches of
-//! different lengths.
+//! result of the consistent job for the same batch and weights. This holds also if ranks have
+//! batches of different lengths.
 //!
 //! ```no_run
 //! use flow_global::view::{devices, Job, View};

@@ -56,8 +56,8 @@ pub fn prepare(
     Ok(())
 }
 
-/// Writes all variables, whole, into a safetensors file, as `VarStore::save` does: rank 0 writes,
-/// all ranks call this, and can read the file when it returns. An error is that of all ranks.
+/// Writes all variables, whole, into a safetensors file, as `VarStore::save` does. Rank 0 writes.
+/// All ranks call this, and can read the file when it returns. An error is that of all ranks.
 pub fn save(vs: &nn::VarStore, group: &ProcessGroup, path: &Path) -> Result<()> {
     let mut whole = Vec::new();
     for (name, variable) in sorted(vs) {

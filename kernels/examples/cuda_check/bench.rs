@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use flow_kernels::DType;
-use flow_kernels::cuda::{self, Device, DeviceMemory, Event, Layout, Packer, Stream};
+use flow_kernels::cuda::{self, Device, DeviceMemory, Event, FlatLayout, Packer, Stream};
 
 use crate::{Outcome, View};
 
 /// Of the flat buffer, whatever its type.
 const BYTES: usize = 25 << 20;
 
-/// Buffers are taken in turn, so that each is read from memory: 8 times 50 MiB and more against at
-/// most 50 MB of L2 on an H100.
+/// Buffers are taken in turn, so that each is read from memory. They are 8 times 50 MiB and more,
+/// and an H100 has at most 50 MB of L2.
 const ROTATION: usize = 8;
 
 /// Operations between two events: the time between them is for all, so that starting one hides
@@ -83,7 +83,7 @@ fn measure(
     let lengths = vec![BYTES / flat.size() / count; count];
     let packer = Packer::new(device, tensors, flat, &lengths)?;
     let stream = Stream::high_priority(device)?;
-    let own = Layout::new(&lengths, tensors)?;
+    let own = FlatLayout::new(&lengths, tensors)?;
     let mut sets = Vec::new();
     for _ in 0..ROTATION {
         let arena = zeros(&stream, own.bytes())?;

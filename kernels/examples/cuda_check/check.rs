@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use flow_kernels::DType;
-use flow_kernels::cuda::{Device, DeviceMemory, Layout, Packer, Stream};
+use flow_kernels::cuda::{Device, DeviceMemory, FlatLayout, Packer, Stream};
 
 use crate::{Outcome, View, reference, upload};
 
@@ -83,7 +83,7 @@ fn check(
     random: &mut Random,
 ) -> Outcome {
     let packer = Packer::new(stream.device(), tensors, flat, &case.lengths)?;
-    let own = Layout::new(&case.lengths, tensors)?;
+    let own = FlatLayout::new(&case.lengths, tensors)?;
     let arena = random.elements(tensors, own.bytes() / tensors.size() + case.shift);
     let arena_memory = upload(stream.device(), &arena)?;
     let mut views = View::tensors(&arena_memory, &own, case.shift);
@@ -134,8 +134,8 @@ fn check_in_place(stream: &Stream, case: &Case, flat: DType, random: &mut Random
 
 /// Each tensor's place in both layouts, and its length.
 fn places<'a>(
-    flat: &'a Layout,
-    own: &'a Layout,
+    flat: &'a FlatLayout,
+    own: &'a FlatLayout,
 ) -> impl Iterator<Item = (usize, usize, usize)> + 'a {
     flat.places()
         .iter()
@@ -176,8 +176,9 @@ impl Random {
         (self.next() >> 32) % limit
     }
 
-    /// `count` elements: a quarter of random bits, with NaN, infinities and subnormals among them,
-    /// the others between 2^-26 and 2^18, where halves are subnormal, normal and too large.
+    /// `count` elements. A quarter is of random bits, with NaN, infinities and subnormals among
+    /// them. The others are between 2^-26 and 2^18, where halves are subnormal, normal and too
+    /// large.
     fn elements(&mut self, dtype: DType, count: usize) -> Vec<u8> {
         let mut elements = Vec::with_capacity(count * dtype.size());
         for _ in 0..count {

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use flow_kernels::DType;
-use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Error, Layout};
+use flow_kernels::cuda::{Device, DeviceBuffer, DeviceMemory, Error, FlatLayout};
 
 fn main() -> ExitCode {
     match run(&env::args().skip(1).collect::<Vec<_>>()) {
@@ -55,7 +55,7 @@ impl View {
     }
 
     /// The tensors of `layout` in `memory`, each moved on by `shift` elements.
-    fn tensors(memory: &Arc<DeviceMemory>, layout: &Layout, shift: usize) -> Vec<View> {
+    fn tensors(memory: &Arc<DeviceMemory>, layout: &FlatLayout, shift: usize) -> Vec<View> {
         let mut views = Vec::new();
         for (place, &length) in layout.places().iter().zip(layout.lengths()) {
             let memory = memory.clone();

@@ -14,8 +14,8 @@ use crate::types::DType;
 const SOURCE: &str = concat!(include_str!("pack.cu"), "\0");
 
 /// Compiles the kernels between tensors of type `tensors` and a flat buffer of type `flat`, for
-/// GPUs of `architecture` (90 for `sm_90`): to a cubin, or to PTX where NVRTC is older than the
-/// GPU. Whichever it is, the driver can load it.
+/// GPUs of `architecture` (90 for `sm_90`). The result is a cubin, or PTX where NVRTC is older than
+/// the GPU. Whichever it is, the driver can load it.
 ///
 /// Results are kept below `$FLOW_CACHE`, else `$XDG_CACHE_HOME/flow`, else `~/.cache/flow`, in the
 /// folder `kernels`. A cache that does not work costs time only.

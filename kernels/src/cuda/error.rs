@@ -5,7 +5,7 @@ use std::ptr::null;
 
 use cudarc::driver::sys::{self, CUresult};
 
-/// Why something on a GPU failed.
+/// An error of something on a GPU.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
     /// The driver's library is missing or too old.

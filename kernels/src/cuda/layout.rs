@@ -44,20 +44,20 @@ pub struct Launch {
 /// The places of tensors in a flat buffer: one after the other, each at a multiple of 512 bytes.
 /// The memory between them is never touched.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct FlatLayout {
     flat: DType,
     lengths: Vec<usize>,
     places: Vec<usize>,
     bytes: usize,
 }
 
-impl Layout {
+impl FlatLayout {
     /// Places tensors of `lengths` elements in a buffer of type `flat`. A length may be 0.
     ///
     /// # Errors
     ///
     /// [`Error::Argument`] if that is more than a machine can address.
-    pub fn new(lengths: &[usize], flat: DType) -> Result<Layout> {
+    pub fn new(lengths: &[usize], flat: DType) -> Result<FlatLayout> {
         let mut places = Vec::with_capacity(lengths.len());
         let mut bytes = 0;
         for &length in lengths {
@@ -68,7 +68,7 @@ impl Layout {
             places.push(place / flat.size());
             bytes = end;
         }
-        Ok(Layout { flat, lengths: lengths.to_vec(), places, bytes })
+        Ok(FlatLayout { flat, lengths: lengths.to_vec(), places, bytes })
     }
 
     /// Returns the type of the flat buffer.
@@ -132,8 +132,8 @@ mod tests {
 
     use super::*;
 
-    fn layout(lengths: &[usize], flat: DType) -> Layout {
-        Layout::new(lengths, flat).unwrap()
+    fn layout(lengths: &[usize], flat: DType) -> FlatLayout {
+        FlatLayout::new(lengths, flat).unwrap()
     }
 
     #[test]
@@ -178,7 +178,7 @@ mod tests {
     fn what_cannot_be_addressed_is_an_error() {
         for lengths in [&[usize::MAX][..], &[usize::MAX / 4], &[1 << 60, 1 << 60]] {
             assert!(
-                Layout::new(lengths, DType::F64)
+                FlatLayout::new(lengths, DType::F64)
                     .unwrap_err()
                     .to_string()
                     .contains("longer together")

@@ -145,9 +145,9 @@ nvrtc! {
     nvrtcGetPTX: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
 }
 
-/// Loads the run-time compiler. Looks once per process: at the path in the environment variable
-/// `FLOW_NVRTC` and nowhere else if that is set; else by name, as the dynamic linker does; else
-/// where PyTorch's wheels have it, beside a libtorch that this process has loaded.
+/// Loads the run-time compiler. Looks once per process. If the environment variable `FLOW_NVRTC` is
+/// set, it looks at that path and nowhere else. Else it looks by name, as the dynamic linker does,
+/// and then where PyTorch's wheels have it, beside a libtorch that this process has loaded.
 ///
 /// # Errors
 ///

@@ -16,10 +16,10 @@ use crate::types::DType;
 /// - `address` is that of `bytes` bytes of memory of one device, aligned to `dtype`'s size, or
 ///   `bytes` is 0.
 /// - All three stay the same while the value lives.
-/// - The memory stays allocated until the value is dropped. It then stays until everything has been
-///   done that was enqueued before the drop on the stream in whose order the memory was handed out,
-///   as with libtorch's caching allocator and `cuMemFree`. Work on another stream must be ordered
-///   before that one's (an [`Event`](super::Event)) or before the drop.
+/// - The memory stays allocated until the value is dropped. It then stays until everything is over
+///   that was enqueued before the drop, on the stream in whose order the memory was handed out. So
+///   it is with libtorch's caching allocator and `cuMemFree`. Work on another stream must be
+///   ordered before that one's (an [`Event`](super::Event)) or before the drop.
 pub unsafe trait DeviceBuffer {
     /// Returns where the memory begins on the device.
     fn address(&self) -> u64;
@@ -56,7 +56,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Memory of undefined content, aligned to 256 bytes at least.
+    /// Allocates memory of undefined content, aligned to 256 bytes at least.
     ///
     /// # Errors
     ///

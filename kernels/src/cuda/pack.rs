@@ -11,7 +11,7 @@ use super::compile::compile;
 use super::device::Device;
 use super::error::{Error, Result, check};
 use super::kernel_cache::Kernels;
-use super::layout::{Chunk, Layout, TENSORS_PER_LAUNCH};
+use super::layout::{Chunk, FlatLayout, TENSORS_PER_LAUNCH};
 use super::memory::{DeviceBuffer, DeviceMemory};
 use super::stream::Stream;
 use crate::types::DType;
@@ -33,16 +33,16 @@ const THREADS: u32 = 256;
 pub struct Packer {
     device: Arc<Device>,
     tensors: DType,
-    layout: Layout,
+    layout: FlatLayout,
     kernels: Kernels,
     /// The chunks of all launches.
     chunks: DeviceMemory,
-    launches: Vec<Launch>,
+    launches: Vec<DeviceLaunch>,
 }
 
 /// The tensors and the chunks of the device that a launch moves.
 #[derive(Debug)]
-struct Launch {
+struct DeviceLaunch {
     tensors: Range<usize>,
     chunks: Range<usize>,
 }
@@ -68,7 +68,7 @@ impl Packer {
         flat: DType,
         lengths: &[usize],
     ) -> Result<Packer> {
-        let layout = Layout::new(lengths, flat)?;
+        let layout = FlatLayout::new(lengths, flat)?;
         let kernels = device.kernels.get(tensors, flat, || {
             let image = compile(tensors, flat, device.architecture())?;
             device.bind()?;
@@ -80,7 +80,7 @@ impl Packer {
         for launch in layout.launches().filter(|launch| !launch.chunks.is_empty()) {
             let end = start + launch.chunks.len();
             content.extend(launch.chunks.iter().flat_map(bytes_of));
-            launches.push(Launch { tensors: launch.tensors, chunks: start..end });
+            launches.push(DeviceLaunch { tensors: launch.tensors, chunks: start..end });
             start = end;
         }
         let chunks = DeviceMemory::allocate(device, content.len())?;
@@ -89,7 +89,7 @@ impl Packer {
     }
 
     /// Returns where the tensors lie in the flat buffer.
-    pub fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &FlatLayout {
         &self.layout
     }
 

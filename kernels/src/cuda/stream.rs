@@ -52,7 +52,8 @@ impl Stream {
         Ok(Stream { device: device.clone(), handle, owned: true })
     }
 
-    /// Somebody else's stream, such as libtorch's current one; null is the legacy default stream.
+    /// Returns somebody else's stream, such as libtorch's current one; null is the legacy default
+    /// stream.
     ///
     /// # Safety
     ///

@@ -20,7 +20,7 @@ impl ExitStatus {
         self != ExitStatus::Exit(0)
     }
 
-    /// Any signal but SIGTERM, which launchers use to stop workers.
+    /// Whether it was any signal but SIGTERM, which launchers use to stop workers.
     pub fn is_crash(self) -> bool {
         matches!(self, ExitStatus::Signal(signal) if signal != Signal::TERM.as_raw())
     }

@@ -55,7 +55,7 @@ impl Health {
         }
     }
 
-    /// Readable when [`Health::serve`] has something to do.
+    /// Returns what is readable when [`Health::serve`] has something to do.
     pub fn watch(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let listener = Some(self.listener.as_fd()).filter(|_| self.requests.len() < MAX_REQUESTS);
         listener.into_iter().chain(self.requests.iter().map(|request| request.stream.as_fd()))

@@ -39,8 +39,8 @@ use crate::signal;
 /// First argument of a flow-launch process that is about to become a worker.
 pub const HIDDEN_FLAG: &str = "--exec-worker";
 
-/// Descriptors that the launcher needs beside those of its workers: its stores accept up to 512
-/// connections that are not authenticated yet; the rest is a reserve.
+/// Descriptors that the launcher needs beside those of its workers. Its stores accept up to 512
+/// connections that are not authenticated yet. The rest is a reserve.
 const OWN_DESCRIPTORS: u64 = 512 + 512;
 
 /// Descriptors per worker: its pidfd, two pipes, two files, and connections to the stores (several

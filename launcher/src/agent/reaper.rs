@@ -3,15 +3,15 @@
 //!
 //! The launcher registers each worker's process group with it, through a pipe that only the
 //! launcher holds open. However the launcher dies, the pipe ends, and the reaper kills the
-//! registered groups. Unless the job succeeded it then kills *stragglers*: processes that have left
-//! those groups (as `timeout` makes them) and carry the job's tag in their environment. Last, it
-//! restores the modes of the terminal and removes the watchdog's pipe and the job's temporary
-//! folder, whose name contains the tag.
+//! registered groups. Unless the job succeeded it then kills *stragglers*. They are processes that
+//! have left those groups (as `timeout` makes them) and carry the job's tag in their environment.
+//! Last, it restores the modes of the terminal and removes the watchdog's pipe and the job's
+//! temporary folder, whose name contains the tag.
 //!
 //! Each round has a tag of its own, which begins with the job's. After a round that was stopped,
-//! the launcher asks the reaper to kill the stragglers of that round, so that none of them meets
-//! the processes of the next. Reading all processes of a host may take long; the launcher's event
-//! loop continues meanwhile.
+//! the launcher asks the reaper to kill the stragglers of that round. So none of them meets the
+//! processes of the next. Reading all processes of a host may take long; the launcher's event loop
+//! continues meanwhile.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -153,7 +153,7 @@ impl Reaper {
         self.deadline.is_some()
     }
 
-    /// Readable when the reaper answers; None if no answer is expected.
+    /// Returns what is readable when the reaper answers; None if no answer is expected.
     pub fn watch(&self) -> Option<BorrowedFd<'_>> {
         self.is_killing_stragglers().then(|| self.answers.as_fd())
     }

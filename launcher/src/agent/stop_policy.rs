@@ -101,7 +101,7 @@ impl StopPolicy {
         self.deadline.map(|deadline| deadline.saturating_duration_since(now)).unwrap_or_default()
     }
 
-    /// Everything was suspended for this long.
+    /// Notes that everything was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         for moment in
             [&mut self.deadline, &mut self.signalled, &mut self.interrupted].into_iter().flatten()

@@ -71,7 +71,7 @@ impl Watchdog {
         (VARIABLE, self.path.clone().into())
     }
 
-    /// Readable when workers have written.
+    /// Returns what is readable when workers have written.
     pub fn watch(&self) -> BorrowedFd<'_> {
         self.pipe.as_fd()
     }

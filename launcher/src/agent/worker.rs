@@ -188,7 +188,7 @@ fn terminal(tee: &StreamTee, sink: &Sink) -> Option<(OwnedFd, File)> {
         .ok()
 }
 
-/// There is something to read, or the end of it.
+/// Whether there is something to read, or the end of it.
 pub fn is_readable(fd: &OwnedFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|count| count > 0)

@@ -138,7 +138,7 @@ const ELSEWHERE: &[(&str, &[&str])] = &[
     (table::MASTER_PORT.0.name, &["main-process-port"]),
 ];
 
-/// Our flag for another launcher's name.
+/// Returns our flag for another launcher's name.
 pub fn elsewhere(name: &str) -> Option<&'static str> {
     let name = name.replace('_', "-");
     ELSEWHERE.iter().find(|(_, names)| names.contains(&name.as_str())).map(|(flag, _)| *flag)

@@ -142,7 +142,7 @@ fn last_option(matches: &ArgMatches) -> Option<(&'static str, &OsString)> {
 }
 
 /// Returns the error about a flag that has taken PROGRAM for its value, if this is why a command
-/// line is none, as in `--nproc-per-node train.py --epochs 2`: clap then complains of PROGRAM's own
+/// line is none, as in `--nproc-per-node train.py --epochs 2`. clap then complains of PROGRAM's own
 /// flags. Clap gives no values with an error, so it reads the command line again.
 fn taken_program(arguments: &[OsString], environment: Environment<'_>) -> Option<Usage> {
     let so_far = flags::command().ignore_errors(true).try_get_matches_from(arguments).ok()?;

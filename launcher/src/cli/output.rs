@@ -6,10 +6,10 @@ use super::flag::Valued;
 use super::flag_table as table;
 use super::settings::{Setting, Settings};
 use super::usage::Usage;
-use crate::job::{Output, StreamMap, Streams};
+use crate::job::{OutputOptions, StreamMap, Streams};
 
 /// Reads the flags about output.
-pub fn output(settings: &Settings) -> Result<Output, Usage> {
+pub fn output(settings: &Settings) -> Result<OutputOptions, Usage> {
     let redirects_all = settings.is_on(table::REDIRECT_STDOUT_AND_STDERR)?;
     let oneflow_names = redirects_all || settings.get(table::LOGDIR).is_some();
     let mut log_dir = settings.get_path(table::LOG_DIR)?;
@@ -22,7 +22,7 @@ pub fn output(settings: &Settings) -> Result<Output, Usage> {
         }
         log_dir = Some(oneflow_folder(settings)?);
     }
-    Ok(Output {
+    Ok(OutputOptions {
         prefix: settings.is_on(table::PREFIX)?,
         log_dir,
         oneflow_names,
@@ -127,9 +127,9 @@ pub fn refuse_plugins(settings: &Settings) -> Result<(), Usage> {
 #[cfg(test)]
 mod tests {
     use super::super::tests::{parse, refusal};
-    use crate::job::{Output, StreamMap, Streams};
+    use crate::job::{OutputOptions, StreamMap, Streams};
 
-    fn output(line: &str) -> Output {
+    fn output(line: &str) -> OutputOptions {
         parse(&format!("{line} train")).unwrap().output
     }
 

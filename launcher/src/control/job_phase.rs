@@ -42,7 +42,7 @@ pub enum JobPhase {
     Over,
 }
 
-/// Why all workers of a round are stopped.
+/// The reason for which all workers of a round are stopped.
 #[derive(Clone, Debug, PartialEq)]
 pub enum StopReason {
     Failure {

@@ -150,7 +150,7 @@ impl Leader {
         std::mem::take(&mut self.cluster_events)
     }
 
-    /// Everything was suspended for this long.
+    /// Notes that everything was suspended for this long.
     pub fn paused(&mut self, time: Duration) {
         self.round.iter_mut().for_each(|round| round.stalls.paused(time, Instant::now()));
     }

@@ -161,7 +161,7 @@ impl ControlPlane {
         }
     }
 
-    /// Readable when [`ControlPlane::poll`] has something to return.
+    /// Returns what is readable when [`ControlPlane::poll`] has something to return.
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             ControlPlane::Leader(leader) => leader.watch(),

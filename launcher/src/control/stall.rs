@@ -103,7 +103,7 @@ impl StallTracker {
         self.waiting.retain(|(waiting, _), _| *waiting != rank);
     }
 
-    /// Everything was suspended for this long, until now: that time does not count.
+    /// Notes that everything was suspended for this long, until now: that time does not count.
     pub fn paused(&mut self, time: Duration, now: Instant) {
         self.pauses.push((now, time));
         self.waiting.values_mut().for_each(|waiting| waiting.since += time);

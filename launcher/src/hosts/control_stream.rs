@@ -4,7 +4,7 @@
 //! The head first writes the variables for the agent's environment, among them the job's secret, as
 //! a line of JSON. Then it writes `signal N` for each signal that it passes on, and an empty line
 //! as a heartbeat. If the stream ends or is silent for too long, the head is gone or cannot be
-//! reached, and the agent ends its job as at SIGTERM. The agent's first output is a line that says
+//! reached. The agent then ends its job as at SIGTERM. The agent's first output is a line that says
 //! that it has started.
 
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
-//! The *head* of a job with `--hosts`: starts an agent on each host, passes on their output and the
-//! signals it receives, and ends with their exit code. The agents coordinate themselves; the head
-//! handles hosts whose agents never start.
+//! The *head* of a job with `--hosts`. It starts an agent on each host, passes on their output and
+//! the signals it receives, and ends with their exit code. The agents coordinate themselves; the
+//! head handles hosts whose agents never start.
 
 mod agents;
 pub mod control_stream;

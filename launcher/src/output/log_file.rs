@@ -34,7 +34,7 @@ impl LogFile {
         self.file.take()
     }
 
-    /// Appends. An error closes the file, so that it is reported once.
+    /// Appends bytes. An error closes the file, so that it is reported once.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), String> {
         let Some(file) = &mut self.file else { return Ok(()) };
         file.write_all(bytes).map_err(|error| {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 
 use crate::agent::reaper::Reaper;
-use crate::job::Output;
+use crate::job::OutputOptions;
 use crate::output::log_file::{Filter, LogFile};
 use crate::output::routing::{self, BOTH, Routes, StreamKind};
 use crate::output::tee::StreamTee;
@@ -35,7 +35,7 @@ impl LogFiles {
     /// Makes the folders. Without a log folder, error files are in a temporary folder, which is
     /// removed when the launcher ends.
     pub fn create(
-        output: &Output,
+        output: &OutputOptions,
         routes: Routes,
         run_id: &str,
         reaper: &Reaper,
@@ -192,7 +192,7 @@ mod tests {
 
     fn logs(base: &Path, oneflow_names: bool) -> LogFiles {
         let all = StreamMap::All(Streams { stdout: true, stderr: true });
-        let output = Output {
+        let output = OutputOptions {
             prefix: false,
             log_dir: None,
             oneflow_names,

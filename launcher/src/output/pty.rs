@@ -1,4 +1,4 @@
-//! A pseudoterminal for a worker's output, used where flow-launch itself writes to a terminal: the
+//! A pseudoterminal for a worker's output, used where flow-launch itself writes to a terminal. The
 //! worker draws progress bars and uses colours as it would alone. Nobody can type into it.
 
 use std::fs::File;

@@ -23,7 +23,7 @@ pub struct OutputQueue {
 }
 
 impl OutputQueue {
-    /// For a terminal that can erase.
+    /// Returns the queue of a terminal that can erase.
     pub fn for_screen() -> OutputQueue {
         OutputQueue { screen: Some(Screen::default()), ..OutputQueue::default() }
     }

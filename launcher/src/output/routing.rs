@@ -1,6 +1,6 @@
 //! Routes of workers' streams: the console, a file, or both (pure).
 
-use crate::job::{Output, StreamMap, Streams};
+use crate::job::{OutputOptions, StreamMap, Streams};
 
 /// A standard stream; as a number, the index of the stream in a worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +54,7 @@ impl Route {
 
 /// The routes of all streams of a job.
 pub struct Routes {
-    output: Output,
+    output: OutputOptions,
     role: String,
     host: String,
     /// Streams have files.
@@ -65,7 +65,7 @@ pub struct Routes {
 
 impl Routes {
     /// Makes the routes of a job. `is_terminal`: the console is a terminal.
-    pub fn new(output: &Output, role: &str, host: &str, is_terminal: bool) -> Routes {
+    pub fn new(output: &OutputOptions, role: &str, host: &str, is_terminal: bool) -> Routes {
         Routes {
             output: output.clone(),
             role: role.into(),
@@ -120,7 +120,7 @@ impl Routes {
 }
 
 /// Puts values in place of `${name}` and `$name`, and `$` in place of `$$`, as Python's
-/// `Template.safe_substitute`, which torchrun calls: what names no value stays as it is.
+/// `Template.safe_substitute`, which torchrun calls. What names no value stays as it is.
 fn substitute(template: &str, values: &[(&str, &str)]) -> String {
     let mut text = String::new();
     let mut rest = template;
@@ -143,7 +143,7 @@ fn substitute(template: &str, values: &[(&str, &str)]) -> String {
     text + rest
 }
 
-fn needles(output: &Output, which: StreamKind) -> &[String] {
+fn needles(output: &OutputOptions, which: StreamKind) -> &[String] {
     match which {
         StreamKind::Stdout => &output.stdout_filters,
         StreamKind::Stderr => &output.stderr_filters,
@@ -151,12 +151,12 @@ fn needles(output: &Output, which: StreamKind) -> &[String] {
 }
 
 /// Whether `--log-dir /dev/null` asks for no files at all.
-pub fn is_nowhere(output: &Output) -> bool {
+pub fn is_nowhere(output: &OutputOptions) -> bool {
     output.log_dir.as_deref() == Some("/dev/null".as_ref())
 }
 
-/// Some stream goes to a file.
-pub fn wants_files(output: &Output) -> bool {
+/// Whether some stream goes to a file.
+pub fn wants_files(output: &OutputOptions) -> bool {
     !is_nowhere(output)
         && BOTH.into_iter().any(|which| {
             any(&output.redirects, which)
@@ -180,8 +180,8 @@ mod tests {
     const NONE: StreamMap = StreamMap::All(Streams { stdout: false, stderr: false });
     const ALL: StreamMap = StreamMap::All(Streams { stdout: true, stderr: true });
 
-    fn output(redirects: StreamMap, tee: StreamMap) -> Output {
-        Output {
+    fn output(redirects: StreamMap, tee: StreamMap) -> OutputOptions {
+        OutputOptions {
             prefix: false,
             log_dir: Some("logs".into()),
             oneflow_names: false,
@@ -194,7 +194,7 @@ mod tests {
         }
     }
 
-    fn route(output: &Output, which: StreamKind, local_rank: u32) -> Route {
+    fn route(output: &OutputOptions, which: StreamKind, local_rank: u32) -> Route {
         Routes::new(output, "default", "node0", false).of(which, 10 + local_rank, local_rank)
     }
 
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn ranks_that_are_not_shown_still_have_files_and_a_tail() {
-        let hidden = Output {
+        let hidden = OutputOptions {
             shown: Some(vec![0]),
             ..output(NONE, StreamMap::Each(vec![(1, Streams { stdout: true, stderr: true })]))
         };
@@ -255,18 +255,18 @@ mod tests {
     fn filters_look_at_what_is_teed_or_else_at_all() {
         let needles = vec!["loss".to_string()];
         let teed = StreamMap::Each(vec![(1, Streams { stdout: true, stderr: true })]);
-        let some = Output { stdout_filters: needles.clone(), ..output(NONE, teed) };
+        let some = OutputOptions { stdout_filters: needles.clone(), ..output(NONE, teed) };
         assert_eq!(route(&some, StreamKind::Stdout, 0).filtered, None);
         assert_eq!(route(&some, StreamKind::Stdout, 1).filtered.as_deref(), Some("[default1]:"));
         assert_eq!(route(&some, StreamKind::Stderr, 1).filtered, None);
-        let all = Output { stdout_filters: needles, ..output(ALL, NONE) };
+        let all = OutputOptions { stdout_filters: needles, ..output(ALL, NONE) };
         assert_eq!(route(&all, StreamKind::Stdout, 0).filtered.as_deref(), Some("[default0]:"));
         assert!(!route(&all, StreamKind::Stdout, 0).is_direct(StreamKind::Stdout));
     }
 
     #[test]
     fn without_a_folder_there_are_no_files() {
-        let nowhere = Output {
+        let nowhere = OutputOptions {
             log_dir: Some("/dev/null".into()),
             stdout_filters: vec!["x".into()],
             ..output(ALL, ALL)
@@ -285,7 +285,7 @@ mod tests {
             ("$$rank $rank_ ${rank $ ${} ${pid}é$", "$rank $rank_ ${rank $ ${} ${pid}é$"),
         ] {
             let prefix_template = Some(template.to_string());
-            let teed = Output { prefix_template, ..output(NONE, ALL) };
+            let teed = OutputOptions { prefix_template, ..output(NONE, ALL) };
             let route = Routes::new(&teed, "trainer", "node0", true).of(StreamKind::Stdout, 12, 2);
             assert_eq!(route.console.as_deref(), Some(prefix), "{template}");
         }

@@ -105,7 +105,7 @@ impl Sinks {
     }
 }
 
-/// Opens a pipe or terminal a second time, non-blocking: setting the flag on the given descriptor
+/// Opens a pipe or terminal a second time, non-blocking. Setting the flag on the given descriptor
 /// would affect every process that shares it, such as the shell. None for anything else.
 pub fn non_blocking(fd: BorrowedFd<'_>) -> io::Result<Option<OwnedFd>> {
     Ok(match FileType::from_raw_mode(fstat(fd)?.st_mode) {

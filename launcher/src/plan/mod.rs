@@ -37,7 +37,7 @@ pub struct WorkerSpec {
     pub is_foreground: bool,
 }
 
-/// Number of workers on this node.
+/// Returns the number of workers on this node.
 pub fn local_world_size(job: &Job, host: &LocalHost) -> Result<u32, Usage> {
     let size = match job.processes {
         Processes::Count(count) => count,

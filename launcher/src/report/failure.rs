@@ -28,7 +28,7 @@ const TAIL_BYTES: usize = 1 << 15;
 pub struct Tail(VecDeque<u8>);
 
 impl Tail {
-    /// For a worker that has written to the file itself.
+    /// Reads the tail of a worker that has written to the file itself.
     pub fn of_file(log: &LogFile) -> Tail {
         let mut tail = Tail::default();
         match last_bytes(log) {

@@ -1,6 +1,6 @@
 //! Texts in messages.
 
-/// "rank 3", "ranks 0, 2-7". The ranks are in ascending order.
+/// Names ranks, as "rank 3" or "ranks 0, 2-7". The ranks are in ascending order.
 pub fn ranks(ranks: &[u32]) -> String {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for rank in ranks {

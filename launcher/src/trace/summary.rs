@@ -80,10 +80,11 @@ impl Slowest {
     }
 }
 
-/// Makes a table with a line for each rank. It has the time in communication, the share of it that
-/// is hidden behind backward, the time in waits, and the mean time to compute a step. It also says
-/// in how many steps the rank was the slowest, and in how many collectives it was the last to
-/// arrive. Then the stragglers, and the steps in which the slowest rank was furthest behind.
+/// Makes a table with a line for each rank. It has the time in communication, and the share of it
+/// that is hidden behind backward. It also has the time in waits, and the mean time to compute a
+/// step. It also says in how many steps the rank was the slowest, and in how many collectives it
+/// was the last to arrive. Then the stragglers, and the steps in which the slowest rank was
+/// furthest behind.
 pub fn describe(timeline: &Timeline) -> String {
     let mut ranks: BTreeMap<u32, Rank> = BTreeMap::new();
     let mut arrivals = Arrivals::default();

@@ -94,6 +94,7 @@ enum Kept {
 }
 
 impl<'a, 'l> Step<'a, 'l> {
+    /// Begins a step on this rank's part of the batch.
     pub fn new(
         executor: &'a Executor<'a>,
         messages: Messages<'a>,

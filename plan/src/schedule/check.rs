@@ -3,7 +3,7 @@
 
 use super::action::Action::{self, *};
 use super::done::Done;
-use super::error::{Error, Result};
+use super::error::{Result, ScheduleError};
 
 /// The most computations that a schedule may have.
 pub(super) const MAX: usize = 1 << 24;
@@ -12,14 +12,14 @@ pub(super) const MAX: usize = 1 << 24;
 pub(super) fn check_counts(ranks: usize, chunks: usize, micro_batches: usize) -> Result<()> {
     for (count, what) in [(ranks, "rank"), (chunks, "chunk"), (micro_batches, "micro-batch")] {
         if count == 0 {
-            return Err(Error::Zero(what));
+            return Err(ScheduleError::Zero(what));
         }
     }
     // A forward and the halves of a backward, of each micro-batch in each stage.
     let counts = [chunks, micro_batches, 3];
     match counts.iter().try_fold(ranks, |product, &count| product.checked_mul(count)) {
         Some(product) if product <= MAX => Ok(()),
-        _ => Err(Error::TooLarge(MAX)),
+        _ => Err(ScheduleError::TooLarge(MAX)),
     }
 }
 
@@ -29,30 +29,30 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
     let ranks = computations.len();
     for (count, what) in [(ranks, "rank"), (stages, "stage")] {
         if count == 0 {
-            return Err(Error::Zero(what));
+            return Err(ScheduleError::Zero(what));
         }
     }
     if let Some(stage) = rank_of_stage.iter().position(|&rank| rank >= ranks) {
-        return Err(Error::UnknownRank { stage, rank: rank_of_stage[stage], ranks });
+        return Err(ScheduleError::UnknownRank { stage, rank: rank_of_stage[stage], ranks });
     }
     let micro_batches = computations.iter().flatten().map(|action| action.micro_batch());
-    let last = micro_batches.max().ok_or(Error::Zero("micro-batch"))?;
+    let last = micro_batches.max().ok_or(ScheduleError::Zero("micro-batch"))?;
     // With more micro-batches than this a forward or a backward is missing, of one of these.
     let enough = computations.iter().map(Vec::len).sum::<usize>() / (2 * stages);
     let mut done = Done::new(stages, last.min(enough) + 1);
     for (rank, list) in computations.iter().enumerate() {
         for &action in list {
             if !action.is_computation() {
-                return Err(Error::NoComputation { rank, action });
+                return Err(ScheduleError::NoComputation { rank, action });
             }
             let Some(&owner) = rank_of_stage.get(action.stage()) else {
-                return Err(Error::UnknownStage { rank, action, stages });
+                return Err(ScheduleError::UnknownStage { rank, action, stages });
             };
             if owner != rank {
-                return Err(Error::WrongRank { rank, action, owner });
+                return Err(ScheduleError::WrongRank { rank, action, owner });
             }
             if !done.insert(action) {
-                return Err(Error::Repeated { rank, action });
+                return Err(ScheduleError::Repeated { rank, action });
             }
         }
     }
@@ -64,7 +64,7 @@ pub(super) fn check(rank_of_stage: &[usize], computations: &[Vec<Action>]) -> Re
                 BackwardWeight { stage, micro_batch },
             ];
             if let Some(&action) = all.iter().find(|action| !done.contains(**action)) {
-                return Err(Error::Missing { rank, action });
+                return Err(ScheduleError::Missing { rank, action });
             }
         }
     }

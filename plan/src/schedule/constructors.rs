@@ -4,7 +4,7 @@ use super::action::Action;
 use super::check::{check, check_counts};
 use super::communication::with_communication;
 use super::definition::Schedule;
-use super::error::{Error, Result};
+use super::error::{Result, ScheduleError};
 use super::kind::ScheduleKind;
 use super::one_f_one_b;
 use super::simulator::check_order;
@@ -13,11 +13,11 @@ use super::zero_bubble;
 impl Schedule {
     /// GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     /// Parallelism"): all forwards, then all backwards. Stage s is on rank s. With p ranks and m
-    /// micro-batches a part (p - 1) / (m + p - 1) of the time is idle, and each rank holds m
+    /// micro-batches a part (p - 1) / (m + p - 1) of the time is idle. Each rank holds m
     /// activations.
     ///
-    /// Backwards come in the order of the forwards, as in torch's `ScheduleGPipe`, so that a stage
-    /// adds up its gradients in the same order as with [`Schedule::one_f_one_b`].
+    /// Backwards come in the order of the forwards, as in torch's `ScheduleGPipe`. So a stage adds
+    /// up its gradients in the same order as with [`Schedule::one_f_one_b`].
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
@@ -26,7 +26,7 @@ impl Schedule {
     }
 
     /// 1F1B (PipeDream-Flush; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training
-    /// on GPU Clusters Using Megatron-LM", section 2.2.1): a rank begins with backwards as soon as
+    /// on GPU Clusters Using Megatron-LM", section 2.2.1). A rank begins with backwards as soon as
     /// it can, then does a forward and a backward in turns. Stage s is on rank s. The idle time is
     /// that of [`Schedule::gpipe`], but rank r of p holds min(p - r, m) activations only.
     ///
@@ -62,11 +62,11 @@ impl Schedule {
 
     /// ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1): 1F1B with the
     /// backward in halves. The rank before needs the gradients of the inputs only, so those of the
-    /// weights wait, and fill the time that would be idle at the end. Stage s is on rank s.
+    /// weights wait. They fill the time that would be idle at the end. Stage s is on rank s.
     ///
     /// Let F, B and W be the times of a forward, and of the gradients of inputs and of weights. If
-    /// W is no more than F and B, and m >= p, a rank is idle for (p - 1) (F + B - W); in 1F1B for
-    /// (p - 1) (F + B + W). Each rank holds min(p, m) activations, as rank 0 in 1F1B.
+    /// W is no more than F and B, and m >= p, a rank is idle for (p - 1) (F + B - W). In 1F1B it is
+    /// idle for (p - 1) (F + B + W). Each rank holds min(p, m) activations, as rank 0 in 1F1B.
     ///
     /// # Errors
     /// A count of 0, or more than 2^24 computations.
@@ -74,9 +74,9 @@ impl Schedule {
         Self::looped(ranks, 1, micro_batches, |rank| zero_bubble::zb_h1(rank, ranks, micro_batches))
     }
 
-    /// ZB-V (Qi et al. 2023, section 6): each rank has two stages, s and 2 p - 1 - s, so that the
-    /// model goes down the ranks and up again in the form of a V; the first and the last stage are
-    /// both on rank 0.
+    /// ZB-V (Qi et al. 2023, section 6). Each rank has two stages, s and 2 p - 1 - s. So the model
+    /// goes down the ranks and up again in the form of a V. The first and the last stage are both
+    /// on rank 0.
     ///
     /// Let F, B and W be the times of a stage's forward, and of its gradients of inputs and of
     /// weights. If W <= F <= B, and m >= 2 p - 1, the step takes (p - 1) max(B, 2 (B - W)) longer
@@ -110,7 +110,7 @@ impl Schedule {
     pub fn named(name: &str, ranks: usize, chunks: usize, micro_batches: usize) -> Result<Self> {
         let Some(kind) = ScheduleKind::named(name) else {
             let names = ScheduleKind::ALL.map(ScheduleKind::name).join(", ");
-            return Err(Error::UnknownName { name: name.to_owned(), names });
+            return Err(ScheduleError::UnknownName { name: name.to_owned(), names });
         };
         match kind {
             ScheduleKind::Gpipe => Self::gpipe(ranks, micro_batches),
@@ -132,7 +132,7 @@ impl Schedule {
     /// let computations = vec![vec![forward(0), backward(0)], vec![forward(1), backward(1)]];
     /// let schedule = Schedule::custom(vec![0, 1], computations)?;
     /// assert_eq!(schedule, Schedule::gpipe(2, 1)?);
-    /// # Ok::<(), flow_plan::schedule::Error>(())
+    /// # Ok::<(), flow_plan::schedule::ScheduleError>(())
     /// ```
     ///
     /// # Errors

@@ -13,7 +13,7 @@ use super::action::Action;
 /// let schedule = Schedule::one_f_one_b(4, 8)?;
 /// assert_eq!(schedule.rank_of(2), 2);
 /// assert_eq!(schedule.actions(0)[0], Action::Forward { stage: 0, micro_batch: 0 });
-/// # Ok::<(), flow_plan::schedule::Error>(())
+/// # Ok::<(), flow_plan::schedule::ScheduleError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Schedule {

@@ -10,6 +10,7 @@ pub(super) struct Done {
 }
 
 impl Done {
+    /// Returns a set without actions.
     pub fn new(stages: usize, micro_batches: usize) -> Self {
         Self { micro_batches, kinds: vec![0; stages * micro_batches] }
     }
@@ -26,6 +27,7 @@ impl Done {
         is_new
     }
 
+    /// Returns whether an action was added.
     pub fn contains(&self, action: Action) -> bool {
         let kinds = self.place(action).and_then(|place| self.kinds.get(place));
         kinds.is_some_and(|kinds| kinds & bits(action) == bits(action))

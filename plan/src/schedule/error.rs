@@ -3,11 +3,11 @@
 use super::action::Action;
 
 /// Result with the errors of schedules.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T> = std::result::Result<T, ScheduleError>;
 
 /// An error of a schedule. Its message says what was wrong, and what would be right.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Error {
+pub enum ScheduleError {
     /// A number is 0.
     #[error("a schedule needs at least one {0}")]
     Zero(&'static str),

@@ -20,7 +20,7 @@ mod zero_bubble;
 
 pub use action::Action;
 pub use definition::Schedule;
-pub use error::{Error, Result};
+pub use error::{Result, ScheduleError};
 pub use kind::ScheduleKind;
 pub use picture::{picture, table};
 pub use simulator::{Costs, Interval, Timeline, simulate, simulate_stages};

@@ -11,8 +11,8 @@ pub(super) fn gpipe(stage: usize, micro_batches: usize) -> Vec<Action> {
     forwards.chain(backwards).collect()
 }
 
-/// Lists the computations of a rank in interleaved 1F1B, or with one chunk in 1F1B: some forwards to
-/// warm up, then a forward and a backward in turns, then the other backwards.
+/// Lists the computations of a rank in interleaved 1F1B, or with one chunk in 1F1B. They are some
+/// forwards to warm up, then a forward and a backward in turns, then the other backwards.
 pub(super) fn interleaved(
     rank: usize,
     ranks: usize,

@@ -29,7 +29,7 @@ const COLUMNS: f64 = 10_000.0;
 /// rank 1: .. F0 B0--- F1 B1--- .....
 /// "
 /// );
-/// # Ok::<(), flow_plan::schedule::Error>(())
+/// # Ok::<(), flow_plan::schedule::ScheduleError>(())
 /// ```
 pub fn picture(timeline: &Timeline) -> String {
     let ranks = 0..timeline.ranks();
@@ -92,10 +92,10 @@ fn name(action: Action, with_stage: bool) -> String {
     name
 }
 
-/// Compares all schedules in a table: how long a step takes, the part of it that ranks are idle, and
-/// the most activations that a rank holds at once. `costs` are those of all stages of a rank together.
-/// With several stages a rank, each takes an equal part of them, and counts as such a part of an
-/// activation.
+/// Compares all schedules in a table. It has how long a step takes, the part of it that ranks are
+/// idle, and the most activations that a rank holds at once. `costs` are those of all stages of a
+/// rank together. With several stages a rank, each takes an equal part of them, and counts as such
+/// a part of an activation.
 ///
 /// # Errors
 /// A count of 0, too many computations, or costs that are no times.

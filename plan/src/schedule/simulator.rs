@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::action::Action::{self, *};
 use super::definition::Schedule;
 use super::done::Done;
-use super::error::{Error, Result};
+use super::error::{Result, ScheduleError};
 
 /// Times of a stage's computations of one micro-batch, and of a send, in any unit. By default each
 /// computation takes 1, and a send takes 0.
@@ -33,7 +33,7 @@ impl Costs {
         let Self { forward, backward_input, backward_weight, send } = *self;
         let mut costs = [forward, backward_input, backward_weight, send].into_iter();
         match costs.find(|cost| !(cost.is_finite() && *cost >= 0.0)) {
-            Some(cost) => Err(Error::Cost(cost)),
+            Some(cost) => Err(ScheduleError::Cost(cost)),
             None => Ok(()),
         }
     }
@@ -100,10 +100,10 @@ impl Timeline {
 
     /// Returns the most activations that a rank holds at once, or 0 if there is no such rank.
     ///
-    /// There is one for each stage and micro-batch, from the forward to the end of the backward, or in
-    /// zero bubble schedules of the gradients of weights. After the gradients of inputs, those of
-    /// weights need a part of the activation only (M_W of M_B in Qi et al. 2023). So the number is an
-    /// upper bound.
+    /// There is one for each stage and micro-batch, from the forward to the end of the backward. In
+    /// zero bubble schedules it lasts to the end of the gradients of weights. After the gradients
+    /// of inputs, those of weights need a part of the activation only (M_W of M_B in Qi et al.
+    /// 2023). So the number is an upper bound.
     pub fn peak_activations(&self, rank: usize) -> usize {
         self.peak_activations.get(rank).copied().unwrap_or(0)
     }
@@ -118,7 +118,7 @@ impl Timeline {
 /// assert_eq!(timeline.total(), 33.0);
 /// assert_eq!(timeline.bubble(0), 3.0 / 11.0);
 /// assert_eq!(timeline.peak_activations(0), 4);
-/// # Ok::<(), flow_plan::schedule::Error>(())
+/// # Ok::<(), flow_plan::schedule::ScheduleError>(())
 /// ```
 ///
 /// # Errors
@@ -135,7 +135,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
 pub fn simulate_stages(schedule: &Schedule, costs: &[Costs]) -> Result<Timeline> {
     costs.iter().try_for_each(Costs::check)?;
     if costs.len() != schedule.stages() {
-        return Err(Error::Stages { given: costs.len(), stages: schedule.stages() });
+        return Err(ScheduleError::Stages { given: costs.len(), stages: schedule.stages() });
     }
     let ranks = carry_out(schedule, costs, true)?;
     let (intervals, peak_activations) =
@@ -234,7 +234,7 @@ impl Simulation<'_> {
             match channel(&mut self.channels[rank], from).pop_front() {
                 None => return Ok(false),
                 Some((sent, _)) if sent != action => {
-                    return Err(Error::Order { rank, from, action, sent });
+                    return Err(ScheduleError::Order { rank, from, action, sent });
                 }
                 Some((_, arrival)) => state.now = state.now.max(arrival),
             }
@@ -273,7 +273,7 @@ impl Simulation<'_> {
         });
         match waits.collect::<Vec<_>>() {
             waits if waits.is_empty() => Ok(()),
-            waits => Err(Error::Deadlock(waits.join("; "))),
+            waits => Err(ScheduleError::Deadlock(waits.join("; "))),
         }
     }
 }

@@ -35,7 +35,7 @@ pub fn run(store: &Store, processes: Vec<Child>) -> f64 {
     begin.elapsed().as_secs_f64()
 }
 
-/// Is `count` of the clients: each a thread that does `client`, once all may begin.
+/// Runs `count` of the clients: each a thread that does `client`, once all may begin.
 pub fn join(store: &Store, count: usize, client: impl Fn() + Sync) {
     let barrier = Barrier::new(count + 1);
     let from_barrier = || {

@@ -1,7 +1,7 @@
 //! PyTorch's TCPStore: its clients are served as by PyTorch's own server (that of libuv, the
 //! default).
 //!
-//! They speak first with a number that is no secret, so they are not authenticated: whoever reaches
+//! They speak first with a number that is no secret, so they are not authenticated. Whoever reaches
 //! the port can read and change what is kept here. It is a key space of its own, from which there
 //! is no way to Flow's stores.
 //!
@@ -49,9 +49,9 @@ use std::time::Instant;
 use rustix::process::{Resource, getrlimit};
 
 use super::service::{Outbox, Service};
-use values::Values;
+use values::TcpValues;
 use waits::PendingWaits;
-use wire::{Decoder, Request, Value};
+use wire::{Decoder, TcpRequest, TcpValue};
 
 pub use wire::VALIDATION;
 
@@ -68,15 +68,15 @@ const WAIT_CANCELED: u8 = 1;
 /// A TCPStore, as the server's thread serves it to PyTorch's clients.
 pub struct TcpStoreService {
     max_size: usize,
-    values: Values,
+    values: TcpValues,
     waits: PendingWaits,
-    clients: HashMap<usize, Client>,
+    clients: HashMap<usize, TcpClient>,
     /// The size of all incomplete requests.
     held: usize,
     complaints: Complaints,
 }
 
-/// Each is made once: their number is the clients' choice, and the log may be a pipe that nobody
+/// Each is made once, as their number is the clients' choice. The log may be a pipe that nobody
 /// reads, for which this thread would wait.
 #[derive(Default)]
 struct Complaints {
@@ -86,7 +86,7 @@ struct Complaints {
 }
 
 #[derive(Default)]
-struct Client {
+struct TcpClient {
     decoder: Decoder,
     /// The size of its incomplete request.
     held: usize,
@@ -102,7 +102,7 @@ impl TcpStoreService {
     fn bounded(max_size: usize) -> TcpStoreService {
         TcpStoreService {
             max_size,
-            values: Values::default(),
+            values: TcpValues::default(),
             waits: PendingWaits::default(),
             clients: HashMap::new(),
             held: 0,
@@ -114,13 +114,13 @@ impl TcpStoreService {
     ///
     /// # Errors
     /// That is impossible, which PyTorch's server ends the connection for as well.
-    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> io::Result<()> {
+    fn handle(&mut self, id: usize, request: TcpRequest, outbox: &mut Outbox) -> io::Result<()> {
         match request {
-            Request::Set { key, value } => {
+            TcpRequest::Set { key, value } => {
                 self.values.set(&key, value);
                 self.wake(&key, outbox);
             }
-            Request::CompareSet { key, expected, desired } => {
+            TcpRequest::CompareSet { key, expected, desired } => {
                 let present = self.values.get(&key);
                 if present.map_or(expected.bytes().is_empty(), |present| *present == expected) {
                     self.values.set(&key, desired);
@@ -131,52 +131,54 @@ impl TcpStoreService {
                     self.values.get(&key).map_or(expected.0, |value| Arc::clone(&value.0)),
                 );
             }
-            Request::Get { key } => self.get(id, &key, outbox),
-            Request::MultiGet { keys } => keys.iter().for_each(|key| self.get(id, key, outbox)),
-            Request::Add { key, amount } => {
+            TcpRequest::Get { key } => self.get(id, &key, outbox),
+            TcpRequest::MultiGet { keys } => keys.iter().for_each(|key| self.get(id, key, outbox)),
+            TcpRequest::Add { key, amount } => {
                 let sum = self.values.add(&key, amount).ok_or(ErrorKind::InvalidData)?;
                 send_number(id, sum, outbox);
                 self.wake(&key, outbox);
             }
-            Request::Check { keys } => {
+            TcpRequest::Check { keys } => {
                 let is_missing = !keys.iter().all(|key| self.values.has(key));
                 outbox.send(id, Arc::new(vec![u8::from(is_missing)]));
             }
-            Request::Wait { keys } => {
+            TcpRequest::Wait { keys } => {
                 let missing = keys.into_iter().filter(|key| !self.values.has(key));
                 self.wait(id, missing.collect(), outbox);
             }
-            Request::NumKeys => send_number(id, self.values.len() as i64, outbox),
-            Request::Delete { key } => send_number(id, i64::from(self.values.remove(&key)), outbox),
-            Request::Append { key, value } => {
+            TcpRequest::NumKeys => send_number(id, self.values.len() as i64, outbox),
+            TcpRequest::Delete { key } => {
+                send_number(id, i64::from(self.values.remove(&key)), outbox)
+            }
+            TcpRequest::Append { key, value } => {
                 self.values.append(&key, value);
                 self.wake(&key, outbox);
             }
-            Request::CancelWait => {
+            TcpRequest::CancelWait => {
                 self.waits.cancel(id);
                 outbox.send(id, Arc::new(vec![WAIT_CANCELED]));
             }
-            Request::Ping { nonce } => outbox.send(id, Arc::new(nonce.to_vec())),
-            Request::QueuePush { key, value } => {
+            TcpRequest::Ping { nonce } => outbox.send(id, Arc::new(nonce.to_vec())),
+            TcpRequest::QueuePush { key, value } => {
                 self.values.push(&key, value);
                 if let Some(woken) = self.waits.wake_one(&key) {
                     outbox.send(woken, Arc::new(vec![STOP_WAITING]));
                 }
             }
-            Request::QueuePop { key } => {
+            TcpRequest::QueuePop { key } => {
                 send_number(id, self.values.queue_len(&key) as i64, outbox);
                 if let Some(value) = self.values.pop(&key) {
                     outbox.send(id, value.0);
                 }
             }
-            Request::QueueLen { key } => {
+            TcpRequest::QueueLen { key } => {
                 send_number(id, self.values.queue_len(&key) as i64, outbox)
             }
-            Request::ListKeys => {
+            TcpRequest::ListKeys => {
                 self.make_room(self.values.list_cost(), 0)?;
                 outbox.send(id, self.values.list());
             }
-            Request::Barrier { key, world_size } => {
+            TcpRequest::Barrier { key, world_size } => {
                 if self.values.add(&key, 1).ok_or(ErrorKind::InvalidData)? < world_size {
                     self.wait(id, [key].into(), outbox);
                 } else {
@@ -191,7 +193,7 @@ impl TcpStoreService {
     fn get(&self, id: usize, key: &[u8], outbox: &mut Outbox) {
         outbox.send(
             id,
-            self.values.get(key).map_or_else(|| Value::new(b"").0, |value| Arc::clone(&value.0)),
+            self.values.get(key).map_or_else(|| TcpValue::new(b"").0, |value| Arc::clone(&value.0)),
         );
     }
 
@@ -264,7 +266,7 @@ impl Service for TcpStoreService {
             });
             return Err(ErrorKind::QuotaExceeded.into());
         }
-        self.clients.insert(id, Client::default());
+        self.clients.insert(id, TcpClient::default());
         Ok(())
     }
 

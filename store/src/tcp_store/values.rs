@@ -5,7 +5,7 @@ use std::collections::{HashMap, VecDeque};
 use std::ops::AddAssign;
 use std::sync::{Arc, Weak};
 
-use super::wire::{self, Value};
+use super::wire::{self, TcpValue};
 
 /// The memory that a key or an entry of a queue takes beside its bytes.
 const OVERHEAD: usize = 128;
@@ -14,9 +14,9 @@ const MIN_LENT: usize = 64;
 
 /// Values and queues of a TCPStore, with the memory that they take.
 #[derive(Default)]
-pub struct Values {
-    values: HashMap<Vec<u8>, Value>,
-    queues: HashMap<Vec<u8>, VecDeque<Value>>,
+pub struct TcpValues {
+    values: HashMap<Vec<u8>, TcpValue>,
+    queues: HashMap<Vec<u8>, VecDeque<TcpValue>>,
     /// The values that are not kept here, but may be on their way to a client still, with their
     /// sizes.
     lent: Vec<(Weak<Vec<u8>>, usize)>,
@@ -29,14 +29,14 @@ pub struct Values {
     size: usize,
 }
 
-impl Values {
+impl TcpValues {
     /// Returns the bytes of memory that all of it takes, about.
     pub fn size(&self) -> usize {
         self.size
     }
 
     /// Returns the value under `key`.
-    pub fn get(&self, key: &[u8]) -> Option<&Value> {
+    pub fn get(&self, key: &[u8]) -> Option<&TcpValue> {
         self.values.get(key)
     }
 
@@ -75,7 +75,7 @@ impl Values {
     }
 
     /// Sets `key`.
-    pub fn set(&mut self, key: &[u8], value: Value) {
+    pub fn set(&mut self, key: &[u8], value: TcpValue) {
         self.size += value.0.len();
         match self.values.get_mut(key) {
             Some(present) => {
@@ -92,7 +92,7 @@ impl Values {
     }
 
     /// Appends to the value under `key`, or sets it.
-    pub fn append(&mut self, key: &[u8], value: Value) {
+    pub fn append(&mut self, key: &[u8], value: TcpValue) {
         match self.values.get_mut(key) {
             Some(present) => {
                 self.size += value.bytes().len();
@@ -112,7 +112,7 @@ impl Values {
     pub fn add(&mut self, key: &[u8], amount: i64) -> Option<i64> {
         let mut sum = self.get(key).map_or(Some(0), |value| number(value.bytes()))?;
         sum = sum.wrapping_add(amount);
-        self.set(key, Value::new(sum.to_string().as_bytes()));
+        self.set(key, TcpValue::new(sum.to_string().as_bytes()));
         Some(sum)
     }
 
@@ -127,7 +127,7 @@ impl Values {
     }
 
     /// Adds a value to the end of the queue `key`.
-    pub fn push(&mut self, key: &[u8], value: Value) {
+    pub fn push(&mut self, key: &[u8], value: TcpValue) {
         self.size += value.0.len() + OVERHEAD;
         let size = &mut self.size;
         let queue = self.queues.entry(key.to_vec()).or_insert_with(|| {
@@ -138,7 +138,7 @@ impl Values {
     }
 
     /// Takes the oldest entry of a queue.
-    pub fn pop(&mut self, key: &[u8]) -> Option<Value> {
+    pub fn pop(&mut self, key: &[u8]) -> Option<TcpValue> {
         let queue = self.queues.get_mut(key)?;
         let value = queue.pop_front()?;
         self.size -= value.0.len() + OVERHEAD;
@@ -228,18 +228,18 @@ mod tests {
 
     #[test]
     fn what_is_being_sent_counts_although_it_is_kept_no_more() {
-        let mut values = Values::default();
-        values.set(b"key", Value::new(&[0; 1000]));
+        let mut values = TcpValues::default();
+        values.set(b"key", TcpValue::new(&[0; 1000]));
         let kept = values.size();
-        let mut sent: Vec<Value> = Vec::new();
+        let mut sent: Vec<TcpValue> = Vec::new();
         for change in 0..4 {
             sent.extend(values.get(b"key").cloned());
             match change {
-                0 => values.set(b"key", Value::new(&[1; 1000])),
-                1 => values.append(b"key", Value::new(b"")),
+                0 => values.set(b"key", TcpValue::new(&[1; 1000])),
+                1 => values.append(b"key", TcpValue::new(b"")),
                 2 => drop(values.remove(b"key")),
                 _ => {
-                    values.push(b"q", Value::new(&[0; 1000]));
+                    values.push(b"q", TcpValue::new(&[0; 1000]));
                     sent.extend(values.pop(b"q"));
                 }
             }
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!((values.size(), values.lent.len()), (4 * 1008, 4));
         sent.clear();
         for _ in 0..1000 {
-            values.push(b"q", Value::new(&[0; 1000]));
+            values.push(b"q", TcpValue::new(&[0; 1000]));
             drop(values.pop(b"q"));
         }
         assert!(values.size() < MIN_LENT * kept && values.lent.len() < MIN_LENT);
@@ -262,9 +262,9 @@ mod tests {
         fn the_size_is_that_of_what_is_there(
             steps in vec((0..7u8, 0..4u8, vec(any::<u8>(), 0..9)), 0..60),
         ) {
-            let mut values = Values::default();
+            let mut values = TcpValues::default();
             for (step, key, bytes) in steps {
-                let (key, value) = ([b'k', key], Value::new(&bytes));
+                let (key, value) = ([b'k', key], TcpValue::new(&bytes));
                 match step {
                     0 => values.set(&key, value),
                     1 => values.append(&key, value),

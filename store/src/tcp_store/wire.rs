@@ -18,9 +18,9 @@ const MAX_COUNT: u64 = 128 << 10;
 
 /// A request of one of PyTorch's clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Request {
-    Set { key: Vec<u8>, value: Value },
-    CompareSet { key: Vec<u8>, expected: Value, desired: Value },
+pub enum TcpRequest {
+    Set { key: Vec<u8>, value: TcpValue },
+    CompareSet { key: Vec<u8>, expected: TcpValue, desired: TcpValue },
     Get { key: Vec<u8> },
     MultiGet { keys: Vec<Vec<u8>> },
     Add { key: Vec<u8>, amount: i64 },
@@ -28,10 +28,10 @@ pub enum Request {
     Wait { keys: Vec<Vec<u8>> },
     NumKeys,
     Delete { key: Vec<u8> },
-    Append { key: Vec<u8>, value: Value },
+    Append { key: Vec<u8>, value: TcpValue },
     CancelWait,
     Ping { nonce: [u8; 4] },
-    QueuePush { key: Vec<u8>, value: Value },
+    QueuePush { key: Vec<u8>, value: TcpValue },
     QueuePop { key: Vec<u8> },
     QueueLen { key: Vec<u8> },
     ListKeys,
@@ -40,14 +40,14 @@ pub enum Request {
 
 /// A value as it is sent, with its length in front: all who ask for it share one copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Value(pub Arc<Vec<u8>>);
+pub struct TcpValue(pub Arc<Vec<u8>>);
 
-impl Value {
+impl TcpValue {
     /// Makes a value of bytes.
-    pub fn new(bytes: &[u8]) -> Value {
+    pub fn new(bytes: &[u8]) -> TcpValue {
         let mut wire = Vec::with_capacity(8 + bytes.len());
         put(&mut wire, bytes);
-        Value(Arc::new(wire))
+        TcpValue(Arc::new(wire))
     }
 
     /// Returns the value's bytes.
@@ -56,7 +56,7 @@ impl Value {
     }
 
     /// Adds the bytes of another value.
-    pub fn append(&mut self, other: &Value) {
+    pub fn append(&mut self, other: &TcpValue) {
         let wire = Arc::make_mut(&mut self.0);
         wire.extend_from_slice(other.bytes());
         let length = wire.len() as u64 - 8;
@@ -89,7 +89,7 @@ struct Partial {
 }
 
 /// The parts of a request.
-enum Layout {
+enum RequestFormat {
     Once(&'static [Field]),
     /// A number, and so many keys.
     Keys,
@@ -105,18 +105,18 @@ enum Field {
     Nonce,
 }
 
-impl Layout {
-    fn of(operation: u8) -> Option<Layout> {
+impl RequestFormat {
+    fn of(operation: u8) -> Option<RequestFormat> {
         use Field::*;
         Some(match operation {
-            7 | 12 | 17 => Layout::Once(&[]),
-            3 | 8 | 15 | 16 => Layout::Once(&[Key]),
-            1 | 9 | 14 => Layout::Once(&[Key, Value]),
-            2 => Layout::Once(&[Key, Value, Value]),
-            4 | 18 => Layout::Once(&[Key, Number]),
-            13 => Layout::Once(&[Nonce]),
-            5 | 6 | 10 => Layout::Keys,
-            11 => Layout::Each(&[Key, Value]),
+            7 | 12 | 17 => RequestFormat::Once(&[]),
+            3 | 8 | 15 | 16 => RequestFormat::Once(&[Key]),
+            1 | 9 | 14 => RequestFormat::Once(&[Key, Value]),
+            2 => RequestFormat::Once(&[Key, Value, Value]),
+            4 | 18 => RequestFormat::Once(&[Key, Number]),
+            13 => RequestFormat::Once(&[Nonce]),
+            5 | 6 | 10 => RequestFormat::Keys,
+            11 => RequestFormat::Each(&[Key, Value]),
             _ => return None,
         })
     }
@@ -128,7 +128,7 @@ impl Decoder {
     ///
     /// # Errors
     /// `InvalidData` if it is none.
-    pub fn decode(&mut self, input: &[u8]) -> io::Result<(usize, Option<Request>)> {
+    pub fn decode(&mut self, input: &[u8]) -> io::Result<(usize, Option<TcpRequest>)> {
         let mut rest = input;
         let request = self.take(&mut rest)?;
         Ok((input.len() - rest.len(), request))
@@ -139,26 +139,26 @@ impl Decoder {
         self.partial.as_ref().map_or(0, |partial| partial.size)
     }
 
-    fn take(&mut self, rest: &mut &[u8]) -> io::Result<Option<Request>> {
+    fn take(&mut self, rest: &mut &[u8]) -> io::Result<Option<TcpRequest>> {
         if self.partial.is_none() {
             let Some([operation]) = array(rest) else { return Ok(None) };
             self.partial = Some(Partial { operation, count: None, taken: Vec::new(), size: 0 });
         }
         let Some(partial) = &mut self.partial else { return Ok(None) };
-        let layout = Layout::of(partial.operation).ok_or_else(invalid)?;
-        if partial.count.is_none() && !matches!(layout, Layout::Once(_)) {
+        let format = RequestFormat::of(partial.operation).ok_or_else(invalid)?;
+        if partial.count.is_none() && !matches!(format, RequestFormat::Once(_)) {
             let Some(count) = array(rest).map(u64::from_le_bytes) else { return Ok(None) };
             partial.count = Some(count).filter(|count| *count <= MAX_COUNT);
             partial.count.ok_or_else(invalid)?;
         }
-        let (fields, repeats) = match layout {
-            Layout::Once(fields) => (fields, 1),
-            Layout::Keys => (&[Field::Key][..], partial.count.unwrap_or_default() as usize),
-            Layout::Each(_) if partial.count == Some(0) => {
+        let (fields, repeats) = match format {
+            RequestFormat::Once(fields) => (fields, 1),
+            RequestFormat::Keys => (&[Field::Key][..], partial.count.unwrap_or_default() as usize),
+            RequestFormat::Each(_) if partial.count == Some(0) => {
                 self.partial = None;
                 return Ok(None);
             }
-            Layout::Each(fields) => (fields, 1),
+            RequestFormat::Each(fields) => (fields, 1),
         };
         while partial.taken.len() < fields.len() * repeats {
             let Some(field) = fields[partial.taken.len() % fields.len()].take(rest)? else {
@@ -169,8 +169,10 @@ impl Decoder {
         }
         let request = request(partial.operation, mem::take(&mut partial.taken));
         partial.size = 0;
-        partial.count =
-            partial.count.filter(|_| matches!(layout, Layout::Each(_))).map(|count| count - 1);
+        partial.count = partial
+            .count
+            .filter(|_| matches!(format, RequestFormat::Each(_)))
+            .map(|count| count - 1);
         if partial.count.is_none_or(|count| count == 0) {
             self.partial = None;
         }
@@ -201,34 +203,34 @@ impl Field {
 }
 
 /// Returns the request with these fields, which are those of its layout.
-fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<Request> {
+fn request(operation: u8, fields: Vec<Vec<u8>>) -> Option<TcpRequest> {
     match operation {
-        5 => return Some(Request::Check { keys: fields }),
-        6 => return Some(Request::Wait { keys: fields }),
-        10 => return Some(Request::MultiGet { keys: fields }),
+        5 => return Some(TcpRequest::Check { keys: fields }),
+        6 => return Some(TcpRequest::Wait { keys: fields }),
+        10 => return Some(TcpRequest::MultiGet { keys: fields }),
         _ => {}
     }
     let mut fields = fields.into_iter();
     let mut next = || fields.next().unwrap_or_default();
     Some(match operation {
-        1 | 11 => Request::Set { key: next(), value: Value(Arc::new(next())) },
-        2 => Request::CompareSet {
+        1 | 11 => TcpRequest::Set { key: next(), value: TcpValue(Arc::new(next())) },
+        2 => TcpRequest::CompareSet {
             key: next(),
-            expected: Value(Arc::new(next())),
-            desired: Value(Arc::new(next())),
+            expected: TcpValue(Arc::new(next())),
+            desired: TcpValue(Arc::new(next())),
         },
-        3 => Request::Get { key: next() },
-        4 => Request::Add { key: next(), amount: integer(next())? },
-        7 => Request::NumKeys,
-        8 => Request::Delete { key: next() },
-        9 => Request::Append { key: next(), value: Value(Arc::new(next())) },
-        12 => Request::CancelWait,
-        13 => Request::Ping { nonce: next().try_into().ok()? },
-        14 => Request::QueuePush { key: next(), value: Value(Arc::new(next())) },
-        15 => Request::QueuePop { key: next() },
-        16 => Request::QueueLen { key: next() },
-        17 => Request::ListKeys,
-        18 => Request::Barrier { key: next(), world_size: integer(next())? },
+        3 => TcpRequest::Get { key: next() },
+        4 => TcpRequest::Add { key: next(), amount: integer(next())? },
+        7 => TcpRequest::NumKeys,
+        8 => TcpRequest::Delete { key: next() },
+        9 => TcpRequest::Append { key: next(), value: TcpValue(Arc::new(next())) },
+        12 => TcpRequest::CancelWait,
+        13 => TcpRequest::Ping { nonce: next().try_into().ok()? },
+        14 => TcpRequest::QueuePush { key: next(), value: TcpValue(Arc::new(next())) },
+        15 => TcpRequest::QueuePop { key: next() },
+        16 => TcpRequest::QueueLen { key: next() },
+        17 => TcpRequest::ListKeys,
+        18 => TcpRequest::Barrier { key: next(), world_size: integer(next())? },
         _ => return None,
     })
 }
@@ -262,31 +264,32 @@ mod tests {
     }
 
     /// Any request as it is sent, and what comes out of it.
-    fn requests() -> impl Strategy<Value = (Vec<u8>, Vec<Request>)> {
+    fn requests() -> impl Strategy<Value = (Vec<u8>, Vec<TcpRequest>)> {
         let text = || vec(any::<u8>(), 0..20);
         let one = |key: Vec<u8>, value: Vec<u8>, number: i64, operation: u8| {
             let (k, v, n) = (field(&key), field(&value), number.to_le_bytes());
-            let value = Value::new(&value);
+            let value = TcpValue::new(&value);
             let (wire, request) = match operation {
-                0 => (vec![&[1][..], &k, &v], Request::Set { key, value }),
+                0 => (vec![&[1][..], &k, &v], TcpRequest::Set { key, value }),
                 1 => (
                     vec![&[2][..], &k, &v, &v],
-                    Request::CompareSet { key, expected: value.clone(), desired: value },
+                    TcpRequest::CompareSet { key, expected: value.clone(), desired: value },
                 ),
-                2 => (vec![&[3][..], &k], Request::Get { key }),
-                3 => (vec![&[4][..], &k, &n], Request::Add { key, amount: number }),
-                4 => (vec![&[7][..]], Request::NumKeys),
-                5 => (vec![&[8][..], &k], Request::Delete { key }),
-                6 => (vec![&[9][..], &k, &v], Request::Append { key, value }),
-                7 => (vec![&[12][..]], Request::CancelWait),
-                8 => {
-                    (vec![&[13][..], &n[..4]], Request::Ping { nonce: n[..4].try_into().unwrap() })
-                }
-                9 => (vec![&[14][..], &k, &v], Request::QueuePush { key, value }),
-                10 => (vec![&[15][..], &k], Request::QueuePop { key }),
-                11 => (vec![&[16][..], &k], Request::QueueLen { key }),
-                12 => (vec![&[17][..]], Request::ListKeys),
-                _ => (vec![&[18][..], &k, &n], Request::Barrier { key, world_size: number }),
+                2 => (vec![&[3][..], &k], TcpRequest::Get { key }),
+                3 => (vec![&[4][..], &k, &n], TcpRequest::Add { key, amount: number }),
+                4 => (vec![&[7][..]], TcpRequest::NumKeys),
+                5 => (vec![&[8][..], &k], TcpRequest::Delete { key }),
+                6 => (vec![&[9][..], &k, &v], TcpRequest::Append { key, value }),
+                7 => (vec![&[12][..]], TcpRequest::CancelWait),
+                8 => (
+                    vec![&[13][..], &n[..4]],
+                    TcpRequest::Ping { nonce: n[..4].try_into().unwrap() },
+                ),
+                9 => (vec![&[14][..], &k, &v], TcpRequest::QueuePush { key, value }),
+                10 => (vec![&[15][..], &k], TcpRequest::QueuePop { key }),
+                11 => (vec![&[16][..], &k], TcpRequest::QueueLen { key }),
+                12 => (vec![&[17][..]], TcpRequest::ListKeys),
+                _ => (vec![&[18][..], &k, &n], TcpRequest::Barrier { key, world_size: number }),
             };
             (wire.concat(), vec![request])
         };
@@ -303,12 +306,15 @@ mod tests {
             }
             let keys = || pairs.iter().map(|(key, _)| key.clone());
             let requests = match kind {
-                0 => vec![Request::Check { keys: keys().collect() }],
-                1 => vec![Request::Wait { keys: keys().collect() }],
-                2 => vec![Request::MultiGet { keys: keys().collect() }],
+                0 => vec![TcpRequest::Check { keys: keys().collect() }],
+                1 => vec![TcpRequest::Wait { keys: keys().collect() }],
+                2 => vec![TcpRequest::MultiGet { keys: keys().collect() }],
                 _ => pairs
                     .iter()
-                    .map(|(key, value)| Request::Set { key: key.clone(), value: Value::new(value) })
+                    .map(|(key, value)| TcpRequest::Set {
+                        key: key.clone(),
+                        value: TcpValue::new(value),
+                    })
                     .collect(),
             };
             (wire, requests)
@@ -317,7 +323,7 @@ mod tests {
     }
 
     /// Decodes requests from pieces that arrive one after the other.
-    fn decode(pieces: &[&[u8]]) -> io::Result<Vec<Request>> {
+    fn decode(pieces: &[&[u8]]) -> io::Result<Vec<TcpRequest>> {
         let (mut decoder, mut input, mut requests) = (Decoder::default(), Vec::new(), Vec::new());
         for piece in pieces {
             input.extend_from_slice(piece);
@@ -338,7 +344,7 @@ mod tests {
         #[test]
         fn requests_come_out_of_any_pieces(all in vec(requests(), 0..8), size in 1..40usize) {
             let wire: Vec<u8> = all.iter().flat_map(|(wire, _)| wire.clone()).collect();
-            let expected: Vec<Request> =
+            let expected: Vec<TcpRequest> =
                 all.into_iter().flat_map(|(_, requests)| requests).collect();
             prop_assert_eq!(&decode(&wire.chunks(size).collect::<Vec<_>>()).unwrap(), &expected);
             prop_assert_eq!(decode(&[&wire]).unwrap(), expected);
@@ -369,9 +375,9 @@ mod tests {
 
     #[test]
     fn values_grow() {
-        let mut value = Value::new(b"ab");
+        let mut value = TcpValue::new(b"ab");
         let before = value.clone();
-        value.append(&Value::new(b"cd"));
-        assert_eq!((value, before.bytes()), (Value::new(b"abcd"), &b"ab"[..]));
+        value.append(&TcpValue::new(b"cd"));
+        assert_eq!((value, before.bytes()), (TcpValue::new(b"abcd"), &b"ab"[..]));
     }
 }

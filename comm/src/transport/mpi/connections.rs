@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use super::session::{
-    BackgroundRequest, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE, Message, Session, with_session,
+    BackgroundRequest, HANDSHAKE_TAG, MAX_BACKOFF, MAX_HANDSHAKE, Request, Session, with_session,
 };
 use crate::env::Membership;
 use crate::peer_info::PeerInfo;
@@ -80,7 +80,7 @@ impl Transport for MpiTransport {
             how: DisconnectReason::OutOfReach(error),
         })?;
         let peers = (0..members.len())
-            .map(|member| (member != own).then(|| Peer::new(members[member] as c_int)))
+            .map(|member| (member != own).then(|| MpiPeer::new(members[member] as c_int)))
             .collect();
         Ok(Box::new(MpiConnections { channel: channel.into(), tag, peers, has_ended: false }))
     }
@@ -91,26 +91,26 @@ struct MpiConnections {
     /// The tag of the messages that this rank sends.
     tag: c_int,
     /// The peers by position; None for this rank.
-    peers: Vec<Option<Peer>>,
+    peers: Vec<Option<MpiPeer>>,
     /// The other members know that this rank sends nothing more.
     has_ended: bool,
 }
 
-struct Peer {
+struct MpiPeer {
     rank: c_int,
     queues: QueuePair,
-    outgoing: VecDeque<Message>,
+    outgoing: VecDeque<Request>,
     /// Messages that come in, once the peer's tag is known.
-    incoming: VecDeque<Message>,
+    incoming: VecDeque<Request>,
     tag: Option<c_int>,
     /// The first that has come, and what of it is still to be copied.
-    come: Option<(Message, Range<usize>)>,
+    come: Option<(Request, Range<usize>)>,
     reason: Option<DisconnectReason>,
     /// Nothing more is wanted from it than word of its reason.
     is_aborted: bool,
 }
 
-impl Peer {
+impl MpiPeer {
     fn new(rank: c_int) -> Self {
         Self {
             rank,
@@ -296,7 +296,7 @@ impl Connections for MpiConnections {
 
     fn abort(&mut self, why: &str) {
         self.end(ABORTED, why);
-        self.peers.iter_mut().flatten().for_each(Peer::abort);
+        self.peers.iter_mut().flatten().for_each(MpiPeer::abort);
     }
 
     fn shutdown(&mut self) {
@@ -320,7 +320,7 @@ impl Drop for MpiConnections {
 /// A peer that has yet to say that it sends nothing more. Until then somebody has to take what
 /// comes, or MPI would keep it for good.
 struct Draining {
-    peer: Peer,
+    peer: MpiPeer,
     channel: String,
 }
 

@@ -10,7 +10,7 @@
 //!
 //! A process that exits with status 0 finalizes MPI, which waits for all others to come so far. One
 //! that fails does not: that is how `mpirun` sees that the job has to be ended. A program that has
-//! initialized MPI itself finalizes it itself: then MPI says so first, to an attribute of its
+//! initialized MPI itself finalizes it itself. MPI then says so first, to an attribute of its
 //! smallest communicator, and the session ends there.
 //!
 //! The `unsafe` code here calls MPI. The `mpi` crate makes safe only what ends within a scope.
@@ -42,12 +42,12 @@ pub const MAX_BACKOFF: Duration = Duration::from_millis(1);
 /// The time that the end waits for what is still to be done.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(1);
 
-static SESSION: Mutex<State> = Mutex::new(State::New);
+static SESSION: Mutex<SessionState> = Mutex::new(SessionState::New);
 /// The process whose session it is, for MPI knows nothing of forked children: 1 more than the forks
 /// behind that process; 0: nobody's. No lock, which a fork might leave locked.
 static OWNER: AtomicU32 = AtomicU32::new(0);
 
-enum State {
+enum SessionState {
     New,
     Open(Session),
     Over,
@@ -64,7 +64,7 @@ pub struct Session {
     /// The tag of a rank in a channel, as handshakes say.
     pub tags: HashMap<(c_int, String), c_int>,
     /// The message in which the next handshake comes in.
-    handshake: Option<Message>,
+    handshake: Option<Request>,
     pub background: Vec<Box<dyn BackgroundRequest>>,
     /// Finalizes MPI. None where the program itself had initialized it.
     universe: Option<Universe>,
@@ -84,16 +84,16 @@ pub trait BackgroundRequest: Send {
 unsafe impl Send for Session {}
 
 /// The memory that MPI sends or fills.
-pub struct Message {
+pub struct Request {
     request: ffi::MPI_Request,
     pub buffer: Vec<u8>,
     is_through: bool,
 }
 
 // SAFETY: as for the session.
-unsafe impl Send for Message {}
+unsafe impl Send for Request {}
 
-impl Drop for Message {
+impl Drop for Request {
     fn drop(&mut self) {
         if !self.is_through {
             // MPI may use it at any time.
@@ -121,9 +121,9 @@ extern "C" fn finalize(status: c_int, _: *mut c_void) {
 
 /// Ends the session. To drop what it returns, which takes that the lock is free, finalizes MPI.
 fn end() -> Option<Universe> {
-    let state = std::mem::replace(&mut *lock(), State::Over);
+    let state = std::mem::replace(&mut *lock(), SessionState::Over);
     match state {
-        State::Open(session) => session.end(),
+        SessionState::Open(session) => session.end(),
         _ => None,
     }
 }
@@ -160,7 +160,7 @@ fn is_ours() -> bool {
         .map_or_else(|owner| owner == own, |_| true)
 }
 
-fn lock() -> MutexGuard<'static, State> {
+fn lock() -> MutexGuard<'static, SessionState> {
     SESSION.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -176,11 +176,11 @@ pub fn with_session<T>(
         );
     }
     let mut state = lock();
-    if matches!(*state, State::New) {
-        *state = State::Open(Session::open()?);
+    if matches!(*state, SessionState::New) {
+        *state = SessionState::Open(Session::open()?);
     }
     match &mut *state {
-        State::Open(session) => action(session),
+        SessionState::Open(session) => action(session),
         _ => Err("MPI is finalized: the process is about to end".into()),
     }
 }
@@ -281,10 +281,10 @@ impl Session {
     }
 
     /// Begins to send a buffer.
-    pub fn send(&self, mut buffer: Vec<u8>, to: c_int, tag: c_int) -> Result<Message, String> {
+    pub fn send(&self, mut buffer: Vec<u8>, to: c_int, tag: c_int) -> Result<Request, String> {
         let data = buffer.as_mut_ptr().cast::<c_void>();
         let count = buffer.len() as c_int;
-        Message::begin(buffer, |request| {
+        Request::begin(buffer, |request| {
             // SAFETY: the buffer is that long, and lives until the message is through.
             unsafe {
                 ffi::MPI_Isend(data, count, ffi::RSMPI_UINT8_T, to, tag, self.communicator, request)
@@ -293,10 +293,10 @@ impl Session {
     }
 
     /// Begins to fill a buffer.
-    pub fn receive(&self, mut buffer: Vec<u8>, from: c_int, tag: c_int) -> Result<Message, String> {
+    pub fn receive(&self, mut buffer: Vec<u8>, from: c_int, tag: c_int) -> Result<Request, String> {
         let data = buffer.as_mut_ptr().cast::<c_void>();
         let count = buffer.len() as c_int;
-        Message::begin(buffer, |request| {
+        Request::begin(buffer, |request| {
             // SAFETY: as above, and nobody else uses it.
             unsafe {
                 ffi::MPI_Irecv(
@@ -312,11 +312,11 @@ impl Session {
         })
     }
 
-    /// Rank 0's buffer to all, which are as long.
-    pub fn broadcast(&self, mut buffer: Vec<u8>) -> Result<Message, String> {
+    /// Gives all ranks the buffer of rank 0; all buffers are as long.
+    pub fn broadcast(&self, mut buffer: Vec<u8>) -> Result<Request, String> {
         let data = buffer.as_mut_ptr().cast::<c_void>();
         let count = buffer.len() as c_int;
-        Message::begin(buffer, |request| {
+        Request::begin(buffer, |request| {
             // SAFETY: as above.
             unsafe {
                 ffi::MPI_Ibcast(data, count, ffi::RSMPI_UINT8_T, 0, self.communicator, request)
@@ -325,7 +325,7 @@ impl Session {
     }
 
     /// Whether the message is through.
-    pub fn test(&self, message: &mut Message) -> Result<Option<Status>, String> {
+    pub fn test(&self, message: &mut Request) -> Result<Option<Status>, String> {
         let mut flag = 0;
         let mut status = MaybeUninit::<ffi::MPI_Status>::zeroed();
         let mut count = 0;
@@ -344,7 +344,7 @@ impl Session {
     }
 
     /// Forgets what was to come in.
-    pub fn cancel(&self, mut message: Message) {
+    pub fn cancel(&self, mut message: Request) {
         // SAFETY: the request is under way.
         if unsafe { ffi::MPI_Cancel(&mut message.request) } == 0 {
             let _ = self.test(&mut message);
@@ -382,7 +382,7 @@ impl Session {
     }
 }
 
-impl Message {
+impl Request {
     fn begin(
         buffer: Vec<u8>,
         begin: impl FnOnce(*mut ffi::MPI_Request) -> c_int,
@@ -395,7 +395,7 @@ impl Message {
 }
 
 /// A message that is still to be sent.
-impl BackgroundRequest for Message {
+impl BackgroundRequest for Request {
     fn is_done(&mut self, session: &mut Session) -> bool {
         !matches!(session.test(self), Ok(None))
     }
@@ -407,7 +407,7 @@ fn progress_until_closed() {
         std::thread::sleep(TICK);
         match &mut *lock() {
             // The thread that uses a connection reports what goes wrong.
-            State::Open(session) => drop(session.progress()),
+            SessionState::Open(session) => drop(session.progress()),
             _ => break,
         }
     }

@@ -9,8 +9,9 @@ use rustix::net::sockopt;
 
 use crate::transport::DisconnectReason;
 
-/// A socket that is idle for so long is probed, at such an interval, and is broken when so many
-/// probes were not answered, or when a notice was not acknowledged for as long as that takes.
+/// A socket that is idle for so long is probed, at such an interval. It is broken when so many
+/// probes were not answered. It is also broken when a notice was not acknowledged for as long as
+/// that takes.
 const PROBE_AFTER: Duration = Duration::from_secs(4);
 const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 const PROBES: u32 = 3;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 
 use super::control::{Sockets, reason, watch};
+use super::socket_name::{SocketKind, SocketName};
 use crate::transport::DisconnectReason;
 use crate::transport::acceptor::introduce;
 
@@ -29,10 +30,10 @@ pub struct Dial {
     address: SocketAddr,
     begin: Instant,
     attempts: u64,
-    phase: Phase,
+    phase: DialPhase,
 }
 
-enum Phase {
+enum DialPhase {
     /// Until the next attempt.
     Pause(Instant),
     /// Both sockets, and since when.
@@ -48,11 +49,6 @@ struct Half {
 }
 
 impl Half {
-    fn new(address: SocketAddr, name: String) -> io::Result<Self> {
-        let stream = mio::net::TcpStream::connect(address)?.into();
-        Ok(Self { stream, name, is_introduced: false })
-    }
-
     /// Says who this is as soon as the socket is connected; whether that is done.
     fn introduce(&mut self, token: &str, address: SocketAddr) -> io::Result<bool> {
         if let Some(error) = self.stream.take_error()? {
@@ -75,28 +71,28 @@ impl Dial {
     /// Begins to connect to a rank.
     pub fn new(rank: usize, address: SocketAddr) -> Self {
         let begin = Instant::now();
-        Self { rank, address, begin, attempts: 0, phase: Phase::Pause(begin) }
+        Self { rank, address, begin, attempts: 0, phase: DialPhase::Pause(begin) }
     }
 
     /// Returns the sockets to wait for.
     pub fn sockets(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         match &self.phase {
-            Phase::Pause(_) => Vec::new(),
-            Phase::Connecting(halves, _) => halves
+            DialPhase::Pause(_) => Vec::new(),
+            DialPhase::Connecting(halves, _) => halves
                 .iter()
                 .filter(|half| !half.is_introduced)
                 .map(|half| (half.stream.as_fd(), PollFlags::OUT))
                 .collect(),
-            Phase::Answer { control, .. } => vec![(control.as_fd(), PollFlags::IN)],
+            DialPhase::Answer { control, .. } => vec![(control.as_fd(), PollFlags::IN)],
         }
     }
 
     /// Returns when to go on in any case.
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Pause(until) => Some(*until),
-            Phase::Connecting(_, since) => Some(*since + CONNECT_TIMEOUT),
-            Phase::Answer { .. } => None,
+            DialPhase::Pause(until) => Some(*until),
+            DialPhase::Connecting(_, since) => Some(*since + CONNECT_TIMEOUT),
+            DialPhase::Answer { .. } => None,
         }
     }
 
@@ -112,29 +108,35 @@ impl Dial {
                 if error.kind() == io::ErrorKind::TimedOut
                     && self.begin.elapsed() < UNANSWERED_TIMEOUT =>
             {
-                self.phase = Phase::Pause(Instant::now());
+                self.phase = DialPhase::Pause(Instant::now());
                 None
             }
             Err(error) => Some(Err(self.reason(&error))),
         }
     }
 
+    /// Begins to connect a socket of the running attempt of this rank, `own`.
+    fn connect(&self, kind: SocketKind, own: usize) -> io::Result<Half> {
+        let stream = mio::net::TcpStream::connect(self.address)?.into();
+        let name = SocketName { kind, rank: own, attempt: self.attempts };
+        Ok(Half { stream, name: name.encode(), is_introduced: false })
+    }
+
     fn step(&mut self, own: usize, token: &str) -> io::Result<Option<Sockets>> {
         loop {
             let now = Instant::now();
-            self.phase = match std::mem::replace(&mut self.phase, Phase::Pause(now)) {
-                Phase::Pause(until) if now < until => {
-                    self.phase = Phase::Pause(until);
+            self.phase = match std::mem::replace(&mut self.phase, DialPhase::Pause(now)) {
+                DialPhase::Pause(until) if now < until => {
+                    self.phase = DialPhase::Pause(until);
                     return Ok(None);
                 }
-                Phase::Pause(_) => {
+                DialPhase::Pause(_) => {
                     self.attempts += 1;
-                    let name = format!("{own}/{}", self.attempts);
-                    let data = Half::new(self.address, format!("data/{name}"))?;
-                    let control = Half::new(self.address, format!("control/{name}"))?;
-                    Phase::Connecting([data, control], now)
+                    let data = self.connect(SocketKind::Data, own)?;
+                    let control = self.connect(SocketKind::Control, own)?;
+                    DialPhase::Connecting([data, control], now)
                 }
-                Phase::Connecting(mut halves, since) => {
+                DialPhase::Connecting(mut halves, since) => {
                     let mut is_through = true;
                     for half in &mut halves {
                         is_through &= half.introduce(token, self.address)?;
@@ -144,27 +146,27 @@ impl Dial {
                             let text = "connection timed out";
                             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
                         }
-                        self.phase = Phase::Connecting(halves, since);
+                        self.phase = DialPhase::Connecting(halves, since);
                         return Ok(None);
                     }
                     let [data, control] = halves.map(|half| half.stream);
                     watch(&control)?;
-                    Phase::Answer { data, control }
+                    DialPhase::Answer { data, control }
                 }
-                Phase::Answer { data, mut control } => {
+                DialPhase::Answer { data, mut control } => {
                     let mut answer = [0];
                     match control.read(&mut answer) {
                         Ok(1..) if answer[0] == ACCEPTED => {
                             return Sockets::new(data, control).map(Some);
                         }
-                        Ok(1..) => Phase::Pause(now + RETRY_INTERVAL),
+                        Ok(1..) => DialPhase::Pause(now + RETRY_INTERVAL),
                         Ok(0) => return Err(io::ErrorKind::ConnectionReset.into()),
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                            self.phase = Phase::Answer { data, control };
+                            self.phase = DialPhase::Answer { data, control };
                             return Ok(None);
                         }
                         Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                            Phase::Answer { data, control }
+                            DialPhase::Answer { data, control }
                         }
                         Err(error) => return Err(error),
                     }

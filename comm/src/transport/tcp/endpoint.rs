@@ -20,7 +20,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
 use super::control::{GroupId, Sockets, reason};
 use super::dial::{ACCEPTED, CONNECT_TIMEOUT, Dial, OTHER};
-use super::pair::{Pair, State};
+use super::pair::{Pair, PairState};
+use super::socket_name::{SocketKind, SocketName};
 use crate::transport::DisconnectReason;
 use crate::transport::acceptor::Acceptor;
 
@@ -157,8 +158,8 @@ impl Endpoint {
 
     /// Connects to a rank, unless that has begun, without waiting for it.
     pub fn connect(&self, rank: usize, pair: &mut Pair) {
-        if matches!(pair.state, State::Unconnected) {
-            pair.state = State::Connecting;
+        if matches!(pair.state, PairState::Unconnected) {
+            pair.state = PairState::Connecting;
             self.wanted().push(rank);
             self.ring();
         }
@@ -172,7 +173,7 @@ impl Endpoint {
     fn advance(&self, dial: &mut Dial) -> bool {
         let mut pair = self.pair(dial.rank);
         // The other's connection may have come.
-        if !matches!(pair.state, State::Connecting) {
+        if !matches!(pair.state, PairState::Connecting) {
             return false;
         }
         match dial.advance(self.rank, &self.token) {
@@ -218,7 +219,7 @@ impl Endpoint {
         let mut waits = Vec::new();
         for rank in 0..self.pairs.len() {
             let pair = self.pair(rank);
-            let State::Connected(sockets) = &pair.state else { continue };
+            let PairState::Connected(sockets) = &pair.state else { continue };
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, pair.hears());
             events.set(PollFlags::OUT, pair.has_notices());
@@ -248,14 +249,7 @@ impl Endpoint {
 
     /// Takes one of the two sockets of a connection.
     fn admit(&self, name: &str, stream: TcpStream, halves: &mut HashMap<usize, Halves>) {
-        let mut parts = name.splitn(3, '/');
-        let (Some(kind), Some(Ok(rank)), Some(Ok(attempt))) = (
-            parts.next(),
-            parts.next().map(str::parse::<usize>),
-            parts.next().map(str::parse::<u64>),
-        ) else {
-            return;
-        };
+        let Some(SocketName { kind, rank, attempt }) = SocketName::decode(name) else { return };
         if rank >= self.pairs.len() {
             return;
         }
@@ -268,8 +262,8 @@ impl Endpoint {
             *half = Halves { attempt, ..Halves::default() };
         }
         match kind {
-            "data" => half.data = Some(stream),
-            _ => half.control = Some(stream),
+            SocketKind::Data => half.data = Some(stream),
+            SocketKind::Control => half.control = Some(stream),
         }
         if let Halves { data: Some(_), control: Some(_), .. } = half {
             let Some(Halves { data: Some(data), control: Some(control), .. }) =
@@ -285,10 +279,10 @@ impl Endpoint {
     fn welcome(&self, rank: usize, data: TcpStream, mut control: TcpStream) {
         let mut pair = self.pair(rank);
         let answer = match pair.state {
-            State::Unconnected => ACCEPTED,
-            State::Connecting if rank < self.rank => ACCEPTED,
-            State::Connecting | State::Connected(_) => OTHER,
-            State::Down(_) => return,
+            PairState::Unconnected => ACCEPTED,
+            PairState::Connecting if rank < self.rank => ACCEPTED,
+            PairState::Connecting | PairState::Connected(_) => OTHER,
+            PairState::Down(_) => return,
         };
         // So early it has room.
         let told = control.write_all(&[answer]);

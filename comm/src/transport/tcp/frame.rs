@@ -17,7 +17,7 @@ pub const MAX_SLICES: usize = 64;
 
 /// The beginning of a frame.
 #[derive(Default)]
-pub struct Header {
+pub struct FrameHeader {
     pub channel: ChannelId,
     /// Bytes that follow the header.
     pub bytes: usize,
@@ -25,8 +25,8 @@ pub struct Header {
     pub limit: u64,
 }
 
-impl Header {
-    /// Little-endian; the number of bytes is a u32.
+impl FrameHeader {
+    /// Encodes it, little-endian; the number of bytes is a u32.
     pub fn encode(&self) -> [u8; HEADER] {
         let mut header = [0; HEADER];
         header[..8].copy_from_slice(&self.channel.to_le_bytes());

@@ -12,13 +12,13 @@ use smallvec::SmallVec;
 
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{HEADER, Header, MAX_FRAMES, MAX_SLICES, cut};
+use super::frame::{FrameHeader, HEADER, MAX_FRAMES, MAX_SLICES, cut};
 
 /// Bytes that are read at once where nothing is expected.
 pub const READ_AHEAD: usize = 4096;
 
 /// The frame that comes in.
-pub struct Incoming {
+pub struct IncomingFrame {
     channel: ChannelId,
     /// Bytes of the frame that are still to be given to the channel.
     rest: usize,
@@ -33,7 +33,7 @@ pub struct Incoming {
     pub end: Option<Instant>,
 }
 
-impl Default for Incoming {
+impl Default for IncomingFrame {
     fn default() -> Self {
         let buffer = Box::new([0; READ_AHEAD]);
         Self {
@@ -48,7 +48,7 @@ impl Default for Incoming {
     }
 }
 
-impl Incoming {
+impl IncomingFrame {
     /// Reads while channel `id` expects something, or may send no more. Whether anything came, and
     /// whether the socket has nothing.
     pub fn fill(
@@ -115,7 +115,7 @@ impl Incoming {
 
     /// Takes a header that was read. Returns how many bytes this process may send in its channel.
     fn take_header(&mut self) -> Option<u64> {
-        let header = Header::decode(self.ahead())?;
+        let header = FrameHeader::decode(self.ahead())?;
         self.channel = header.channel;
         self.rest = header.bytes;
         self.taken += HEADER;
@@ -186,7 +186,7 @@ impl Incoming {
         let mut foreign = None;
         for length in lengths {
             read.take(HEADER, |bytes| self.ahead.extend_from_slice(bytes));
-            let Some(header) = Header::decode(&self.ahead) else { break };
+            let Some(header) = FrameHeader::decode(&self.ahead) else { break };
             self.ahead.drain(..HEADER);
             self.channel = header.channel;
             self.rest = header.bytes;

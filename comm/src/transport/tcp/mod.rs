@@ -18,6 +18,7 @@ mod frame;
 mod incoming;
 mod outgoing;
 mod pair;
+mod socket_name;
 #[cfg(test)]
 mod tests;
 mod waker;
@@ -132,7 +133,7 @@ impl Transport for TcpTransport {
             id,
             others: others.map(|member| (member, members[member])).collect(),
             ranks: members.to_vec(),
-            queued: vec![Queued::default(); members.len()],
+            queued: vec![QueueSnapshot::default(); members.len()],
             waker,
             events: 0,
         }))
@@ -176,7 +177,7 @@ struct TcpConnections {
     ranks: Vec<usize>,
     others: Vec<(usize, usize)>,
     /// The queues by member.
-    queued: Vec<Queued>,
+    queued: Vec<QueueSnapshot>,
     waker: Arc<Waker>,
     /// The events of the waker that were seen.
     events: u64,
@@ -184,19 +185,19 @@ struct TcpConnections {
 
 /// A member's queues, as far as this thread knows them without locking the connection.
 #[derive(Clone, Copy)]
-struct Queued {
+struct QueueSnapshot {
     /// Segments that are sent, and those that are received.
     moved: (u64, u64),
     is_empty: bool,
 }
 
-impl Default for Queued {
+impl Default for QueueSnapshot {
     fn default() -> Self {
         Self { moved: (0, 0), is_empty: true }
     }
 }
 
-impl Queued {
+impl QueueSnapshot {
     fn of(queues: &QueuePair) -> Self {
         let moved = (queues.sending.done, queues.receiving.done);
         Self { moved, is_empty: queues.is_empty() }
@@ -221,7 +222,7 @@ impl TcpConnections {
                 self.endpoint.connect(rank, &mut pair);
             }
             let progress = pair.progress(self.id);
-            self.queued[member] = Queued::of(pair.queues(self.id));
+            self.queued[member] = QueueSnapshot::of(pair.queues(self.id));
             if pair.has_notices() {
                 self.endpoint.ring();
             }
@@ -260,7 +261,7 @@ impl Connections for TcpConnections {
         let mut pair = self.endpoint.pair(self.ranks[member]);
         let queues = pair.queues(self.id);
         action(queues);
-        self.queued[member] = Queued::of(queues);
+        self.queued[member] = QueueSnapshot::of(queues);
     }
 
     fn moved(&mut self, member: usize) -> (u64, u64) {
@@ -316,7 +317,7 @@ impl Connections for TcpConnections {
             why => DisconnectReason::Failed(why.into()),
         });
         self.close();
-        self.queued.fill(Queued::default());
+        self.queued.fill(QueueSnapshot::default());
     }
 
     fn shutdown(&mut self) {

@@ -9,10 +9,10 @@ use smallvec::SmallVec;
 
 use super::channel::{Channel, Channels};
 use super::control::ChannelId;
-use super::frame::{HEADER, Header, MAX_FRAMES, MAX_SLICES, cut};
+use super::frame::{FrameHeader, HEADER, MAX_FRAMES, MAX_SLICES, cut};
 
 /// The frame that is under way.
-pub struct Outgoing {
+pub struct OutgoingFrame {
     channel: ChannelId,
     header: [u8; HEADER],
     /// Bytes of the header that are written.
@@ -24,7 +24,7 @@ pub struct Outgoing {
     pub end: Option<Instant>,
 }
 
-impl Default for Outgoing {
+impl Default for OutgoingFrame {
     fn default() -> Self {
         Self {
             channel: 0,
@@ -37,7 +37,7 @@ impl Default for Outgoing {
     }
 }
 
-impl Outgoing {
+impl OutgoingFrame {
     /// Writes the frame under way, whichever channel has it, then frames of channel `id`. Whether
     /// anything went, and whether the socket has no room.
     pub fn flush(
@@ -69,7 +69,7 @@ impl Outgoing {
     fn begin(&mut self, id: ChannelId, channel: &mut Channel, bytes: usize) {
         channel.sent += bytes as u64;
         channel.granted = channel.next_limit();
-        let header = Header { channel: id, bytes, limit: channel.granted };
+        let header = FrameHeader { channel: id, bytes, limit: channel.granted };
         self.channel = id;
         self.rest = bytes;
         self.header = header.encode();
@@ -96,7 +96,7 @@ impl Outgoing {
         let mut frames = 1;
         for bytes in cut(queue, self.rest, self.rest + credit).take(MAX_FRAMES - 1) {
             lengths[frames] = bytes;
-            headers[frames] = Header { channel: self.channel, bytes, limit }.encode();
+            headers[frames] = FrameHeader { channel: self.channel, bytes, limit }.encode();
             frames += 1;
         }
         let mut slices: SmallVec<[IoSlice; MAX_SLICES]> = SmallVec::new();

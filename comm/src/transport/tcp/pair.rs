@@ -11,9 +11,9 @@
 //!
 //! The control socket is nearly always idle. So the kernel's keep-alive reports within ten seconds
 //! that the other machine, or the network, is gone. A process that is merely slow, or stopped, is
-//! alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.) The sizes of
-//! buffers are left to the kernel, which adapts them up to a larger bound than it grants to those
-//! who ask.
+//! alive to it. (`TCP_USER_TIMEOUT` on the data would take a stopped reader for dead.)
+//!
+//! The kernel chooses the sizes of buffers: its bound is higher than what it grants to those who ask.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 
 use super::channel::{Channel, Channels, WINDOW};
 use super::control::{self, ChannelId, GroupId, Notice, Sockets};
-use super::incoming::{Incoming, READ_AHEAD};
-use super::outgoing::Outgoing;
+use super::incoming::{IncomingFrame, READ_AHEAD};
+use super::outgoing::OutgoingFrame;
 use super::waker::Waker;
 use crate::transport::DisconnectReason;
 use crate::transport::queue::QueuePair;
@@ -37,10 +37,10 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The connection to another process.
 #[derive(Default)]
 pub struct Pair {
-    pub state: State,
+    pub state: PairState,
     channels: Channels,
-    outgoing: Outgoing,
-    incoming: Incoming,
+    outgoing: OutgoingFrame,
+    incoming: IncomingFrame,
     /// The part of a notice that the control socket has brought, and the notices that it is still
     /// to take.
     control_in: Vec<u8>,
@@ -51,7 +51,7 @@ pub struct Pair {
 
 /// The state of a connection.
 #[derive(Default)]
-pub enum State {
+pub enum PairState {
     #[default]
     Unconnected,
     Connecting,
@@ -76,7 +76,7 @@ pub struct Waits {
 impl Pair {
     /// Notes that the connection is there.
     pub fn connected(&mut self, sockets: Sockets) {
-        self.state = State::Connected(sockets);
+        self.state = PairState::Connected(sockets);
         let mut notices = Vec::new();
         for (&id, channel) in &self.channels {
             let open = channel.group.map(Notice::Open);
@@ -89,7 +89,7 @@ impl Pair {
 
     /// Notes that the connection has ended.
     pub fn down(&mut self, how: DisconnectReason) {
-        self.state = State::Down(how);
+        self.state = PairState::Down(how);
         self.channels.retain(|_, channel| !channel.is_closed);
         self.wake_all();
     }
@@ -111,7 +111,7 @@ impl Pair {
 
     fn sockets(&self) -> Option<Sockets> {
         match &self.state {
-            State::Connected(sockets) => Some(sockets.clone()),
+            PairState::Connected(sockets) => Some(sockets.clone()),
             _ => None,
         }
     }
@@ -134,7 +134,7 @@ impl Pair {
             self.close(id);
             // Who connects later, and opens the channel, learns it from the group.
             let own_end = self.channels.get(&id).and_then(|channel| channel.own_end.as_ref());
-            if matches!(self.state, State::Unconnected)
+            if matches!(self.state, PairState::Unconnected)
                 && matches!(own_end, Some(DisconnectReason::Left))
             {
                 self.channels.remove(&id);
@@ -179,13 +179,13 @@ impl Pair {
         let Some(channel) = self.channels.get(&id) else { return };
         // Once connected, the other process has been sent how this one left.
         let is_settled = match self.state {
-            State::Unconnected | State::Connecting => false,
-            State::Connected(_) => {
+            PairState::Unconnected | PairState::Connecting => false,
+            PairState::Connected(_) => {
                 channel.is_closed
                     && channel.own_end.is_some()
                     && channel.end.as_ref().is_some_and(|(_, sent)| channel.arrived >= *sent)
             }
-            State::Down(_) => channel.is_closed,
+            PairState::Down(_) => channel.is_closed,
         };
         if is_settled {
             self.channels.remove(&id);
@@ -211,7 +211,7 @@ impl Pair {
     pub fn progress(&mut self, id: ChannelId) -> Result<Progress, DisconnectReason> {
         let before = self.bytes_left(id);
         let mut progress = Progress { moved: self.take_kept(id), ..Progress::default() };
-        if let State::Connected(sockets) = &self.state {
+        if let PairState::Connected(sockets) = &self.state {
             let (sent, is_full) = self.outgoing.flush(&mut self.channels, id, &sockets.data);
             let (filled, is_empty) = self.incoming.fill(&mut self.channels, id, &sockets.data);
             if filled && let Some((_, last_receive)) = &mut self.control_end {
@@ -262,7 +262,7 @@ impl Pair {
 
     /// Writes the rest of a frame whose channel is closed, as far as there is room.
     pub fn flush_orphan(&mut self) {
-        if let State::Connected(sockets) = &self.state {
+        if let PairState::Connected(sockets) = &self.state {
             self.outgoing.flush_orphan(&sockets.data);
         }
     }
@@ -278,14 +278,14 @@ impl Pair {
             return;
         };
         let limit = channel.next_limit();
-        if limit >= channel.granted + WINDOW / 2 && matches!(self.state, State::Connected(_)) {
+        if limit >= channel.granted + WINDOW / 2 && matches!(self.state, PairState::Connected(_)) {
             channel.granted = limit;
             self.notify(id, &Notice::Limit(limit));
         }
     }
 
     fn notify(&mut self, id: ChannelId, notice: &Notice) {
-        if matches!(self.state, State::Connected(_)) {
+        if matches!(self.state, PairState::Connected(_)) {
             notice.encode(id, &mut self.control_out);
             self.flush_control();
         }
@@ -309,9 +309,11 @@ impl Pair {
     /// how this one has left a channel.
     pub fn owes_ends(&self) -> bool {
         match self.state {
-            State::Connecting => self.channels.values().any(|channel| channel.own_end.is_some()),
-            State::Connected(_) => self.has_notices() || self.has_orphan(),
-            State::Unconnected | State::Down(_) => false,
+            PairState::Connecting => {
+                self.channels.values().any(|channel| channel.own_end.is_some())
+            }
+            PairState::Connected(_) => self.has_notices() || self.has_orphan(),
+            PairState::Unconnected | PairState::Down(_) => false,
         }
     }
 
@@ -366,7 +368,7 @@ impl Pair {
     /// Returns why what is due in a channel will not come, or go.
     fn reason_of_due(&self, id: ChannelId) -> Option<DisconnectReason> {
         let channel = self.channels.get(&id).filter(|channel| !channel.queues.is_empty())?;
-        if let State::Down(how) = &self.state {
+        if let PairState::Down(how) = &self.state {
             return Some(how.clone());
         }
         let only_sends = channel.queues.receiving.parts.is_empty();
@@ -394,8 +396,8 @@ impl Pair {
     pub fn reason(&self, id: ChannelId) -> Option<DisconnectReason> {
         let channel = self.channels.get(&id)?;
         let sockets = match &self.state {
-            State::Down(how) => return Some(how.clone()),
-            State::Connected(sockets) => sockets,
+            PairState::Down(how) => return Some(how.clone()),
+            PairState::Connected(sockets) => sockets,
             _ => return None,
         };
         match (&channel.end, &self.control_end) {

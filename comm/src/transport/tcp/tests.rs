@@ -369,7 +369,7 @@ fn who_does_not_answer_delays_no_other_connection() {
     let mut second = three.connect(GROUP, "b", &[0, 2], 1).map_err(|down| down.how).unwrap();
     send(&mut first, 1, &mut pattern(1, 1000));
     assert!(receive(&mut second, 0, 1000) == pattern(1, 1000));
-    assert!(matches!(one.endpoint.pair(1).state, pair::State::Connecting));
+    assert!(matches!(one.endpoint.pair(1).state, pair::PairState::Connecting));
     drop((first, second));
     let endpoint = Arc::clone(&one.endpoint);
     drop(transports);

@@ -22,7 +22,7 @@ impl Waker {
         self.events.load(Ordering::SeqCst)
     }
 
-    /// Something has happened: the thread that waits, or is about to, looks.
+    /// Says that something has happened: the thread that waits, or is about to, looks.
     pub fn wake(&self) {
         self.events.fetch_add(1, Ordering::SeqCst);
         if self.is_asleep.swap(false, Ordering::SeqCst)

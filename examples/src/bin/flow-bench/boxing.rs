@@ -1,7 +1,7 @@
-//! Measures boxing. Each pair is beside its limit: memory copies, on as many ranks at once, of as
-//! many bytes as the pair has to read and to write if nothing is staged (half of what is read and
-//! written together). Medians of rounds in which both take turns, and the ratio of the best rounds,
-//! which other work on the machine disturbs least.
+//! Measures boxing. Each pair is beside its limit: memory copies on as many ranks at once. They
+//! copy as many bytes as the pair has to read and to write if nothing is staged: half of what is
+//! read and written together. Medians of rounds in which both take turns, and the ratio of the best
+//! rounds, which other work on the machine disturbs least.
 //!
 //! `scripts/peers/boxing.py` has the same pairs on one axis for PyTorch.
 

@@ -1,5 +1,5 @@
 //! A tensor-parallel GPT block (Megatron's layout, a thread for each rank) beside the same block in
-//! one process with as many threads as there are ranks: blocks of steps take turns.
+//! one process with as many threads as there are ranks. Blocks of steps take turns.
 //!
 //! A step is zero_grad, forward, backward and Adam. The one process is rank 0, in which large
 //! tensors lie in Flow's memory in both cases; the other ranks sleep meanwhile.

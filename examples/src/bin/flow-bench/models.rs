@@ -133,7 +133,7 @@ pub fn gpt_block<C: Module + 'static, R: Module + 'static, E>(
 }
 
 /// Causal attention. For each of `batch` and `tokens`, `qkv` has each head's queries, keys and
-/// values, one after the other: so that a part of them is some heads'.
+/// values, one after the other. So a part of them is some heads'.
 fn attention(qkv: &Tensor, heads: i64) -> Tensor {
     let sizes = qkv.size();
     let [batch, tokens, width] = [sizes[0], sizes[1], sizes[2] / 3];

@@ -39,8 +39,8 @@ pub struct Options {
     json: bool,
 }
 
-/// A schedule's pipeline, how long its steps take, and what its simulator has for the part of a step
-/// in which this rank is busy, given what forwards and backwards took: of a step in each block. Not on
+/// A schedule's pipeline and how long its steps take. The simulator has the part of a step in which
+/// this rank is busy, given what forwards and backwards took. It is of a step in each block. Not on
 /// GPUs, where the host knows only how long it has enqueued them.
 struct Candidate<'a> {
     name: &'a str,

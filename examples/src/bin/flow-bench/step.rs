@@ -2,12 +2,12 @@
 //!
 //! As in `scripts/peers/step.py`: blocks of local and distributed steps take turns in the same
 //! processes. All ranks run the local model at the same time, so that it has the same share of the
-//! memory's bandwidth; the wrapper is made anew for each block, so that local steps are plain
-//! libtorch, with its own allocator. Local steps on Flow's memory that end in a barrier are the
-//! bound for synchronous training: ranks wait for the slowest, and pay nothing else.
+//! memory's bandwidth. The wrapper is made anew for each block. So local steps are plain libtorch,
+//! with its own allocator. Local steps on Flow's memory that end in a barrier are the bound for
+//! synchronous training: ranks wait for the slowest, and pay nothing else.
 //!
 //! On GPUs a block is timed as a whole, from an idle device to an idle device, and a step ends with
-//! backward: the optimizer is no part of what is compared, and libtorch's takes another way than
+//! backward. The optimizer is no part of what is compared: libtorch's takes another way than
 //! Python's.
 
 use std::path::PathBuf;

@@ -13,7 +13,7 @@
 //! | `memory.rs` | a rank's memory, by what it is for |
 //! | `sample.rs` | text that a trained model makes |
 //!
-//! The losses of a training are those of one rank on each layout, but for rounding: first weights,
+//! The losses of a training are those of one rank on each layout, but for rounding. First weights,
 //! samples and dropout do not depend on the layout.
 
 mod data;

@@ -1,9 +1,10 @@
 //! A GPT (Radford et al., Language Models are Unsupervised Multitask Learners, 2019), laid out as
-//! Megatron does: the layers of a stage on a placement whose axes are data and tensor parallelism.
+//! Megatron does. The layers of a stage are on a placement whose axes are data and tensor
+//! parallelism.
 //!
 //! Between the blocks an activation of `samples x tokens x width` is split by samples over the one
-//! axis and by tokens over the other (sequence parallelism); inside of attention and of the MLP by
-//! heads and by features.
+//! axis and by tokens over the other (sequence parallelism). Inside of attention and of the MLP it
+//! is split by heads and by features.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -103,7 +104,7 @@ struct Norm {
 
 impl Stage {
     /// Makes the stage of these [layers](Config::stages). All ranks make all stages, in their
-    /// order, and so draw the same first weights: a rank has memory for those only that are placed
+    /// order, and so draw the same first weights. A rank has memory for those only that are placed
     /// on it.
     pub fn new(
         path: &nn::Path,

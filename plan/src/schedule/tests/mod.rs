@@ -72,12 +72,12 @@ fn what_is_no_schedule_is_an_error_that_says_why() {
         let computations = computations.iter().map(|list| list.to_vec()).collect();
         Schedule::custom(ranks.to_vec(), computations).unwrap_err().to_string()
     };
-    assert_eq!(Schedule::gpipe(0, 1), Err(Error::Zero("rank")));
-    assert_eq!(Schedule::one_f_one_b(1, 0), Err(Error::Zero("micro-batch")));
-    assert_eq!(Schedule::gpipe(usize::MAX, 2), Err(Error::TooLarge(check::MAX)));
-    assert_eq!(Schedule::interleaved(2, 0, 2), Err(Error::Zero("chunk")));
-    assert_eq!(Schedule::zb_v(1, usize::MAX), Err(Error::TooLarge(check::MAX)));
-    assert_eq!(Schedule::zb_h1(1 << 20, 6), Err(Error::TooLarge(check::MAX)));
+    assert_eq!(Schedule::gpipe(0, 1), Err(ScheduleError::Zero("rank")));
+    assert_eq!(Schedule::one_f_one_b(1, 0), Err(ScheduleError::Zero("micro-batch")));
+    assert_eq!(Schedule::gpipe(usize::MAX, 2), Err(ScheduleError::TooLarge(check::MAX)));
+    assert_eq!(Schedule::interleaved(2, 0, 2), Err(ScheduleError::Zero("chunk")));
+    assert_eq!(Schedule::zb_v(1, usize::MAX), Err(ScheduleError::TooLarge(check::MAX)));
+    assert_eq!(Schedule::zb_h1(1 << 20, 6), Err(ScheduleError::TooLarge(check::MAX)));
     assert_eq!(
         Schedule::named("zbv", 1, 1, 1).unwrap_err().to_string(),
         "no schedule has the name \"zbv\"; the names are gpipe, 1f1b, interleaved, zb-h1, zb-v"

@@ -1,0 +1,193 @@
+//! How a client comes to its connection: attempts to connect, and the hello.
+
+use std::cell::Cell;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
+use std::time::{Duration, Instant};
+
+use super::address::resolve;
+use super::blocking_socket::{BlockingSocket, exchange, is_timeout};
+use super::proof::prove;
+use super::protocol::{Reply, Request, VERSION};
+use super::{Address, belongs_to_us};
+
+/// The interval at which a wait for the server's greeting asks whether it is to go on.
+const PATIENCE_CHECK: Duration = Duration::from_millis(100);
+/// The longest time of an attempt to connect, which cannot ask.
+const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
+
+/// The end of attempts to connect: a deadline, or the program's wish.
+pub struct Patience<'a> {
+    is_interrupted: &'a dyn Fn() -> bool,
+    /// `is_interrupted` has said so, which it may do only once.
+    was_interrupted: Cell<bool>,
+    deadline: Instant,
+}
+
+impl<'a> Patience<'a> {
+    /// Returns the patience that ends at `deadline`, or once `is_interrupted` says so.
+    pub fn new(is_interrupted: &'a dyn Fn() -> bool, deadline: Instant) -> Self {
+        Self { is_interrupted, was_interrupted: Cell::new(false), deadline }
+    }
+
+    /// Asks whether the program wants to stop waiting.
+    pub fn is_over(&self) -> bool {
+        self.was_interrupted.set(self.was_interrupted.get() || (self.is_interrupted)());
+        self.was_interrupted.get()
+    }
+}
+
+/// A socket whose reads end with the patience.
+struct Impatient<'a> {
+    socket: &'a mut dyn BlockingSocket,
+    patience: &'a Patience<'a>,
+}
+
+impl Read for Impatient<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            self.socket.set_timeout(left_until(self.patience.deadline)?.min(PATIENCE_CHECK))?;
+            match self.socket.read(buffer) {
+                Err(error) if is_timeout(&error) && !self.patience.is_over() => {}
+                result => return result,
+            }
+        }
+    }
+}
+
+impl Write for Impatient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.socket.flush()
+    }
+}
+
+/// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
+pub fn open(
+    address: &Address,
+    token: &str,
+    patience: &Patience,
+) -> io::Result<std::result::Result<Box<dyn BlockingSocket>, String>> {
+    let mut socket: Box<dyn BlockingSocket> = match address {
+        Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, patience.deadline)?),
+        Address::Unix(name) => {
+            // Mio's connect does not block where the server's backlog is full, and so cannot hang.
+            let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
+            if !belongs_to_us(&stream)? {
+                return Ok(Err(
+                    "another user serves it; remove that process, or choose another name"
+                        .to_string(),
+                ));
+            }
+            let stream = UnixStream::from(OwnedFd::from(stream));
+            stream.set_nonblocking(false)?;
+            Box::new(stream)
+        }
+    };
+    socket.set_timeout(left_until(patience.deadline)?)?;
+    let mut impatient = Impatient { socket: socket.as_mut(), patience };
+    let mut frame = exchange(&mut impatient, &Request::Hello { version: VERSION }.encode())?;
+    if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
+        let proof = prove(token, &nonce);
+        frame = exchange(&mut impatient, &Request::Proof { proof: &proof }.encode())?;
+    }
+    Ok(match Reply::decode(&frame) {
+        Some(Reply::Done) => Ok(socket),
+        Some(Reply::Refused(reason)) => Err(reason.to_string()),
+        _ => Err("what answers there is no store; check host and port".to_string()),
+    })
+}
+
+fn connect_tcp(host_and_port: &str, deadline: Instant) -> io::Result<TcpStream> {
+    connect_any(&resolve(host_and_port)?, deadline)
+}
+
+fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::TimedOut);
+    for (i, address) in addresses.iter().enumerate() {
+        // One that never answers must leave time for the others, and for a look at whether to go on.
+        let share = left_until(deadline)? / (addresses.len() - i) as u32;
+        let share = share.min(LONGEST_ATTEMPT);
+        match TcpStream::connect_timeout(address, share) {
+            // While nobody listens on a port that the kernel also hands out, a socket can get
+            // connected to itself.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
+                last = io::ErrorKind::ConnectionRefused.into()
+            }
+            Ok(stream) => {
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn left_until(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    Ok(left)
+}
+
+/// Whether a failure to connect may be over at the next attempt: the server has not started, or is
+/// overrun.
+pub fn may_pass(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::*;
+    matches!(
+        kind,
+        ConnectionRefused
+            | ConnectionReset
+            | ConnectionAborted
+            | BrokenPipe
+            | UnexpectedEof
+            | HostUnreachable
+            | NetworkUnreachable
+            | WouldBlock
+            | TimedOut
+            | Interrupted
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn all_addresses_of_a_host_are_tried() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let serves = listener.local_addr().unwrap();
+        let refuses = TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let stream = connect_any(&[refuses, serves], deadline).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), serves);
+        assert_eq!(
+            connect_any(&[refuses], deadline).unwrap_err().kind(),
+            io::ErrorKind::ConnectionRefused
+        );
+    }
+
+    #[test]
+    fn an_address_that_never_answers_leaves_time_for_the_others() {
+        // A queue of no length that is full: further connections are neither taken nor refused.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        rustix::net::listen(&silent, 0).unwrap();
+        let silences = silent.local_addr().unwrap();
+        let _full = TcpStream::connect(silences).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let serves = listener.local_addr().unwrap();
+        let stream =
+            connect_any(&[silences, serves], Instant::now() + Duration::from_secs(4)).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), serves);
+    }
+}
