@@ -17,7 +17,9 @@ use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, python};
-use flow_harness::{Finished, Process, TEST_TIMEOUT, assert_contains, job, program, root};
+use flow_harness::{
+    Finished, Process, TEST_TIMEOUT, assert_contains, job, once_in_a_run, program, root,
+};
 
 /// Who does the communication.
 #[derive(Clone, Copy, PartialEq)]
@@ -31,24 +33,27 @@ const PARTS: [Part; 2] = [Part::Cpp, Part::Python];
 
 /// Says why, where there is no PyTorch, or what its C++ part is compiled with.
 fn is_skipped() -> bool {
-    static MISSING: OnceLock<Option<String>> = OnceLock::new();
+    static COMPILER: OnceLock<Result<(), String>> = OnceLock::new();
     if !have("torch") {
         return true;
     }
-    let missing = MISSING.get_or_init(|| {
-        let program = "import flow_torch.extension; flow_torch.extension.compiler()";
-        let finished = run(with_flow(Command::new(python()).args(["-c", program])));
-        let error = finished.stderr.lines().last().unwrap_or("").to_string();
-        // Anything else would be a fault of ours, which the tests show.
-        ["Python.h is missing", "there is no"]
-            .iter()
-            .any(|what| error.contains(what))
-            .then_some(error)
-    });
-    if let Some(missing) = missing {
+    let compiler = COMPILER.get_or_init(|| once_in_a_run("flow_torch-compiler", finds_compiler));
+    if let Err(missing) = compiler {
         println!("SKIPPED: PyTorch over flow: {missing}");
     }
-    missing.is_some()
+    compiler.is_err()
+}
+
+/// An error says what is missing to compile the part in C++.
+fn finds_compiler() -> Result<(), String> {
+    let program = "import flow_torch.extension; flow_torch.extension.compiler()";
+    let finished = run(with_flow(Command::new(python()).args(["-c", program])));
+    let error = finished.stderr.lines().last().unwrap_or("");
+    // Anything else would be a fault of ours, which the tests show.
+    if ["Python.h is missing", "there is no"].iter().any(|what| error.contains(what)) {
+        return Err(error.to_owned());
+    }
+    Ok(())
 }
 
 fn script(name: &str) -> String {

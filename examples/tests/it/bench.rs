@@ -32,23 +32,25 @@ fn all_reduce_and_its_limit_are_measured() {
 
 #[test]
 fn steps_are_measured() {
-    let measured = lines(&launch(2, "flow-bench", &["step", "--model", "mlp", "--json"]));
+    let measured =
+        lines(&launch(2, "flow-bench", &["step", "--model", "mlp", "--steps", "2", "--json"]));
     assert_eq!(measured.len(), 1);
     positive(&measured[0], &["local_ms", "ddp_ms", "barrier_ms", "efficiency", "ranks"]);
 }
 
 #[test]
 fn global_tensors_are_measured() {
-    let measured = lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--json"]));
+    let measured =
+        lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));
     assert_eq!(measured.len(), 1);
     positive(&measured[0], &["sbp_ms", "ddp_ms", "ratio"]);
 
-    let small = ["gpt", "--width", "16", "--heads", "2", "--tokens", "4", "--json"];
+    let small = ["gpt", "--width", "16", "--heads", "2", "--tokens", "4", "--steps", "2", "--json"];
     let measured = lines(&launch(2, "flow-bench", &small));
     assert_eq!(measured.len(), 1);
     positive(&measured[0], &["width", "tokens", "parallel_ms", "alone_ms", "ratio", "ranks"]);
 
-    let measured = lines(&launch(2, "flow-bench", &["overhead", "--json"]));
+    let measured = lines(&launch(2, "flow-bench", &["overhead", "--rounds", "1", "--json"]));
     let names: Vec<_> = measured.iter().map(|line| line["name"].as_str().unwrap()).collect();
     for name in ["add", "mm", "relu", "view", "MLP step with Adam"] {
         assert!(names.contains(&name), "{name} in {names:?}");

@@ -27,8 +27,7 @@ pub fn program(name: &str) -> PathBuf {
                 build(root(), folder);
                 Ok(())
             };
-            once_in_a_run(&folder.with_file_name("tmp"), "programs", build)
-                .expect("they are built");
+            once_in_a_run("programs", build).expect("they are built");
         }
         folder.to_owned()
     });

@@ -4,7 +4,7 @@
 //! - [`Process`]: a process whose output is collected; [`Finished`]: how it ended.
 //! - [`launch`], [`ranks`], [`ranks_on_nodes`]: jobs of the workspace's programs, which are built
 //!   first where they are older than their sources.
-//! - [`runs_apart`]: a test in a process of its own.
+//! - [`runs_apart`]: a test in a process of its own; [`once_in_a_run`]: work for all processes of tests.
 //! - [`cli`]: flow-launch itself, with shell scripts as workers.
 //! - [`executable`]: programs and scripts that a test writes.
 //! - [`net`]: several machines.
@@ -28,6 +28,7 @@ pub use job::{
     build, free_port, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes,
     run_tests_of,
 };
+pub use once::once_in_a_run;
 pub use process::{Finished, Process, assert_contains};
 
 /// The longest that a job of a test may take before it counts as stuck.

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use crate::cli::run;
-use crate::once::once_in_a_run;
-use crate::{program, root};
+use crate::once::{once_in_a_run, temporary};
+use crate::root;
 
 /// The interpreter that has PyTorch, if any has.
 pub fn python() -> String {
@@ -55,7 +55,7 @@ pub fn installed() -> Option<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| {
         let folder = temporary().join("wheel");
-        once_in_a_run(&temporary(), "wheel", || install(&folder))?;
+        once_in_a_run("wheel", || install(&folder))?;
         Ok(folder.join("bin"))
     });
     if let Err(reason) = folder {
@@ -70,12 +70,6 @@ pub fn unoptimized(command: &mut Command) -> &mut Command {
     command
         .env("CARGO_TARGET_DIR", temporary().join("unoptimized"))
         .env("CARGO_PROFILE_DEV_DEBUG", "0")
-}
-
-/// Cargo's folder for the files of tests: target/tmp.
-fn temporary() -> PathBuf {
-    let flow_launch = program("flow-launch");
-    flow_launch.ancestors().nth(2).expect("it lies in target/<profile>").join("tmp")
 }
 
 /// An error says why pip cannot get maturin.

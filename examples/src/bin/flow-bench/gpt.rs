@@ -37,6 +37,9 @@ pub struct Options {
     tokens: i64,
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(i64).range(1..))]
     batch_size: i64,
+    /// Steps in each block [default: as many as fit in half a second]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: Option<u32>,
     /// Print a JSON line
     #[arg(long)]
     json: bool,
@@ -106,8 +109,10 @@ pub fn run(options: &Options) -> Result<()> {
     compare(&alone, &parallel)?;
 
     parallel.on_all_ranks(&group, WARM_UP)?;
-    let parallel_steps = steps(&group, parallel.on_all_ranks(&group, WARM_UP)?)?;
-    let alone_steps = steps(&group, alone.in_one_process(&group, WARM_UP)?)?;
+    let parallel_warm_up = parallel.on_all_ranks(&group, WARM_UP)?;
+    let parallel_steps = steps(options, &group, parallel_warm_up)?;
+    let alone_warm_up = alone.in_one_process(&group, WARM_UP)?;
+    let alone_steps = steps(options, &group, alone_warm_up)?;
     let mut parallel_times = Vec::new();
     let mut alone_times = Vec::new();
     for _ in 0..BLOCKS {
@@ -121,7 +126,10 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 /// Returns the steps of a block of measurements, by rank 0's times.
-fn steps(group: &ProcessGroup, mut warm_up: Vec<Duration>) -> Result<usize> {
+fn steps(options: &Options, group: &ProcessGroup, mut warm_up: Vec<Duration>) -> Result<usize> {
+    if let Some(steps) = options.steps {
+        return Ok(steps as usize);
+    }
     let mut count = [0_i64];
     if group.rank() == 0 {
         count[0] = repetitions(&mut warm_up, TIME_PER_BLOCK).min(MOST_STEPS) as i64;
@@ -184,7 +192,7 @@ fn compare(alone: &Training, parallel: &Training) -> Result<()> {
 fn print(options: &Options, ranks: i64, times: [&mut Vec<Duration>; 2]) {
     let [parallel, alone] = times.map(|times| median(times).as_secs_f64() * 1e3);
     let ratio = parallel / alone;
-    let &Options { width, heads, tokens, batch_size, json } = options;
+    let &Options { width, heads, tokens, batch_size, json, .. } = options;
     if json {
         let line = json!({
             "bench": "gpt", "width": width, "heads": heads, "tokens": tokens,

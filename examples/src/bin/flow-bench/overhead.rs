@@ -14,13 +14,15 @@ use serde_json::json;
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
 
-const ROUNDS: usize = 31;
 const CALLS: usize = 1000;
 /// Calls of a training step, which is many operations.
 const STEPS: usize = 100;
 
 #[derive(Args)]
 pub struct Options {
+    /// Rounds, whose median is printed
+    #[arg(long, default_value_t = 31, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
     /// Print JSON lines
     #[arg(long)]
     json: bool,
@@ -93,7 +95,7 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     fn show(&self, name: &str, calls: usize, mut plain: impl FnMut(), mut global: impl FnMut()) {
-        let medians = compare(calls, &mut plain, &mut global);
+        let medians = compare(self.options.rounds, calls, &mut plain, &mut global);
         if self.group.rank() == 0 {
             print(self.options, self.group.world_size(), name, medians);
         }
@@ -119,9 +121,14 @@ fn step(net: &nn::Sequential, optimizer: &mut nn::Optimizer, x: &Tensor) {
 }
 
 /// Medians, in microseconds a call.
-fn compare(calls: usize, plain: &mut dyn FnMut(), global: &mut dyn FnMut()) -> [f64; 2] {
+fn compare(
+    rounds: u32,
+    calls: usize,
+    plain: &mut dyn FnMut(),
+    global: &mut dyn FnMut(),
+) -> [f64; 2] {
     let mut times = [Vec::new(), Vec::new()];
-    for round in 0..ROUNDS + 1 {
+    for round in 0..=rounds {
         let plain = microseconds_a_call(calls, plain);
         let global = microseconds_a_call(calls, global);
         // The first round warms up.
@@ -132,7 +139,7 @@ fn compare(calls: usize, plain: &mut dyn FnMut(), global: &mut dyn FnMut()) -> [
     }
     times.map(|mut times| {
         times.sort_by(f64::total_cmp);
-        times[ROUNDS / 2]
+        times[times.len() / 2]
     })
 }
 

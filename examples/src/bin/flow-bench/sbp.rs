@@ -21,6 +21,9 @@ pub struct Options {
     /// mobilenet and resnet50 have batch norms, which by SBP take the statistics of all ranks
     #[arg(long, value_enum)]
     model: Model,
+    /// Steps in each block [default: as many as fit in half a second]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    steps: Option<u32>,
     /// Print a JSON line
     #[arg(long)]
     json: bool,
@@ -51,7 +54,8 @@ pub fn run(options: &Options) -> Result<()> {
     let mut by_sbp = || step(&global_model, &mut global_optimizer, &global_x, &global_y);
     (0..WARM_UP).try_for_each(|_| by_sbp())?;
     let mut warm_up = time(WARM_UP, &mut by_sbp)?;
-    let mut count = [repetitions(&mut warm_up, Duration::from_millis(500)).min(500) as i64];
+    let fitting = repetitions(&mut warm_up, Duration::from_millis(500)).min(500) as i64;
+    let mut count = [options.steps.map_or(fitting, i64::from)];
     group.broadcast(&mut count, 0)?;
     let count = count[0] as usize;
     let mut sbp = Vec::new();

@@ -16,6 +16,7 @@ pub struct Job {
     /// A name and an environment variable with its value.
     mode: Option<(&'static str, &'static str, &'static str)>,
     pub(super) fake_cuda: bool,
+    pub(super) shared: bool,
     flags: &'static [&'static str],
     variables: &'static [(&'static str, &'static str)],
 }
@@ -57,7 +58,7 @@ pub const fn machines(nodes: &'static [usize]) -> Job {
 
 impl Job {
     const fn new(start: Start) -> Self {
-        Self { start, mode: None, fake_cuda: false, flags: &[], variables: &[] }
+        Self { start, mode: None, fake_cuda: false, shared: false, flags: &[], variables: &[] }
     }
 
     /// In the mode `name`, which this environment variable sets.
@@ -73,6 +74,13 @@ impl Job {
     /// On the fake CUDA and NCCL instead of the CPU.
     pub const fn on_fake_cuda(self) -> Self {
         Self { fake_cuda: true, ..self }
+    }
+
+    /// One job for all scenarios of a file, one after the other, each with a group of its own: for
+    /// programs that take long to start. Scenarios with a check of their own, and those that make
+    /// their groups themselves, do not share it.
+    pub const fn shared(self) -> Self {
+        Self { shared: true, ..self }
     }
 
     /// With these flags of flow-launch.
@@ -120,6 +128,11 @@ impl Job {
             title.push_str(", fake CUDA");
         }
         title
+    }
+
+    /// The name of the test of all scenarios of `file` that share it.
+    pub(super) fn name_in(&self, file: &str) -> String {
+        format!("{file} ({})", self.title())
     }
 
     /// What to start: one command for each rank, for each machine, or for the job.

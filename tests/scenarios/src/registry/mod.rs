@@ -7,7 +7,8 @@
 //!    `tests/src/bin/ddp_worker` if it needs libtorch. It fails where something is wrong.
 //! 2. `scenario("what_holds", name, &[launched(3), by_hand(&[1, 2])])` in that file's `SCENARIOS`.
 //!
-//! Each job is a test. It passes if all ranks end well. Where ranks are to be killed, or to fail,
+//! Each job is a test; a job that is `.shared()` is one test for all scenarios of the file that need
+//! it. It passes if all ranks end well. Where ranks are to be killed, or to fail,
 //! `.checked_by(function)` gives the test's own part: it starts the job, kills, and reads what the
 //! ranks say.
 //!

@@ -17,7 +17,8 @@ pub struct Scenario {
     pub(super) name: &'static str,
     pub(super) run: Run,
     pub(super) jobs: &'static [Job],
-    pub(super) check: fn(&Test),
+    /// None: the job is to end well.
+    pub(super) check: Option<fn(&Test)>,
 }
 
 #[derive(Clone, Copy)]
@@ -28,7 +29,7 @@ pub(super) enum Run {
 
 /// A scenario named `name`: each rank calls `run`, in each of `jobs`.
 pub const fn scenario(name: &'static str, run: RankFn, jobs: &'static [Job]) -> Scenario {
-    Scenario { name, run: Run::Rank(run), jobs, check: Test::passes }
+    Scenario { name, run: Run::Rank(run), jobs, check: None }
 }
 
 /// A scenario whose processes make their groups themselves, or none.
@@ -37,12 +38,17 @@ pub const fn process(
     run: fn() -> Result<()>,
     jobs: &'static [Job],
 ) -> Scenario {
-    Scenario { name, run: Run::Process(run), jobs, check: Test::passes }
+    Scenario { name, run: Run::Process(run), jobs, check: None }
 }
 
 impl Scenario {
     /// The test starts the job and decides whether it passes.
     pub const fn checked_by(self, check: fn(&Test)) -> Self {
-        Self { check, ..self }
+        Self { check: Some(check), ..self }
+    }
+
+    /// Whether it runs in such a job beside others.
+    pub(super) fn shares(&self, job: &Job) -> bool {
+        job.shared && self.check.is_none() && matches!(self.run, Run::Rank(_))
     }
 }

@@ -12,7 +12,7 @@ use super::job::{Job, Start, run_script};
 
 /// One test: a scenario in one of its jobs.
 pub struct Test {
-    /// The scenario, as the worker knows it: `FILE::NAME`.
+    /// The scenario, as the worker knows it: `FILE::NAME`; or `FILE (JOB)`, for all that share the job.
     pub name: String,
     /// How it is started.
     pub job: &'static Job,

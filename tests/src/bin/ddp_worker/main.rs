@@ -28,21 +28,22 @@ use flow_tests::registry::{self, File, Job, Scenario, by_hand, launched, scenari
 
 /// How gradients travel: in place, by copies, or on a thread for communication.
 const CPU: &[Job] = &[
-    launched(2),
-    launched(3),
-    launched(3).mode("copies", "FLOW_DDP_COPY", "1"),
-    launched(2).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
+    launched(2).shared(),
+    launched(3).shared(),
+    launched(3).mode("copies", "FLOW_DDP_COPY", "1").shared(),
+    launched(2).mode("thread", "FLOW_DDP_PROGRESS", "thread").shared(),
 ];
 /// The way of GPUs, with tensors on the CPU: there is no fake libtorch. `scripts/gpu-check` runs
 /// the same on GPUs.
 const GPUS: [Job; 2] = [
-    launched(2).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
-    launched(3).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda(),
+    launched(2).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda().shared(),
+    launched(3).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda().shared(),
 ];
 const ALL: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], GPUS[0], GPUS[1]];
-const ALL_AND_NODES: &[Job] =
-    &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], by_hand(&[2, 2]), by_hand(&[1, 1])];
-const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], by_hand(&[1, 1]), by_hand(&[2, 1])];
+const ALL_AND_NODES: &[Job] = &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], NODES[0], NODES[1]];
+const NODES: [Job; 3] =
+    [by_hand(&[2, 2]).shared(), by_hand(&[1, 1]).shared(), by_hand(&[2, 1]).shared()];
+const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
 const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
@@ -95,19 +96,20 @@ const SCENARIOS: &[Scenario] = &[
     scenario("differing_hooks", hooks::differing, ALL),
 ];
 
+const FILES: &[File] = &[
+    ("checkpoints", checkpoints::SCENARIOS),
+    ("ddp", SCENARIOS),
+    ("failures", failures::SCENARIOS),
+    ("forks", forks::SCENARIOS),
+    ("globals", globals::SCENARIOS),
+    ("out_of_step", out_of_step::SCENARIOS),
+    ("parity", parity::SCENARIOS),
+    ("pipelines", pipelines::SCENARIOS),
+    ("tensors", tensors::SCENARIOS),
+];
+
 fn main() -> Result<ExitCode> {
-    let files: [File; 9] = [
-        ("checkpoints", checkpoints::SCENARIOS),
-        ("ddp", SCENARIOS),
-        ("failures", failures::SCENARIOS),
-        ("forks", forks::SCENARIOS),
-        ("globals", globals::SCENARIOS),
-        ("out_of_step", out_of_step::SCENARIOS),
-        ("parity", parity::SCENARIOS),
-        ("pipelines", pipelines::SCENARIOS),
-        ("tensors", tensors::SCENARIOS),
-    ];
-    registry::main(&files, |group, run| {
+    registry::main(FILES, |group, run| {
         models::choose_device(group)?;
         tch::set_num_threads(1);
         let rank = std::process::id();

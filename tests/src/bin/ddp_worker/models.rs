@@ -20,10 +20,12 @@ pub fn on_gpu() -> bool {
     std::env::var("FLOW_TEST_DEVICE").is_ok_and(|kind| kind == "cuda")
 }
 
+/// The same in every scenario of this process.
 pub fn choose_device(group: &ProcessGroup) -> anyhow::Result<()> {
     let kind = if on_gpu() { DeviceKind::Cuda } else { DeviceKind::Cpu };
     let device = group.use_device(kind)?;
-    anyhow::ensure!(DEVICE.set(device).is_ok(), "the device is chosen once");
+    let first = *DEVICE.get_or_init(|| device);
+    anyhow::ensure!(first == device, "the device was {first:?} and is {device:?}");
     Ok(())
 }
 

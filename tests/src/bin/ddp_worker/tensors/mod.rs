@@ -9,17 +9,28 @@ mod pipelines;
 
 use flow_tests::registry::{Job, Scenario, by_hand, launched, scenario};
 
-const CPU: &[Job] = &[launched(1), launched(2), launched(3), by_hand(&[1, 1]), by_hand(&[2, 1])];
+const CPU: &[Job] = &[
+    launched(1).shared(),
+    launched(2).shared(),
+    launched(3).shared(),
+    by_hand(&[1, 1]).shared(),
+    by_hand(&[2, 1]).shared(),
+];
 const SEVERAL_GPUS: &[Job] = &[on_gpus(2), on_gpus(3)];
 const ALL: &[Job] =
     &[CPU[0], CPU[1], CPU[2], CPU[3], CPU[4], on_gpus(1), SEVERAL_GPUS[0], SEVERAL_GPUS[1]];
-const SEVERAL: &[Job] =
-    &[launched(2), launched(3), by_hand(&[2, 1]), SEVERAL_GPUS[0], SEVERAL_GPUS[1]];
+const SEVERAL: &[Job] = &[
+    launched(2).shared(),
+    launched(3).shared(),
+    by_hand(&[2, 1]).shared(),
+    SEVERAL_GPUS[0],
+    SEVERAL_GPUS[1],
+];
 const STAGES: &[Job] = &[
-    launched(2),
-    launched(3),
-    launched(4),
-    by_hand(&[2, 2]),
+    launched(2).shared(),
+    launched(3).shared(),
+    launched(4).shared(),
+    by_hand(&[2, 2]).shared(),
     SEVERAL_GPUS[0],
     SEVERAL_GPUS[1],
     on_gpus(4),
@@ -27,7 +38,7 @@ const STAGES: &[Job] = &[
 
 /// The way of GPUs, with tensors on the CPU: there is no fake libtorch.
 const fn on_gpus(ranks: usize) -> Job {
-    launched(ranks).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
+    launched(ranks).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda().shared()
 }
 
 pub const SCENARIOS: &[Scenario] = &[
