@@ -11,15 +11,10 @@
 
 namespace autograd = torch::autograd;
 using autograd::variable_list;
+using flow::TensorSlice;
 using flow::guarded;
 
 namespace {
-
-// Tensors that Rust reads during a call. Null stands for an undefined one.
-struct TensorSlice {
-    const at::Tensor* const* tensors;
-    size_t count;
-};
 
 struct BoolSlice {
     const bool* values;

@@ -16,14 +16,10 @@
 namespace autograd = torch::autograd;
 using autograd::edge_list;
 using autograd::variable_list;
+using flow::TensorSlice;
 using flow::guarded;
 
 namespace {
-
-struct TensorSlice {
-    const at::Tensor* const* tensors;
-    size_t count;
-};
 
 // Where a backward begins. The tensors themselves are not kept.
 struct Graph {

@@ -24,6 +24,12 @@ struct Closure {
     void (*drop)(void* data);
 };
 
+// Tensors that Rust hands over for a call. Null stands for an undefined one.
+struct TensorSlice {
+    const at::Tensor* const* tensors;
+    size_t count;
+};
+
 // Throws the error that Rust returned, if any.
 inline void check(char* text) {
     if (!text) return;

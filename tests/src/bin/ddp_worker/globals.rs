@@ -30,7 +30,7 @@ pub const SCENARIOS: &[Scenario] =
     &[scenario("operations", operations, JOBS), scenario("models", trained, JOBS)];
 
 /// Every so many combinations of SBPs of a case's inputs.
-const SAMPLE: usize = 7;
+const SAMPLE: usize = 10;
 /// Combinations of SBPs of a case, of which the sample is taken.
 const COMBINATIONS: usize = 20;
 
