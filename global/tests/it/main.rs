@@ -6,6 +6,7 @@ mod checkpoint;
 mod checkpoint_random;
 mod clip;
 mod common;
+mod complex;
 mod cudnn;
 mod data_parallel;
 mod execute;
