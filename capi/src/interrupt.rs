@@ -1,26 +1,28 @@
 //! What ends waits: the caller's own check, and threads that are told to stop.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use flow_comm::store::fork::{Once, PerProcess};
 
 /// The function that C has given to `flow_set_interrupt_check`.
-static CHECK: OnceLock<extern "C" fn() -> bool> = OnceLock::new();
+static CHECK: Once<extern "C" fn() -> bool> = Once::empty();
 
 /// The threads whose waits are to end, by the numbers that Linux has for them.
-static THREADS: Mutex<Vec<i32>> = Mutex::new(Vec::new());
+static THREADS: PerProcess<Mutex<Vec<i32>>> = PerProcess::empty();
 
 /// See `flow_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn flow_set_interrupt_check(check: Option<extern "C" fn() -> bool>) {
     let Some(check) = check else { return };
     // The first one stays.
-    let _ = CHECK.set(check);
+    CHECK.get_or_make(|| check);
     flow_comm::set_interrupt_check(is_interrupted);
 }
 
 /// See `flow_comm.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn flow_interrupt(thread: i32, wanted: bool) {
-    let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut threads = threads();
     threads.retain(|known| *known != thread);
     if wanted {
         threads.push(thread);
@@ -28,8 +30,12 @@ pub extern "C" fn flow_interrupt(thread: i32, wanted: bool) {
     }
 }
 
+fn threads() -> MutexGuard<'static, Vec<i32>> {
+    THREADS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn is_interrupted() -> bool {
     let thread = rustix::thread::gettid().as_raw_pid();
-    let is_told = THREADS.lock().unwrap_or_else(PoisonError::into_inner).contains(&thread);
+    let is_told = threads().contains(&thread);
     is_told || CHECK.get().is_some_and(|check| check())
 }

@@ -3,6 +3,7 @@
 #include "flow_comm.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -236,6 +237,32 @@ static void interrupts(void) {
     is_interrupted = false;
 }
 
+static void *tells(void *unused) {
+    for (;;) {
+        flow_interrupt(1, true);
+        pthread_testcancel();
+    }
+    return unused;
+}
+
+/* Another thread may be just about to tell one when a process forks: the child tells threads of its own all the same. */
+static void interrupts_of_a_child(void) {
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, tells, NULL) == 0);
+    for (int i = 0; i < 1000; ++i) {
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(60);
+            flow_interrupt(gettid(), true);
+            _exit(0);
+        }
+        int status;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    }
+    CHECK(pthread_cancel(thread) == 0 && pthread_join(thread, NULL) == 0);
+    flow_interrupt(1, false);
+}
+
 static void groups(void) {
     flow_group *alone, *swapped, *again;
     size_t ranks[2] = {1, 0}, own[1] = {rank};
@@ -291,6 +318,7 @@ int main(int count, char **words) {
         arguments();
         labels();
         interrupts();
+        interrupts_of_a_child();
         groups();
     }
     flow_leave(group);

@@ -62,12 +62,18 @@ impl<T: Send + Sync> Once<T> {
         Self(AtomicPtr::new(ptr::null_mut()))
     }
 
+    /// Returns the value, if there is one.
+    #[inline]
+    pub fn get(&'static self) -> Option<&'static T> {
+        let value = self.0.load(Ordering::Acquire);
+        // SAFETY: what is in there came from a box, and is neither changed nor dropped any more.
+        unsafe { value.as_ref() }
+    }
+
     /// Returns the value, and makes it if there is none.
     #[inline]
     pub fn get_or_make(&'static self, make: impl FnOnce() -> T) -> &'static T {
-        let value = self.0.load(Ordering::Acquire);
-        // SAFETY: what is in there came from a box, and is neither changed nor dropped any more.
-        unsafe { value.as_ref() }.unwrap_or_else(|| self.set(make()))
+        self.get().unwrap_or_else(|| self.set(make()))
     }
 
     #[cold]
@@ -76,6 +82,43 @@ impl<T: Send + Sync> Once<T> {
         let none = ptr::null_mut();
         let swapped = self.0.compare_exchange(none, own, Ordering::AcqRel, Ordering::Acquire);
         // SAFETY: as above; the own one was not given to anyone if there was another.
+        unsafe {
+            match swapped {
+                Ok(_) => &*own,
+                Err(other) => {
+                    drop(Box::from_raw(own));
+                    &*other
+                }
+            }
+        }
+    }
+}
+
+/// A static value that each process makes for itself when it first uses it. A forked child neither uses nor
+/// drops what it inherits: another thread of its parent may have held a lock there.
+pub struct PerProcess<T>(AtomicPtr<ForkSafe<T>>);
+
+impl<T: Default + Send + Sync> PerProcess<T> {
+    /// Returns an empty cell.
+    pub const fn empty() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+
+    /// Returns this process's value, and makes it if there is none.
+    pub fn get(&'static self) -> &'static T {
+        let present = self.0.load(Ordering::Acquire);
+        // SAFETY: what is in there came from a box, and is neither changed nor dropped any more.
+        match unsafe { present.as_ref() } {
+            Some(value) if value.is_ours() => value,
+            _ => self.replace(present),
+        }
+    }
+
+    #[cold]
+    fn replace(&'static self, inherited: *mut ForkSafe<T>) -> &'static T {
+        let own = Box::into_raw(Box::new(ForkSafe::new(T::default())));
+        let swapped = self.0.compare_exchange(inherited, own, Ordering::AcqRel, Ordering::Acquire);
+        // SAFETY: as above; the own one was not given to anyone if another thread was sooner.
         unsafe {
             match swapped {
                 Ok(_) => &*own,
@@ -133,5 +176,33 @@ impl<T> Drop for ForkSafe<T> {
 impl<T: fmt::Debug> fmt::Debug for ForkSafe<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.value.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn a_child_has_its_own_value_where_its_parents_is_locked() {
+        static COUNT: PerProcess<Mutex<u32>> = PerProcess::empty();
+        *COUNT.get().lock().unwrap() = 1;
+        let held = COUNT.get().lock().unwrap();
+        // SAFETY: the child calls nothing but the allocator, which a child of many threads may.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe {
+                libc::alarm(60);
+                libc::_exit((*COUNT.get().lock().unwrap()).cast_signed());
+            }
+        }
+        let mut status = -1;
+        // SAFETY: it is this process's child, and the status is written to what lives.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        assert_eq!(*held, 1);
     }
 }

@@ -2,34 +2,17 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use flow_store::fork::{Once, Process};
+use flow_store::fork::PerProcess;
 
 use super::ring::{Ring, name};
 
 /// The number of operations under way that [`activity`] names.
 const SHOWN: usize = 4;
 
-/// A process' own list. A forked child uses another one: another thread of its parent may have held
-/// this one's lock.
-struct Registry {
-    rings: Mutex<Vec<Weak<Ring>>>,
-    child: Once<Registry>,
-}
-
-static REGISTRY: Registry = Registry::new();
-
-impl Registry {
-    const fn new() -> Self {
-        Self { rings: Mutex::new(Vec::new()), child: Once::empty() }
-    }
-}
+static RINGS: PerProcess<Mutex<Vec<Weak<Ring>>>> = PerProcess::empty();
 
 fn rings() -> MutexGuard<'static, Vec<Weak<Ring>>> {
-    let mut own = &REGISTRY;
-    for _ in 0..Process::current().forks() {
-        own = own.child.get_or_make(Registry::new);
-    }
-    own.rings.lock().unwrap_or_else(PoisonError::into_inner)
+    RINGS.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Notes that a group is made.
