@@ -7,7 +7,9 @@ usage: interrupts.py FOLDER
 import os
 import secrets
 import signal
+import socket
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -209,6 +211,40 @@ def join_of_another_rank():
     return join_as(1)
 
 
+def join_whose_store_stops():
+    """Rank 0 of it, which serves the store, is a child of this process, and is stopped while this waits."""
+    if dist.get_rank() == 1:
+        return True
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        host, port = free.getsockname()
+    token, join = secrets.token_hex(16), join_part()
+    place = {"world_size": 2, "local_world_size": 2, "node": 0, "address": f"tcp://{host}:{port}", "token": token}
+    child = os.fork()
+    if child == 0:
+        join(place | {"rank": 0, "local_rank": 0}, token, LONG)
+        os._exit(1)
+    while socket.socket().connect_ex((host, port)) != 0:
+        time.sleep(0.01)
+
+    def call():
+        join(place | {"rank": 1, "local_rank": 1}, token, LONG)
+
+    def stop():
+        os.kill(child, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    when_main_waits(call.__code__, stop)
+    try:
+        call()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def store_that_nobody_else_comes_to():
     """Of torch's store; as the first rank, and as another."""
     if dist.get_rank() == 1:
@@ -283,6 +319,7 @@ OTHERS = (
     new_group,
     join_of_the_first_rank,
     join_of_another_rank,
+    join_whose_store_stops,
     store_that_nobody_else_comes_to,
     compilation_that_another_process_does,
     end_of_a_group,

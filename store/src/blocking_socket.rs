@@ -27,18 +27,7 @@ impl BlockingSocket for UnixStream {
     }
 }
 
-/// Sends a frame and reads the one that answers it (without its length). Each read or write may
-/// take `timeout`.
-pub fn round_trip(
-    socket: &mut dyn BlockingSocket,
-    frame: &[u8],
-    timeout: Duration,
-) -> io::Result<Vec<u8>> {
-    socket.set_timeout(timeout)?;
-    exchange(socket, frame)
-}
-
-/// Does as [`round_trip`], in the time that the socket allows.
+/// Sends a frame and reads the one that answers it (without its length).
 pub fn exchange<S: Read + Write + ?Sized>(socket: &mut S, frame: &[u8]) -> io::Result<Vec<u8>> {
     socket.write_all(frame)?;
     // One read is enough for most replies.

@@ -5,8 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::blocking_socket::{BlockingSocket, describe, round_trip};
-use super::connect::{Patience, may_pass, open};
+use super::blocking_socket::{BlockingSocket, describe, exchange};
+use super::connect::{may_pass, open};
+use super::patience::{Impatient, Patience};
 use super::protocol::{MAX_FRAME, MAX_TIMEOUT, Reply, Request};
 use super::{Address, Error, Result, list};
 use crate::fork::Process;
@@ -15,6 +16,8 @@ use crate::fork::Process;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// A wait for the server this long is worth a line in the log.
 const FIRST_WARNING: Duration = Duration::from_secs(30);
+/// The time that an answer may be late, after which a wait for it asks whether it is to go on.
+const OVERDUE: Duration = Duration::from_millis(500);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
@@ -29,6 +32,8 @@ pub struct Store {
     connection: Mutex<std::result::Result<Box<dyn BlockingSocket>, String>>,
     /// The time to wait for a reply, in microseconds.
     reply_timeout: AtomicU64,
+    /// Whether the program wants to stop waiting for a server that does not answer.
+    is_interrupted: fn() -> bool,
     /// The process whose connection it is: in a forked child the requests of two would mix.
     process: Process,
 }
@@ -40,16 +45,17 @@ impl Store {
     /// [`Error::Connect`] after the timeout; [`Error::Denied`] at once where the token or the user
     /// is wrong.
     pub fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store> {
-        Self::connect_unless(&|| false, address, token, timeout)
+        Self::connect_unless(|| false, address, token, timeout)
     }
 
     /// Connects as [`Store::connect`] does, unless `is_interrupted`, which it calls some times a
-    /// second, says that the program wants to stop waiting.
+    /// second, says that the program wants to stop waiting. Later calls ask it when the server's
+    /// answer is overdue.
     ///
     /// # Errors
     /// [`Error::Interrupted`] as well.
     pub fn connect_unless(
-        is_interrupted: &dyn Fn() -> bool,
+        is_interrupted: fn() -> bool,
         address: &Address,
         token: &str,
         timeout: Duration,
@@ -65,6 +71,7 @@ impl Store {
                         address: address.clone(),
                         connection: Mutex::new(Ok(socket)),
                         reply_timeout: AtomicU64::new(REPLY_TIMEOUT.as_micros() as u64),
+                        is_interrupted,
                         process: Process::current(),
                     });
                 }
@@ -72,7 +79,8 @@ impl Store {
                 Err(error) => error,
             };
             if patience.is_over() {
-                return Err(Error::Interrupted { address: address.clone() });
+                let operation = "connect".into();
+                return Err(Error::Interrupted { address: address.clone(), operation });
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if !may_pass(error.kind()) || left.is_zero() {
@@ -242,27 +250,34 @@ impl Store {
             }
         };
         let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
-        let cause =
-            match round_trip(socket.as_mut(), &frame, timeout.min(MAX_TIMEOUT) + reply_timeout) {
-                Err(error) => describe(&error),
-                Ok(frame) => match Reply::decode(&frame) {
-                    Some(Reply::Missing(keys)) => {
-                        let missing = keys.into_iter().map(String::from).collect();
-                        return Err(Error::Timeout { address, operation, timeout, missing });
-                    }
-                    Some(Reply::Refused(reason)) => {
-                        return Err(Error::Rejected {
-                            address,
-                            operation,
-                            reason: reason.to_string(),
-                        });
-                    }
-                    reply => match reply.and_then(accept) {
-                        Some(result) => return Ok(result),
-                        None => "malformed reply: it does not answer the request".to_string(),
-                    },
+        let wait_of_server = timeout.min(MAX_TIMEOUT);
+        let patience = Patience::new(self.is_interrupted, Instant::now() + 2 * MAX_TIMEOUT);
+        let mut impatient = Impatient {
+            socket: socket.as_mut(),
+            patience: &patience,
+            limit: wait_of_server + reply_timeout,
+            unasked: wait_of_server + OVERDUE,
+        };
+        let cause = match exchange(&mut impatient, &frame) {
+            Err(_) if patience.was_interrupted() => {
+                *connection = Err(format!("{operation}: the program was interrupted"));
+                return Err(Error::Interrupted { address, operation });
+            }
+            Err(error) => describe(&error),
+            Ok(frame) => match Reply::decode(&frame) {
+                Some(Reply::Missing(keys)) => {
+                    let missing = keys.into_iter().map(String::from).collect();
+                    return Err(Error::Timeout { address, operation, timeout, missing });
+                }
+                Some(Reply::Refused(reason)) => {
+                    return Err(Error::Rejected { address, operation, reason: reason.to_string() });
+                }
+                reply => match reply.and_then(accept) {
+                    Some(result) => return Ok(result),
+                    None => "malformed reply: it does not answer the request".to_string(),
                 },
-            };
+            },
+        };
         *connection = Err(format!("{operation}: {cause}"));
         Err(Error::Lost { address, operation, cause })
     }
@@ -276,4 +291,34 @@ impl std::fmt::Debug for Store {
 
 fn named(operation: &str, key: &str) -> String {
     format!("{operation} \"{key}\"")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use super::*;
+
+    /// The server says hello, and then nothing any more.
+    #[test]
+    fn a_call_to_a_server_that_is_stopped_can_be_interrupted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = Address::Tcp(listener.local_addr().unwrap().to_string());
+        let server = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut frame = [0; 64];
+            assert!(stream.read(&mut frame).unwrap() > 0);
+            stream.write_all(&Reply::Done.encode()).unwrap();
+            while stream.read(&mut frame).unwrap() > 0 {}
+        });
+        let store = Store::connect_unless(|| true, &address, "token", MAX_TIMEOUT).unwrap();
+        store.set_reply_timeout(MAX_TIMEOUT);
+        let error = store.set("key", b"value").unwrap_err();
+        assert!(matches!(error, Error::Interrupted { .. }), "{error}");
+        let error = store.set("key", b"value").unwrap_err();
+        assert!(error.to_string().contains("the program was interrupted"), "{error}");
+        drop(store);
+        server.join().unwrap();
+    }
 }

@@ -1,7 +1,6 @@
 //! How a client comes to its connection: attempts to connect, and the hello.
 
-use std::cell::Cell;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
@@ -9,64 +8,14 @@ use std::os::unix::net::{SocketAddr as UnixAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use super::address::resolve;
-use super::blocking_socket::{BlockingSocket, exchange, is_timeout};
+use super::blocking_socket::{BlockingSocket, exchange};
+use super::patience::{Impatient, PATIENCE_CHECK, Patience, left_until};
 use super::proof::prove;
-use super::protocol::{Reply, Request, VERSION};
+use super::protocol::{MAX_TIMEOUT, Reply, Request, VERSION};
 use super::{Address, belongs_to_us};
 
-/// The interval at which a wait for the server's greeting asks whether it is to go on.
-const PATIENCE_CHECK: Duration = Duration::from_millis(100);
 /// The longest time of an attempt to connect, which cannot ask.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
-
-/// The end of attempts to connect: a deadline, or the program's wish.
-pub struct Patience<'a> {
-    is_interrupted: &'a dyn Fn() -> bool,
-    /// `is_interrupted` has said so, which it may do only once.
-    was_interrupted: Cell<bool>,
-    deadline: Instant,
-}
-
-impl<'a> Patience<'a> {
-    /// Returns the patience that ends at `deadline`, or once `is_interrupted` says so.
-    pub fn new(is_interrupted: &'a dyn Fn() -> bool, deadline: Instant) -> Self {
-        Self { is_interrupted, was_interrupted: Cell::new(false), deadline }
-    }
-
-    /// Asks whether the program wants to stop waiting.
-    pub fn is_over(&self) -> bool {
-        self.was_interrupted.set(self.was_interrupted.get() || (self.is_interrupted)());
-        self.was_interrupted.get()
-    }
-}
-
-/// A socket whose reads end with the patience.
-struct Impatient<'a> {
-    socket: &'a mut dyn BlockingSocket,
-    patience: &'a Patience<'a>,
-}
-
-impl Read for Impatient<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            self.socket.set_timeout(left_until(self.patience.deadline)?.min(PATIENCE_CHECK))?;
-            match self.socket.read(buffer) {
-                Err(error) if is_timeout(&error) && !self.patience.is_over() => {}
-                result => return result,
-            }
-        }
-    }
-}
-
-impl Write for Impatient<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.socket.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.socket.flush()
-    }
-}
 
 /// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
 pub fn open(
@@ -90,8 +39,8 @@ pub fn open(
             Box::new(stream)
         }
     };
-    socket.set_timeout(left_until(patience.deadline)?)?;
-    let mut impatient = Impatient { socket: socket.as_mut(), patience };
+    let (limit, unasked) = (MAX_TIMEOUT, PATIENCE_CHECK);
+    let mut impatient = Impatient { socket: socket.as_mut(), patience, limit, unasked };
     let mut frame = exchange(&mut impatient, &Request::Hello { version: VERSION }.encode())?;
     if let Some(Reply::Challenge(nonce)) = Reply::decode(&frame) {
         let proof = prove(token, &nonce);
@@ -128,14 +77,6 @@ fn connect_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStr
         }
     }
     Err(last)
-}
-
-fn left_until(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(io::ErrorKind::TimedOut.into());
-    }
-    Ok(left)
 }
 
 /// Whether a failure to connect may be over at the next attempt: the server has not started, or is

@@ -38,6 +38,7 @@ pub mod fork;
 mod inbox;
 mod listener;
 pub mod net;
+mod patience;
 pub mod proof;
 mod protocol;
 mod server;
@@ -84,11 +85,13 @@ pub enum Error {
         /// The last attempt's failure.
         cause: String,
     },
-    /// The program wanted to stop waiting for a connection.
-    #[error("store {address}: the program was interrupted while it waited for a connection")]
+    /// The program wanted to stop waiting for the server. This client is of no more use.
+    #[error("store {address}: {operation}: the program was interrupted while it waited")]
     Interrupted {
         /// The store.
         address: Address,
+        /// The operation, and its key if it has one.
+        operation: String,
     },
     /// The store, or the client, refused to go on after the first exchange.
     #[error("store {address}: {reason}")]

@@ -182,7 +182,7 @@ fn interrupts_come_at_once() {
     }
     for part in PARTS {
         let folder = tempfile::tempdir().unwrap();
-        all_good(part, "interrupts.py", &[folder.path().to_str().unwrap()], 26);
+        all_good(part, "interrupts.py", &[folder.path().to_str().unwrap()], 27);
     }
 }
 

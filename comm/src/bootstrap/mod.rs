@@ -20,12 +20,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use flow_store::fork::Process;
+use flow_store::fork::{PerProcess, Process};
 use rustix::process::{Pid, PidfdFlags};
 
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::internode::presence::ALL_RANKS;
+use crate::interrupt::has_ended_call;
 use crate::peer_info::PeerInfo;
 use crate::settings;
 use crate::shm::arena::Arena;
@@ -45,10 +46,8 @@ impl World {
     pub fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
         let rank = membership.rank;
         join(membership, name, timeout).map_err(|error| match error {
-            JoinError::Interrupted => {
-                Error::Interrupted { rank, operation: "joining the process group".into() }
-            }
-            JoinError::Failed(reason) => Error::Join { rank, reason },
+            JoinError::Failed(reason) if !has_ended_call() => Error::Join { rank, reason },
+            _ => Error::Interrupted { rank, operation: "joining the process group".into() },
         })
     }
 }
@@ -192,11 +191,11 @@ fn watch_peer(
 /// and how many forks lie behind it. So forked processes do not meet those that they are forked
 /// from.
 fn join_name(name: &str) -> String {
-    static JOINS: Mutex<BTreeMap<(u32, String), usize>> = Mutex::new(BTreeMap::new());
-    let mut joins = JOINS.lock().unwrap_or_else(PoisonError::into_inner);
-    let forks = Process::current().forks();
-    let count = joins.entry((forks, name.into())).or_default();
+    static JOINS: PerProcess<Mutex<BTreeMap<String, usize>>> = PerProcess::empty();
+    let mut joins = JOINS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let count = joins.entry(name.into()).or_default();
     let number = std::mem::replace(count, *count + 1);
+    let forks = Process::current().forks();
     let forks = if forks == 0 { String::new() } else { format!("fork {forks}/") };
     match name {
         "" => format!("{forks}{number}"),

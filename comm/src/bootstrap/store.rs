@@ -5,19 +5,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use flow_kernels::digest;
-use flow_store::fork::ForkSafe;
-use flow_store::{Address, Error as StoreError, Server, Store};
+use flow_store::fork::PerProcess;
+use flow_store::{Address, Server, Store};
 
-use super::join_error::JoinError;
 use crate::env::{Membership, Rendezvous};
-use crate::interrupt::is_interrupted;
+use crate::interrupt::ends_call;
 
 /// Connects to the store; returns it, and its server if that is this rank's to run.
 pub fn connect_store(
     membership: &Membership,
     prefix: &str,
     timeout: Duration,
-) -> Result<(Option<Arc<Server>>, Option<Store>), JoinError> {
+) -> Result<(Option<Arc<Server>>, Option<Store>), String> {
     match &membership.rendezvous {
         Rendezvous::None => Ok((None, None)),
         Rendezvous::Server { address, token } => {
@@ -27,20 +26,19 @@ pub fn connect_store(
         Rendezvous::Mpi => {
             let (server, address, token) =
                 crate::transport::mpi::exchange_store_address(membership, timeout)?;
-            let store = connect(&address, &token, timeout).map_err(|error| match error {
-                JoinError::Interrupted => error,
-                JoinError::Failed(reason) => JoinError::Failed(format!(
+            let store = connect(&address, &token, timeout).map_err(|reason| {
+                format!(
                     "{reason}; if the name of rank 0's host leads nowhere, set {} there to its \
                      address",
                     crate::settings::LOCAL_ADDRESS
-                )),
+                )
             })?;
             Ok((server.map(Arc::new), Some(store)))
         }
         #[cfg(not(feature = "mpi"))]
         Rendezvous::Mpi => {
             let reason = "this program is built without MPI: build it with --features mpi";
-            Err(JoinError::Failed(reason.into()))
+            Err(reason.into())
         }
         Rendezvous::RankZero { address, token } => {
             // A server for each join: that of the one before may be there still, or gone already.
@@ -67,11 +65,8 @@ pub fn connect_store(
     }
 }
 
-fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, JoinError> {
-    Store::connect_unless(&is_interrupted, address, token, timeout).map_err(|error| match error {
-        StoreError::Interrupted { .. } => JoinError::Interrupted,
-        error => JoinError::Failed(error.to_string()),
-    })
+fn connect(address: &Address, token: &str, timeout: Duration) -> Result<Store, String> {
+    Store::connect_unless(ends_call, address, token, timeout).map_err(|error| error.to_string())
 }
 
 /// Returns the address at which to serve other nodes: to this one, the name of its own host may be
@@ -88,16 +83,15 @@ fn on_all_interfaces(host_and_port: &str) -> String {
 /// Starts a server. There is only one port: what is served there lives as long as the process, for
 /// all its joins.
 fn serve(address: &Address, token: &str) -> std::io::Result<Arc<Server>> {
-    static KEPT: Mutex<Option<(Address, ForkSafe<Arc<Server>>)>> = Mutex::new(None);
+    type Kept = Option<(Address, Arc<Server>)>;
+    static KEPT: PerProcess<Mutex<Kept>> = PerProcess::empty();
     let Address::Tcp(_) = address else { return Server::start(address, token).map(Arc::new) };
-    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, server)) =
-        kept.as_ref().filter(|(at, server)| at == address && server.is_ours())
-    {
+    let mut kept = KEPT.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, server)) = kept.as_ref().filter(|(at, _)| at == address) {
         return Ok(Arc::clone(server));
     }
     let server = Arc::new(Server::start(address, token)?);
-    *kept = Some((address.clone(), ForkSafe::new(Arc::clone(&server))));
+    *kept = Some((address.clone(), Arc::clone(&server)));
     Ok(server)
 }
 

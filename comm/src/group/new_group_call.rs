@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::core::GroupCore;
 use super::parts::Parts;
 use crate::error::Error;
+use crate::interrupt::has_ended_call;
 
 /// The reason for which a group is not made.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +56,7 @@ impl NewGroupCall<'_> {
 
     /// Returns the error of a store that cannot be asked.
     pub fn store_failed(&self, error: StoreError) -> Error {
-        self.failed(error.to_string())
+        if has_ended_call() { self.interrupted() } else { self.failed(error.to_string()) }
     }
 
     /// Returns the error of a wait for `missing` that has taken too long.
