@@ -15,7 +15,7 @@ mod join_error;
 mod monitor;
 mod store;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ use crate::shm::arena::Arena;
 use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
 use crate::stall::StallReporter;
-use crate::transport;
+use crate::transport::{self, Transport};
 use crate::world::{FIRST_WARNING, Origin, Peer, World};
 use arena::attach_arena;
 use join_error::JoinError;
@@ -101,7 +101,8 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         _ => vec![own.clone(); size],
     };
     let locals: Vec<usize> = (0..size).filter(|&r| infos[r].node == own.node).collect();
-    let arena = attach_on_all_nodes(membership, &infos, &locals, monitor.as_mut())?;
+    let arena =
+        attach_on_all_nodes(membership, &infos, &locals, monitor.as_mut(), transport.as_deref())?;
     drop(monitor);
     let mut peers = Vec::with_capacity(size);
     for peer in 0..size {
@@ -136,6 +137,7 @@ fn attach_on_all_nodes(
     infos: &[PeerInfo],
     locals: &[usize],
     monitor: Option<&mut BootstrapMonitor>,
+    transport: Option<&dyn Transport>,
 ) -> Result<Arc<Arena>, JoinError> {
     let Membership { rank, world_size: size, .. } = *membership;
     let is_launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
@@ -143,17 +145,13 @@ fn attach_on_all_nodes(
         Some(monitor) if locals.len() < size && !is_launched => {
             let arena = attach_arena(rank, size, locals, Some(&mut *monitor))
                 .map_err(|error| monitor.give_up(error))?;
-            monitor.wait_for_nodes(&first_ranks(infos))?;
+            // MPI ends all ranks by itself when one dies.
+            let watched = transport.filter(|_| membership.rendezvous != Rendezvous::Mpi);
+            monitor.wait_for_nodes(infos, watched)?;
             Ok(arena)
         }
         monitor => attach_arena(rank, size, locals, monitor),
     }
-}
-
-/// Returns the first rank of each node.
-fn first_ranks(infos: &[PeerInfo]) -> Vec<usize> {
-    let mut nodes = HashSet::new();
-    (0..infos.len()).filter(|&rank| nodes.insert(&infos[rank].node)).collect()
 }
 
 /// Describes rank `peer`. If that is another rank of this node, `rank` watches its process.

@@ -1,15 +1,18 @@
 //! Waiting for ranks that have yet to join: how long, and whether they still can.
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use flow_store::{Error as StoreError, Store};
 
 use super::join_error::JoinError;
+use crate::internode::presence::ALL_RANKS;
 use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::peer_info::{PeerInfo, host_id};
 use crate::stall::Stall;
+use crate::transport::Transport;
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// The interval between looks whether ranks have ended, and the number of missing ranks for which
@@ -188,24 +191,50 @@ impl BootstrapMonitor<'_> {
     }
 
     /// Notes that all ranks of this node have mapped their arena. Rank 0 serves the store: it waits
-    /// until the `first` rank of every node has noted this, as its program may end at once, while
+    /// until the first rank of every node has noted this, as its program may end at once, while
     /// others still ask the store.
-    pub fn wait_for_nodes(&mut self, first: &[usize]) -> Result<(), JoinError> {
+    ///
+    /// # Errors
+    /// For rank 0 when the time is over, another rank has given up, or such a first rank has ended,
+    /// as far as the `transport` can tell.
+    pub fn wait_for_nodes(
+        &mut self,
+        infos: &[PeerInfo],
+        transport: Option<&dyn Transport>,
+    ) -> Result<(), JoinError> {
         let store = self.store;
-        let keys: Vec<String> =
-            first.iter().map(|rank| format!("{}mapped/{rank}", self.prefix)).collect();
+        let first = first_ranks(infos);
+        let keys: Vec<String> = first.iter().map(|&rank| self.mapped_key(rank)).collect();
         if first.contains(&self.rank) {
-            let own = format!("{}mapped/{}", self.prefix, self.rank);
-            store.set(&own, b"").map_err(|error| error.to_string())?;
+            store.set(&self.mapped_key(self.rank), b"").map_err(|error| error.to_string())?;
         }
+        let mut connections = None;
         while self.rank == 0 {
             match store.wait(&keys, self.left(POLL_INTERVAL)) {
                 Ok(()) => break,
                 Err(StoreError::Timeout { .. }) => self.check(&|| unset(store, &keys), &|_| 0)?,
                 Err(error) => return Err(error.to_string().into()),
             }
+            // The others do not use these connections, which show whether their processes are there.
+            if connections.is_none() {
+                connections =
+                    transport.and_then(|to| to.connect(ALL_RANKS, "join", &first, 0).ok());
+            }
+            let Some(connections) = &mut connections else { continue };
+            let ended =
+                (1..first.len()).find(|&node| connections.disconnect_reason(node).is_some());
+            let ended = ended.map(|node| first[node]);
+            if let Some(rank) = ended.filter(|rank| unset(store, &keys).contains(rank)) {
+                let PeerInfo { pid, host, .. } = &infos[rank];
+                let cause = format!("rank {rank} (pid {pid} on {host}) ended");
+                return Err(self.give_up(format!("{cause} before all ranks had joined").into()));
+            }
         }
         Ok(())
+    }
+
+    fn mapped_key(&self, rank: usize) -> String {
+        format!("{}mapped/{rank}", self.prefix)
     }
 
     fn info_key(&self, rank: usize) -> String {
@@ -241,6 +270,12 @@ impl BootstrapMonitor<'_> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
+}
+
+/// Returns the first rank of each node.
+fn first_ranks(infos: &[PeerInfo]) -> Vec<usize> {
+    let mut nodes = HashSet::new();
+    (0..infos.len()).filter(|&rank| nodes.insert(&infos[rank].node)).collect()
 }
 
 /// Returns the ranks whose keys are not set, by the numbers at the ends of these.
@@ -282,11 +317,15 @@ mod tests {
     use crate::transport;
     use crate::world::World;
 
-    /// Rank 1 of this test is played by hand: it stops before, or after, it notes that its node has
-    /// mapped its arena.
+    /// Rank 1 of this test is played by hand: it notes that its node has mapped its arena, or does
+    /// not, or ends before.
     #[test]
     fn rank_0_joins_once_no_other_node_needs_its_store() {
-        for (is_mapped, timeout) in [(true, 60), (false, 3)] {
+        for (rank_1, timeout, expected) in [
+            ("has mapped", 60, Ok(())),
+            ("waits", 3, Err("rank 1 has not joined within 3s")),
+            ("ends", 60, Err(") ended before all ranks had joined")),
+        ] {
             let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
             let address = Address::Tcp(free.to_string());
             let membership = |rank| Membership {
@@ -300,27 +339,28 @@ mod tests {
                     token: "token".into(),
                 },
             };
-            let name = format!("mapped {is_mapped}");
             let zero = membership(0);
-            let prefix = format!("world/{name:?}/0/");
+            let prefix = format!("world/{rank_1:?}/0/");
             let timeout = Duration::from_secs(timeout);
-            let joining = thread::spawn(move || World::join(&zero, &name, timeout).map(drop));
+            let joining = thread::spawn(move || World::join(&zero, rank_1, timeout).map(drop));
             let store = Store::connect(&address, "token", Duration::from_secs(60)).unwrap();
             let one = membership(1);
             let reachable = transport::open(&one).unwrap();
+            reachable.join_group(ALL_RANKS);
             let info = PeerInfo::own(&one, reachable.address());
             store.set(&format!("{prefix}rank/1"), &to_json(&info)).unwrap();
-            if is_mapped {
-                store.set(&format!("{prefix}mapped/1"), b"").unwrap();
+            match rank_1 {
+                "has mapped" => store.set(&format!("{prefix}mapped/1"), b"").unwrap(),
+                "ends" => drop(reachable),
+                _ => {}
             }
             let joined = joining.join().unwrap().map_err(|error| error.to_string());
-            match joined {
-                Ok(()) => assert!(is_mapped, "rank 0 joined though rank 1 still needs its store"),
-                Err(error) => {
-                    assert!(!is_mapped, "{error}");
-                    assert!(error.contains("rank 1 has not joined within 3s"), "{error}");
-                }
-            }
+            let is_expected = match (&joined, expected) {
+                (Ok(()), Ok(())) => true,
+                (Err(error), Err(text)) => error.contains(text),
+                _ => false,
+            };
+            assert!(is_expected, "{rank_1}: {joined:?}");
         }
     }
 }
