@@ -71,18 +71,23 @@ pub fn sync(folder: &Path) -> io::Result<()> {
 }
 
 /// Removes a folder into which others may still write, if it is there. It first gets the name
-/// `aside`: then they find it no more.
+/// `aside`: then they find it no more. Those that have found it before may each make one more file.
 pub fn remove_in_use(path: &Path, aside: &Path) -> io::Result<()> {
     remove(aside)?;
     match fs::rename(path, aside) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         other => other?,
     }
-    let removed = remove(aside);
-    match removed {
-        // A file was being made there just then.
-        Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => remove(aside),
-        other => other,
+    until_empty(|| remove(aside))
+}
+
+/// Calls `remove` again where a file was made just then in the folder that it removes.
+fn until_empty(mut remove: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match remove() {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            removed => return removed,
+        }
     }
 }
 
@@ -93,4 +98,24 @@ pub fn remove(path: &Path) -> io::Result<()> {
         other => other,
     };
     removed.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_removed_however_many_files_come_meanwhile() {
+        let mut attempts = 0;
+        let removed = until_empty(|| {
+            attempts += 1;
+            match attempts {
+                5 => Ok(()),
+                _ => Err(ErrorKind::DirectoryNotEmpty.into()),
+            }
+        });
+        assert!(removed.is_ok() && attempts == 5, "{removed:?}");
+        let refused = until_empty(|| Err(ErrorKind::PermissionDenied.into()));
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::PermissionDenied);
+    }
 }
