@@ -15,6 +15,8 @@ import statistics
 import sys
 from time import perf_counter
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch import nn

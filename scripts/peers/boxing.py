@@ -8,6 +8,8 @@ import statistics
 import sys
 from time import perf_counter
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh

@@ -7,6 +7,8 @@ import argparse
 import json
 import math
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -8,6 +8,8 @@ import json
 import statistics
 from time import perf_counter
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch import nn

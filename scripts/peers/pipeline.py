@@ -11,6 +11,8 @@ import argparse
 import json
 import statistics
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -13,6 +13,8 @@ import copy
 import json
 import statistics
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -6,6 +6,8 @@ usage: torchrun --nproc_per_node 2 train.py
 import os
 import sys
 
+import needs_torch  # noqa: F401: first
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
