@@ -28,7 +28,7 @@ pub struct OpDescriptor {
     pub step: u32,
     /// A digest of what else ranks must agree on in a collective: counts, a bucket's pieces, what
     /// the caller gives.
-    pub layout: u64,
+    pub digest: u64,
     /// The program's name of the operation, if it called another one.
     pub label: Option<Label>,
 }
@@ -78,7 +78,7 @@ impl OpDescriptor {
             tag: 0,
             bucket: None,
             step: 0,
-            layout: 0,
+            digest: 0,
             label: None,
         }
     }
@@ -144,9 +144,9 @@ impl OpDescriptor {
     /// its data lies.
     #[inline]
     pub fn is_in(&self, words: &DescriptorWords) -> bool {
-        let [_, packed, count, _, bucket, layout] = self.words(Location::Staged);
+        let [_, packed, count, _, bucket, tag_or_digest] = self.words(Location::Staged);
         let published = [1, 2, 4, 5].map(|index| words.0[index].load(Ordering::Relaxed));
-        if published != [packed, count, bucket, layout] {
+        if published != [packed, count, bucket, tag_or_digest] {
             return false;
         }
         match self.label {
@@ -156,12 +156,12 @@ impl OpDescriptor {
     }
 
     /// Returns the words of a descriptor before its label. A message has its peer and its tag where
-    /// a collective has its root and its layout.
+    /// a collective has its root and its digest.
     #[inline]
     fn words(&self, location: Location) -> [u64; WORDS] {
         let is_message = self.kind.is_message();
         let rank = if is_message { self.peer } else { self.root };
-        let layout = if is_message { u64::from(self.tag) } else { self.layout };
+        let tag_or_digest = if is_message { u64::from(self.tag) } else { self.digest };
         let labelled = self.label.map_or(0, |label| label.kind() as u8);
         let packed = u64::from(self.kind as u8)
             | u64::from(self.dtype as u8) << 8
@@ -173,12 +173,12 @@ impl OpDescriptor {
             Location::Staged => STAGED,
         };
         let bucket = self.bucket.map_or(0, |b| u64::from(b) + 1) | u64::from(self.step) << 32;
-        [self.sequence, packed, self.count, offset, bucket, layout]
+        [self.sequence, packed, self.count, offset, bucket, tag_or_digest]
     }
 
     /// Reads what a rank has published.
     pub fn read(words: &DescriptorWords) -> Result<(Self, Location), &'static str> {
-        let [sequence, packed, count, offset, bucket, layout]: [u64; WORDS] =
+        let [sequence, packed, count, offset, bucket, tag_or_digest]: [u64; WORDS] =
             std::array::from_fn(|i| words.0[i].load(Ordering::Relaxed));
         let kind = Kind::from_code(packed as u8).ok_or(UNREADABLE)?;
         let label = match (packed >> 24) as u8 {
@@ -199,16 +199,16 @@ impl OpDescriptor {
             tag: 0,
             bucket: (bucket as u32).checked_sub(1),
             step: (bucket >> 32) as u32,
-            layout: 0,
+            digest: 0,
             label,
         };
         let rank = (packed >> 32) as u32;
         if kind.is_message() {
             operation.peer = rank;
-            operation.tag = layout as u32;
+            operation.tag = tag_or_digest as u32;
         } else {
             operation.root = rank;
-            operation.layout = layout;
+            operation.digest = tag_or_digest;
         }
         let location =
             if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
@@ -297,7 +297,7 @@ mod tests {
             sequence: 7,
             bucket: Some(3),
             step: 2,
-            layout: u64::MAX - 5,
+            digest: u64::MAX - 5,
             ..OpDescriptor::new(Kind::Reduce, DType::BF16, 1000).reduce(ReduceOp::Max).root(4)
         };
         let message = OpDescriptor::new(Kind::Send, DType::I64, 9).peer(3, u32::MAX);

@@ -88,7 +88,7 @@ fn run_v(
     mut operation: OpDescriptor,
     Buffers { input, output, output_counts, .. }: Buffers,
 ) -> Result<()> {
-    operation.layout ^= digest(output_counts);
+    operation.digest ^= digest(output_counts);
     let places = extents_of(output_counts, operation.dtype.size());
     let contribution = Contribution {
         from: Contributors::All,

@@ -116,7 +116,7 @@ fn run_v(
     }
     let all: Vec<usize> = counts.concat();
     operation.count = all.iter().sum::<usize>() as u64;
-    operation.layout ^= digest(&all);
+    operation.digest ^= digest(&all);
     let element = dtype.size();
     let sent: Vec<_> = counts.iter().map(|counts| extents_of(counts, element)).collect();
     let received = extents_of(output_counts, element);

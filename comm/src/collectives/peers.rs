@@ -52,7 +52,7 @@ impl Peers<'_> {
 impl ProcessGroup {
     /// Lets each rank read what all ranks have, where it lies: collectives of any layout, with one
     /// copy. `counts[r]` is the number of elements of rank r's `data`, the same list on all ranks.
-    /// `layout` is a digest of what else all must agree on. `read` runs when all ranks have come;
+    /// `digest` is that of what else all must agree on. `read` runs when all ranks have come;
     /// the ranks' data stays as it is until all have read. Data outside the shared memory is copied
     /// there first.
     ///
@@ -75,7 +75,7 @@ impl ProcessGroup {
         &self,
         data: &B,
         counts: &[usize],
-        layout: u64,
+        digest: u64,
         mut read: impl FnMut(&Peers),
     ) -> Result<bool> {
         let name = Kind::ReadPeers.name();
@@ -87,7 +87,7 @@ impl ProcessGroup {
             return Ok(false);
         }
         let mut operation = OpDescriptor::new(Kind::ReadPeers, dtype, counts.iter().sum());
-        operation.layout = layout;
+        operation.digest = digest;
         let lengths: Vec<usize> = counts.iter().map(|count| count * dtype.size()).collect();
         self.run_in_order(Lane::Collectives, |group| {
             group.finish_buckets()?;

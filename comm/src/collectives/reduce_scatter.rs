@@ -67,7 +67,7 @@ fn run(host: &HostCollectives, operation: OpDescriptor, buffers: Buffers) -> Res
 
 /// Reduces as [`run`] does, with `input_counts[r]` elements in block r.
 fn run_v(host: &HostCollectives, mut operation: OpDescriptor, buffers: Buffers) -> Result<()> {
-    operation.layout ^= digest(buffers.input_counts);
+    operation.digest ^= digest(buffers.input_counts);
     let places = extents_of(buffers.input_counts, operation.dtype.size());
     reduce_blocks(host, operation, buffers, &|_, block| places[block].clone(), longest(&places))
 }

@@ -70,7 +70,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(1800);
 pub struct ProcessGroup {
     member: Arc<Member>,
     /// A digest of what else all ranks must agree on in collectives on the host.
-    layout: u64,
+    digest: u64,
     /// The program's name of operations on the host, if it calls them something else.
     label: Option<Label>,
     /// The time that operations on the host wait, if not as long as the group says.
@@ -139,8 +139,8 @@ impl ProcessGroup {
 
     /// Returns this group for blocking collectives on the host of which all ranks must agree on a
     /// digest too: what they are part of.
-    pub fn with_layout(&self, layout: u64) -> Self {
-        Self { layout, ..self.clone() }
+    pub fn with_digest(&self, digest: u64) -> Self {
+        Self { digest, ..self.clone() }
     }
 
     /// Returns this group for blocking operations on the host that a program calls something else:
@@ -181,7 +181,7 @@ impl fmt::Debug for ProcessGroup {
 /// machine.
 fn group_of(parts: Parts, local_rank: usize, cuda: Cuda) -> ProcessGroup {
     let member = Arc::new(Member::new(parts, local_rank, cuda));
-    ProcessGroup { member, layout: 0, label: None, timeout: None }
+    ProcessGroup { member, digest: 0, label: None, timeout: None }
 }
 
 fn timeout_from_env(rank: usize) -> Result<Duration> {

@@ -79,7 +79,7 @@ impl ProcessGroup {
         buffers: Buffers,
         run: Collective,
     ) -> Result<()> {
-        operation.layout = self.layout;
+        operation.digest = self.digest;
         operation.label = self.label;
         self.run_in_order(Lane::Collectives, |group| {
             group.finish_buckets()?;

@@ -269,7 +269,7 @@ impl Rounds {
                 operation.step, theirs.step
             );
         }
-        let is_same = OpDescriptor { layout: operation.layout, ..*theirs }.agrees(operation);
+        let is_same = OpDescriptor { digest: operation.digest, ..*theirs }.agrees(operation);
         let pieces = match operation.bucket {
             Some(_) if is_same => " with pieces of other lengths",
             None if is_same => " with other counts or another layout",

@@ -21,7 +21,7 @@ pub struct Segments {
     pub(crate) lengths: Vec<usize>,
     pub(crate) total: usize,
     /// A digest of the lengths.
-    layout: u64,
+    digest: u64,
     /// The step in which the bucket is reduced, the same on all ranks.
     step: AtomicU32,
     /// Offsets of the pieces, readable by all ranks.
@@ -56,9 +56,9 @@ impl Segments {
             under_way: false,
             finished: None,
         });
-        let layout = digest(&lengths);
+        let digest = digest(&lengths);
         let step = AtomicU32::new(0);
-        Some(Self { bucket, dtype, lengths, total, layout, step, table, pieces })
+        Some(Self { bucket, dtype, lengths, total, digest, step, table, pieces })
     }
 
     /// Says in which step, from 1 on, the bucket is launched next: ranks whose steps differ get an
@@ -116,7 +116,7 @@ impl Segments {
         OpDescriptor {
             bucket: Some(self.bucket),
             step: self.step.load(Ordering::Relaxed),
-            layout: self.layout,
+            digest: self.digest,
             ..OpDescriptor::new(Kind::AllReduce, self.dtype, self.total).reduce(reduce)
         }
     }

@@ -339,7 +339,7 @@ impl Reduce {
                 return Ok(if is_small { Reduced::All } else { Reduced::Part(target) });
             }
         }
-        let group = &group.with_layout(self.members.agreed(groups));
+        let group = &group.with_digest(self.members.agreed(groups));
         if self.is_all_reduce
             && let Some(result) = result
         {
@@ -402,7 +402,7 @@ impl Exchange {
             }
         }
         copy_all(own, source, result.as_deref());
-        let group = &group.with_layout(self.members.agreed(groups));
+        let group = &group.with_digest(self.members.agreed(groups));
         packed::exchange(group, self, (rank, kind, device), source, result)
     }
 
