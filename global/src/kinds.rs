@@ -29,10 +29,12 @@ pub fn number_of(kind: Kind) -> i64 {
 
 /// Returns the kind in which sums of a kind are computed: half precision is not enough.
 pub fn wide(kind: Kind) -> Kind {
-    match kind {
-        Kind::Half | Kind::BFloat16 => Kind::Float,
-        other => other,
-    }
+    if is_half(kind) { Kind::Float } else { kind }
+}
+
+/// Returns whether a kind is one of half precision.
+pub fn is_half(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
 /// Returns the kind of a complex number's magnitude; of a real number itself.

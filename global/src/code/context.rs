@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use flow_autograd::global::{Argument, Call, Scalar};
+use flow_comm::ReduceOp;
 use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
@@ -92,6 +93,19 @@ impl Context<'_, '_> {
         let boxed =
             Boxing::between(runtime, shape, from, to).run(&runtime.groups, options, Some(local))?;
         boxed.ok_or_else(|| self.fail("this rank is not in the placement"))
+    }
+
+    /// Reduces terms of the first result, a tensor of this shape, on the axes where the signature makes B
+    /// of a first input that is not.
+    pub fn reduced(&self, terms: &Tensor, shape: &[usize], by: ReduceOp) -> Result<Tensor> {
+        let to = &self.choice.outputs[0];
+        let mut from = to.clone();
+        for (from, &input) in from.iter_mut().zip(&self.choice.inputs[0]) {
+            if *from == B && input != B {
+                *from = Sbp::Partial(by);
+            }
+        }
+        self.boxed(terms, shape, &from, to)
     }
 
     /// Adds up, on all ranks, values that are partial on the axes where an SBP is a split.

@@ -1,5 +1,7 @@
-//! Means over split samples: each rank's sum is divided by the number of all samples.
+//! Losses of split samples. For a mean each rank's sum is divided by the number of all samples. Sums of
+//! half precision are added up in single precision.
 
+use flow_comm::ReduceOp;
 use tch::{Reduction, Tensor};
 
 use super::context::Context;
@@ -7,22 +9,29 @@ use crate::error::Result;
 use crate::kinds::wide;
 use crate::sbp::B;
 
+/// libtorch's `Reduction::Sum`.
+const SUM: i64 = 2;
+
 /// Returns the number of elements of a logical tensor.
 fn elements(context: &Context<'_, '_>, tensor: usize) -> f64 {
     context.shape(tensor).iter().product::<usize>() as f64
 }
 
-/// Returns this rank's term of the mean: its sum, divided by the number of all elements.
-fn mean(
+/// Returns the sum, or the mean: the sum, divided by the number of all elements. Argument `reduction` says
+/// which.
+fn loss(
     context: &mut Context<'_, '_>,
+    reduction: usize,
     sum: impl Fn(&Context<'_, '_>, &Tensor, &Tensor) -> Result<Tensor>,
 ) -> Result<()> {
     let input = context.local(0)?;
     let kind = wide(input.kind());
     let target = context.local(1)?.f_to_kind(kind)?;
-    let sum = sum(context, &input.f_to_kind(kind)?, &target)?;
-    let mean = (sum / elements(context, 0)).f_to_kind(input.kind())?;
-    context.give(0, &mean, &[])
+    let own = sum(context, &input.f_to_kind(kind)?, &target)?;
+    let sum = context.reduced(&own, &[], ReduceOp::Sum)?;
+    let is_sum = context.int(reduction) == Some(SUM);
+    let loss = if is_sum { sum } else { sum / elements(context, 0) };
+    context.give(0, &loss.f_to_kind(input.kind())?, &[])
 }
 
 /// Returns the gradient of a mean: that of the sum, divided by the number of all elements.
@@ -42,7 +51,7 @@ fn mean_backward(
 
 /// (input, target, reduction)
 pub fn mse_loss(context: &mut Context<'_, '_>) -> Result<()> {
-    mean(context, |_, input, target| Ok(input.f_mse_loss(target, Reduction::Sum)?))
+    loss(context, 2, |_, input, target| Ok(input.f_mse_loss(target, Reduction::Sum)?))
 }
 
 /// (gradient, input, target, reduction)
@@ -54,7 +63,7 @@ pub fn mse_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
 
 /// (input, target, reduction, beta)
 pub fn smooth_l1_loss(context: &mut Context<'_, '_>) -> Result<()> {
-    mean(context, |context, input, target| {
+    loss(context, 2, |context, input, target| {
         let beta = context.number(3).unwrap_or(1.0);
         Ok(input.f_smooth_l1_loss(target, Reduction::Sum, beta)?)
     })
@@ -70,7 +79,7 @@ pub fn smooth_l1_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
 
 /// (input, target, reduction, delta)
 pub fn huber_loss(context: &mut Context<'_, '_>) -> Result<()> {
-    mean(context, |context, input, target| {
+    loss(context, 2, |context, input, target| {
         let delta = context.number(3).unwrap_or(1.0);
         Ok(input.f_huber_loss(target, Reduction::Sum, delta)?)
     })
@@ -86,7 +95,7 @@ pub fn huber_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
 
 /// (input, target, weight, reduction)
 pub fn binary_cross_entropy(context: &mut Context<'_, '_>) -> Result<()> {
-    mean(context, |context, input, target| {
+    loss(context, 3, |context, input, target| {
         Ok(input.f_binary_cross_entropy(target, context.optional(2)?, Reduction::Sum)?)
     })
 }
@@ -101,7 +110,7 @@ pub fn binary_cross_entropy_backward(context: &mut Context<'_, '_>) -> Result<()
 
 /// (input, target, weight, weight of positives, reduction)
 pub fn binary_cross_entropy_with_logits(context: &mut Context<'_, '_>) -> Result<()> {
-    mean(context, |context, input, target| {
+    loss(context, 4, |context, input, target| {
         let weight = context.optional(2)?;
         let of_positives = context.optional(3)?;
         let sum = Reduction::Sum;
@@ -109,7 +118,7 @@ pub fn binary_cross_entropy_with_logits(context: &mut Context<'_, '_>) -> Result
     })
 }
 
-/// Computes the mean, weighted by class, without samples of the ignored class.
+/// Computes the sum or the mean, weighted by class, without samples of the ignored class.
 pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
     // (input, target, weight, reduction, ignored class) -> loss, total weight
     let input = context.local(0)?;
@@ -135,6 +144,9 @@ pub fn nll_loss(context: &mut Context<'_, '_>) -> Result<()> {
     };
     let split = context.choice.inputs[0].clone();
     let total = context.summed(&own, &split)?;
-    context.give(0, &(sum / &total).f_to_kind(kind)?, &[])?;
+    let sum = context.reduced(&sum, &[], ReduceOp::Sum)?;
+    let is_sum = context.int(3) == Some(SUM);
+    let loss = if is_sum { sum } else { sum / &total };
+    context.give(0, &loss.f_to_kind(kind)?, &[])?;
     context.give_as(&total.f_to_kind(kind)?, &[], &vec![B; split.len()])
 }

@@ -3,8 +3,8 @@
 //! | file | subject |
 //! |---|---|
 //! | `context` | an operation on its way |
-//! | `reductions` | means and norms over split dimensions |
-//! | `losses` | means over split samples |
+//! | `reductions` | means and norms over split dimensions; sums and products in half precision |
+//! | `losses` | losses of split samples: means, and sums in half precision |
 //! | `indexing` | embeddings of a split vocabulary |
 //! | `normalization` | batch norm over a split batch |
 //! | `group_norm` | group norm, which has the size of the batch as an argument |
@@ -27,7 +27,9 @@ pub use random::draws;
 /// in-place ones.
 pub fn of(name: &str) -> Option<Code> {
     Some(match name {
+        "sum" => reductions::sum,
         "mean" => reductions::mean,
+        "prod" => reductions::product,
         "linalg_vector_norm" | "norm" => reductions::norm,
         "mse_loss" => losses::mse_loss,
         "mse_loss_backward" => losses::mse_loss_backward,

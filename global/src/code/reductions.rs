@@ -1,4 +1,4 @@
-//! Means and norms over split dimensions.
+//! Sums, means, products and norms over split dimensions.
 
 use flow_comm::ReduceOp;
 use tch::{Kind, Tensor};
@@ -6,16 +6,51 @@ use tch::{Kind, Tensor};
 use super::context::Context;
 use crate::error::Result;
 use crate::kinds::{kind_of, real, wide};
-use crate::sbp::{B, NdSbp, Sbp};
 
-/// Dimensions that are an argument; all if it is missing or empty.
-fn dims(context: &Context<'_, '_>, argument: usize) -> Vec<i64> {
-    let rank = context.shape(0).len() as i64;
-    let dims = context.ints(argument);
-    if dims.is_empty() {
-        return (0..rank).collect();
+/// The arguments of a sum, a mean or a product.
+struct Reduction {
+    /// The dimensions that are reduced.
+    dims: Vec<i64>,
+    /// They stay, with one element.
+    keep: bool,
+    /// The kind of the result.
+    kind: Kind,
+    /// The logical shape of the result.
+    shape: Vec<usize>,
+}
+
+impl Reduction {
+    /// Reads (self, dtype) or (self, dims, keepdim, dtype).
+    fn of(context: &Context<'_, '_>) -> Self {
+        let shape = context.shape(0);
+        let rank = shape.len() as i64;
+        let is_of_all = context.call.overload.is_empty();
+        let mut dims = if is_of_all { Vec::new() } else { context.ints(1) };
+        dims.extend(context.int(1).filter(|_| !is_of_all));
+        if dims.is_empty() {
+            dims = (0..rank).collect();
+        }
+        dims.iter_mut().filter(|dim| **dim < 0).for_each(|dim| *dim += rank);
+        let keep = !is_of_all && context.flag(2);
+        let kind = context.int(if is_of_all { 1 } else { 3 }).and_then(kind_of);
+        let kind = kind.or(context.call.kind(0)).unwrap_or(Kind::Float);
+        let shape = reduced(&shape, &dims, keep);
+        Self { dims, keep, kind, shape }
     }
-    dims.iter().map(|&dim| if dim < 0 { dim + rank } else { dim }).collect()
+
+    /// Returns the sum of a local, in a kind that does not round terms.
+    fn sum(&self, local: &Tensor) -> Result<Tensor> {
+        let kind = wide(self.kind);
+        if self.dims.is_empty() {
+            return Ok(local.f_to_kind(kind)?);
+        }
+        Ok(local.f_sum_dim_intlist(&self.dims[..], self.keep, kind)?)
+    }
+
+    /// Returns the result to the caller.
+    fn give(&self, context: &mut Context<'_, '_>, result: &Tensor) -> Result<()> {
+        context.give(0, &result.f_to_kind(self.kind)?, &self.shape)
+    }
 }
 
 /// Returns the shape without these dimensions, or with one element in each.
@@ -42,26 +77,38 @@ fn check_kind(context: &Context<'_, '_>, kind: Kind) -> Result<()> {
     }
 }
 
-/// Returns each rank's sum, divided by the number of all elements.
+/// Computes a sum in half precision, of terms in single precision.
+pub fn sum(context: &mut Context<'_, '_>) -> Result<()> {
+    let reduction = Reduction::of(context);
+    // libtorch rounds elements before it adds them up.
+    let own = reduction.sum(&context.local(0)?.f_to_kind(reduction.kind)?)?;
+    let sum = context.reduced(&own, &reduction.shape, ReduceOp::Sum)?;
+    reduction.give(context, &sum)
+}
+
+/// Computes a mean: each rank's sum, divided by the number of all elements; in half precision that of
+/// all ranks.
 pub fn mean(context: &mut Context<'_, '_>) -> Result<()> {
-    // mean(self, dtype) and mean(self, dims, keepdim, dtype)
+    let reduction = Reduction::of(context);
+    check_kind(context, reduction.kind)?;
+    let own = reduction.sum(&context.local(0)?)?;
+    let sum = context.reduced(&own, &reduction.shape, ReduceOp::Sum)?;
     let shape = context.shape(0);
-    let (dims, keep, kind) = if context.call.overload.is_empty() {
-        ((0..shape.len() as i64).collect(), false, context.int(1))
-    } else {
-        (dims(context, 1), context.flag(2), context.int(3))
+    let count: usize = reduction.dims.iter().map(|&dim| shape[dim as usize]).product();
+    reduction.give(context, &(sum / count as f64))
+}
+
+/// Computes a product in half precision, of factors in single precision.
+pub fn product(context: &mut Context<'_, '_>) -> Result<()> {
+    let reduction = Reduction::of(context);
+    let local = context.local(0)?.f_to_kind(reduction.kind)?;
+    let kind = wide(reduction.kind);
+    let own = match reduction.dims[..] {
+        [dim] => local.f_prod_dim_int(dim, reduction.keep, kind)?,
+        _ => local.f_prod(kind)?,
     };
-    let local = context.local(0)?;
-    let kind = kind.and_then(kind_of).unwrap_or(local.kind());
-    check_kind(context, kind)?;
-    let count: usize = dims.iter().map(|&dim| shape[dim as usize]).product();
-    let sum = if dims.is_empty() {
-        local.f_to_kind(wide(kind))?
-    } else {
-        local.f_sum_dim_intlist(&dims[..], keep, wide(kind))?
-    };
-    let mean = (sum / count as f64).f_to_kind(kind)?;
-    context.give(0, &mean, &reduced(&shape, &dims, keep))
+    let product = context.reduced(&own, &reduction.shape, ReduceOp::Product)?;
+    reduction.give(context, &product)
 }
 
 /// Returns a norm of all elements, from those of the parts.
@@ -84,10 +131,7 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     } else {
         (magnitudes.f_pow_tensor_scalar(order)?.f_sum(wide)?, ReduceOp::Sum)
     };
-    let of_parts = &context.choice.inputs[0];
-    let from: NdSbp =
-        of_parts.iter().map(|sbp| sbp.dim().map_or(B, |_| Sbp::Partial(op))).collect();
-    let mut norm = context.boxed(&own, &[], &from, &vec![B; from.len()])?;
+    let mut norm = context.reduced(&own, &[], op)?;
     if order.is_finite() && order != 0.0 {
         norm = norm.f_pow_tensor_scalar(1.0 / order)?;
     }

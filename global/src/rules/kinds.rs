@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use tch::Kind;
 
 use super::op::{Arg, Op};
-use crate::kinds::{is_complex, is_float, kind_of, real};
+use crate::kinds::{is_complex, is_float, is_half, kind_of, real};
 
 /// Returns whether converted terms add up to the converted sum. A wider kind of floating point
 /// holds each term as it is; a narrower one rounds each of them. Integers are sums modulo a power
@@ -30,15 +30,25 @@ pub fn of_sum(kind: Kind) -> Kind {
 }
 
 impl Op<'_> {
+    /// Returns the kind of a sum of the first input: argument `arg`, if it is there.
+    fn kind_of_sum(&self, arg: usize) -> Option<Kind> {
+        match self.int(arg) {
+            Some(number) => kind_of(number),
+            None => self.inputs[0].kind.map(of_sum),
+        }
+    }
+
     /// Returns whether partial sums of the first input stay partial sums in the result, whose kind
     /// argument `arg` is; without that argument, the kind of a sum.
     pub fn keeps_terms(&self, arg: usize) -> bool {
-        let Some(from) = self.inputs[0].kind else { return false };
-        let to = match self.int(arg) {
-            Some(number) => kind_of(number),
-            None => Some(of_sum(from)),
-        };
-        to.is_some_and(|to| keeps_terms(from, to))
+        let kinds = self.inputs[0].kind.zip(self.kind_of_sum(arg));
+        kinds.is_some_and(|(from, to)| keeps_terms(from, to))
+    }
+
+    /// Returns whether terms of the result are to be added up before they get its kind, which argument
+    /// `arg` is: half precision rounds them, and they may be greater than it holds.
+    pub fn rounds_terms(&self, arg: usize) -> bool {
+        self.kind_of_sum(arg).is_some_and(is_half)
     }
 }
 

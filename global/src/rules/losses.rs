@@ -1,6 +1,7 @@
 //! Losses. A mean over split samples is a partial sum that code divides by the whole number.
 
 use super::op::{Op, Rule, Signature};
+use crate::kinds::is_half;
 use crate::sbp::{B, P, S};
 
 pub const RULES: &[Rule] = &[
@@ -20,10 +21,16 @@ pub const RULES: &[Rule] = &[
 const NONE: i64 = 0;
 const MEAN: i64 = 1;
 
+/// Returns whether code adds up the terms of all ranks, as half precision would round them.
+fn adds_up(op: &Op, reduction: usize) -> bool {
+    op.int(reduction) != Some(NONE) && op.inputs[0].kind.is_some_and(is_half)
+}
+
 fn nll_loss(op: &Op) -> Vec<Signature> {
     // (input, target, weight, reduction, ignored) -> loss, total weight
     match op.int(3) {
         Some(NONE) => vec![Signature::new([S(0), S(0), B], [S(0), B])],
+        _ if adds_up(op, 3) => vec![Signature::new([S(0), S(0), B], [B, B]).with_code(true)],
         reduction => {
             let is_mean = reduction == Some(MEAN);
             let total = if is_mean { B } else { P };
@@ -55,6 +62,7 @@ fn loss(op: &Op, reduction: usize) -> Vec<Signature> {
         let each = Signature::aligned(op, dim);
         match op.int(reduction) {
             Some(NONE) => each,
+            _ if adds_up(op, reduction) => Signature { outputs: vec![B], ..each }.with_code(true),
             reduction => Signature { outputs: vec![P], ..each }.with_code(reduction == Some(MEAN)),
         }
     })

@@ -15,7 +15,7 @@ pub const RULES: &[Rule] = &[
     Rule { names: &["amax"], signatures: |op| extreme(op, ReduceOp::Max) },
     Rule { names: &["amin"], signatures: |op| extreme(op, ReduceOp::Min) },
     Rule { names: &["max", "min"], signatures: maximum },
-    Rule { names: &["prod"], signatures: |op| folded(op, ReduceOp::Product) },
+    Rule { names: &["prod"], signatures: product },
     Rule { names: &["any"], signatures: |op| folded(op, ReduceOp::Max) },
     Rule { names: &["all"], signatures: |op| folded(op, ReduceOp::Min) },
     Rule { names: &["argmax", "argmin"], signatures: |op| kept(op, &overloaded(op, 1), 2) },
@@ -81,14 +81,27 @@ fn sum(op: &Op) -> Vec<Signature> {
     let reduced = dims(op, 1);
     let kind = if op.overload.is_empty() { 1 } else { 3 };
     let linear = op.keeps_terms(kind).then(|| Signature::all(op, P)).into_iter();
-    linear.chain(kept(op, &reduced, 2)).chain(partial(&reduced, ReduceOp::Sum)).collect()
+    let signatures = linear.chain(kept(op, &reduced, 2)).chain(partial(&reduced, ReduceOp::Sum));
+    reduced_at_once(op, kind, signatures.collect())
 }
 
 /// Has the signatures of a sum; code divides by the number of elements of the logical tensor.
 fn mean(op: &Op) -> Vec<Signature> {
     let mut signatures = sum(op);
     for signature in &mut signatures {
-        signature.has_code = signature.outputs[0] == P && signature.inputs[0] != P;
+        signature.has_code |= signature.outputs[0] == P && signature.inputs[0] != P;
+    }
+    signatures
+}
+
+/// Leaves no partial values of half precision: code reduces them in single precision. Argument `kind`
+/// is the kind of the result.
+fn reduced_at_once(op: &Op, kind: usize, mut signatures: Vec<Signature>) -> Vec<Signature> {
+    if op.rounds_terms(kind) {
+        for signature in signatures.iter_mut().filter(|one| one.outputs[0].is_partial()) {
+            signature.outputs[0] = B;
+            signature.has_code = true;
+        }
     }
     signatures
 }
@@ -109,6 +122,12 @@ fn folded(op: &Op, by: ReduceOp) -> Vec<Signature> {
         _ => overloaded(op, 1),
     };
     kept(op, &reduced, 2).into_iter().chain(partial(&reduced, by)).collect()
+}
+
+fn product(op: &Op) -> Vec<Signature> {
+    // prod(self, dtype) and prod(self, dim, keepdim, dtype)
+    let kind = if op.overload.is_empty() { 1 } else { 3 };
+    reduced_at_once(op, kind, folded(op, ReduceOp::Product))
 }
 
 /// Reduces all elements or a dimension (with indices), or compares two tensors.
@@ -134,7 +153,8 @@ fn norm(op: &Op) -> Vec<Signature> {
 }
 
 fn trace(op: &Op) -> Vec<Signature> {
-    op.keeps_terms(1).then(|| Signature::new([P], [P])).into_iter().collect()
+    let is_linear = op.keeps_terms(1) && !op.rounds_terms(1);
+    is_linear.then(|| Signature::new([P], [P])).into_iter().collect()
 }
 
 fn order(op: &Op) -> Vec<Signature> {

@@ -54,7 +54,7 @@ fn others(op: &Op, dims: &[usize]) -> Vec<Signature> {
 fn cumsum(op: &Op) -> Vec<Signature> {
     // (self, dim, dtype)
     let mut signatures = others(op, &dims_at(op, 1));
-    if !op.keeps_terms(2) {
+    if !op.keeps_terms(2) || op.rounds_terms(2) {
         signatures.remove(0);
     }
     signatures

@@ -18,6 +18,7 @@ mod nn;
 mod operations;
 mod outside;
 mod page;
+mod partial_sums;
 mod planner;
 mod record;
 mod sequence;
