@@ -172,6 +172,17 @@ mod tests {
         assert_eq!(result(&op("mul", &[&[4, 5], &[4, 5]]), &[&[P], &[B]]), [P]);
         assert_eq!(result(&op("neg", &[&[4, 5]]), &[&[P]]), [P]);
         assert_eq!(result(&op("relu", &[&[4, 5]]), &[&[P]]), [S(0)]);
+        // A term of 0 would be no number.
+        let of_number = |name, number| {
+            let mut op = op(name, &[&[4, 5]]);
+            op.args.push(number);
+            result(&op, &[&[P]])
+        };
+        assert_eq!(of_number("mul", Arg::Float(0.0)), [P]);
+        assert_eq!(of_number("mul", Arg::Float(f64::INFINITY)), [S(0)]);
+        assert_eq!(of_number("div", Arg::Float(f64::INFINITY)), [P]);
+        assert_eq!(of_number("div", Arg::Float(0.0)), [S(0)]);
+        assert_eq!(of_number("div", Arg::Int(0)), [S(0)]);
         // A number would be added by each rank.
         let mut sum = op("add", &[&[4, 5]]);
         sum.args.push(Arg::Float(1.0));

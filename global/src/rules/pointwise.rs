@@ -192,12 +192,30 @@ fn linear(op: &Op) -> Vec<Signature> {
 
 /// Both tensors are partial; a number would be added once for each rank.
 fn sums(op: &Op) -> Vec<Signature> {
-    with(op, op.is_tensor(1).then(|| Signature::all(op, P)))
+    let is_linear = op.is_tensor(1) && is_factor(op.args.get(2));
+    with(op, is_linear.then(|| Signature::all(op, P)))
+}
+
+/// Returns whether terms times this number add up to the sum times it. Times infinity, a term of 0 is
+/// no number.
+fn is_factor(arg: Option<&Arg>) -> bool {
+    !matches!(arg, Some(Arg::Float(value)) if !value.is_finite())
+}
+
+/// Returns whether terms divided by this number add up to the sum divided by it. Divided by 0, a term of
+/// 0 is no number, and those of other signs are infinite.
+fn is_divisor(arg: Option<&Arg>) -> bool {
+    match arg {
+        Some(Arg::Float(value)) => *value != 0.0,
+        Some(Arg::Int(value)) => *value != 0,
+        Some(Arg::Bool(value)) => *value,
+        _ => true,
+    }
 }
 
 fn products(op: &Op) -> Vec<Signature> {
     if !op.is_tensor(1) {
-        return linear(op);
+        return with(op, is_factor(op.args.get(1)).then(|| Signature::all(op, P)));
     }
     let second = (!op.in_place).then(|| Signature::new([B, P], [P]));
     with(op, [Signature::new([P, B], [P])].into_iter().chain(second))
@@ -207,7 +225,8 @@ fn products(op: &Op) -> Vec<Signature> {
 fn quotients(op: &Op) -> Vec<Signature> {
     let is_rounded = !matches!(op.args.get(2), None | Some(Arg::None));
     let inputs = if op.is_tensor(1) { vec![P, B] } else { vec![P] };
-    with(op, (!is_rounded).then(|| Signature::new(inputs, [P])))
+    let is_linear = !is_rounded && is_divisor(op.args.get(1));
+    with(op, is_linear.then(|| Signature::new(inputs, [P])))
 }
 
 fn choices(op: &Op) -> Vec<Signature> {

@@ -1,5 +1,5 @@
 //! Sums over split dimensions, and partial tensors. In bf16 and f16 they are as exact as on one process, where
-//! only the result is rounded: terms of the ranks may cancel, and be greater than f16 holds.
+//! only the result is rounded: terms of the ranks may cancel, and be greater than f16 holds. Terms of 0 bear any number.
 
 use flow_global::{self as global, B, GlobalTensor, P, Placement, S, Sbp};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -131,6 +131,44 @@ fn sums_of_partial_tensors_do_not_overflow() {
         ];
         for (name, operation, expected) in operations {
             assert_eq!(operation(&x).full().unwrap().double_value(&[]), expected, "{name}");
+        }
+    });
+}
+
+/// An operation that may write its tensor.
+type OnCopy = fn(Tensor) -> Tensor;
+
+/// What divides terms by 0, or multiplies them by infinity, reduces them first.
+#[test]
+fn terms_of_zero_bear_any_number() {
+    ranks(2, |group| {
+        let placement = Placement::all(&group).unwrap();
+        let terms = [[3.0, -2.0, 0.0], [0.0, 5.0, 0.0]];
+        let plain = Tensor::from_slice(&[3.0, 3.0, 0.0]);
+        let make = || {
+            let local = Tensor::from_slice(&terms[group.rank()]);
+            global::from_local(&local, [3], &placement, [P]).unwrap()
+        };
+        let operations: [(&str, OnCopy, bool); 9] = [
+            // The first of each kind is planned before one whose number is another.
+            ("/ 2", |x| x / 2.0, true),
+            ("/ 0", |x| x / 0.0, false),
+            ("/ integer 0", |x| x / 0, false),
+            ("/ inf", |x| x / f64::INFINITY, true),
+            ("/= 0", |mut x| x.divide_scalar_(0.0), false),
+            ("* 2", |x| x * 2.0, true),
+            ("* 0", |x| x * 0.0, true),
+            ("* -inf", |x| x * f64::NEG_INFINITY, false),
+            ("*= inf", |mut x| x.multiply_scalar_(f64::INFINITY), false),
+        ];
+        for (name, operation, stays_partial) in operations {
+            let expected = operation(plain.copy());
+            let found = operation(make());
+            let is_in_place = name.contains('=');
+            assert_eq!(found.sbp().unwrap() == [P], stays_partial || is_in_place, "{name}");
+            let found = found.full().unwrap();
+            let is_same = found.isclose(&expected, 0.0, 0.0, true).all();
+            assert!(is_same.int64_value(&[]) != 0, "{name}: {found}, not {expected}");
         }
     });
 }

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cmath>
+
 #include <ATen/core/ivalue.h>
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/SmallVector.h>
@@ -14,7 +16,7 @@ namespace flow::global {
 enum Tag : uint8_t { NONE, TENSOR, TENSORS, INT, FLOAT, BOOL, INTS, OTHER };
 
 // The operator, kinds, sizes and specs of tensors (and strides, for views), and arguments. Of numbers
-// with a fraction only whether they are zero. Arguments make the same words boxed and unboxed.
+// with a fraction only whether they are zero, and whether they are finite. Arguments make the same words boxed and unboxed.
 struct Key {
     c10::SmallVector<uint64_t, 64> words;
     const void* spec = nullptr;  // of the first global tensor; null if all are plain
@@ -33,7 +35,7 @@ struct Key {
         note(INT);
         words.push_back(value);
     }
-    void add(double value) { note(FLOAT, value == 0.0); }
+    void add(double value) { note(FLOAT, (value == 0.0) | !std::isfinite(value) << 1); }
     void add(const at::Scalar& value) {
         if (value.isFloatingPoint()) add(value.toDouble());
         else if (value.isBoolean()) add(value.toBool());
