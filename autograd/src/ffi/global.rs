@@ -258,12 +258,7 @@ unsafe extern "C" {
         scalar: *mut ScalarView,
     ) -> *mut c_char;
     /// Finds the strides of the view that the operation makes of logical tensors.
-    pub fn flow_call_view_strides(
-        call: *const RawCall,
-        strides: *mut i64,
-        capacity: usize,
-        count: *mut usize,
-    ) -> bool;
+    pub fn flow_call_run_on_meta(call: *mut RawCall, is_known: *mut bool) -> *mut c_char;
     /// Returns the number of a global tensor; 0 if it has none.
     pub fn flow_global_id(tensor: *const C_tensor) -> u64;
     /// Visits the tensors that the caller gets as a result.

@@ -130,7 +130,7 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
 
     /// Returns the words that decide how the operation is carried out: the operator, kinds, sizes
     /// and specs of tensors (and strides, for views), and arguments. Of numbers with a fraction
-    /// only whether they are zero.
+    /// only whether they are zero, and whether they are finite.
     pub fn key(&self) -> &[u64] {
         // SAFETY: the key outlives the call.
         unsafe { slice(self.view.key, self.view.key_count) }
@@ -180,6 +180,20 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         unsafe { check("a call", ffi::flow_call_run(self.view.call)) }
     }
 
+    /// Runs the operation on tensors of the logical sizes that have no elements; [`Call::result`] has what
+    /// it gives. Returns whether libtorch can do so. To be asked before [`Call::run`].
+    ///
+    /// # Errors
+    /// The operation's own: the sizes do not fit.
+    pub fn run_on_meta(&self) -> Result<bool, Error> {
+        let mut is_known = false;
+        // SAFETY: the call is alive, and the flag outlives this.
+        unsafe {
+            check("a call", ffi::flow_call_run_on_meta(self.view.call, &mut is_known))?;
+        }
+        Ok(is_known)
+    }
+
     /// Carries out the operation with these tensors in place of the call's, as a call of its own: the
     /// caller gets its results.
     ///
@@ -225,24 +239,6 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
             _ if is_list => LocalResult::Tensors(tensors.into_iter().flatten().collect()),
             _ => LocalResult::Tensor(tensors.pop().flatten()),
         })
-    }
-
-    /// Returns the strides of the first tensor that a view operation makes of the logical tensors;
-    /// None if libtorch cannot tell.
-    pub fn view_strides(&self) -> Option<Vec<i64>> {
-        let mut strides = vec![0; 64];
-        let mut count = 0;
-        // SAFETY: the call is alive; there is room for as many as is said.
-        let is_known = unsafe {
-            ffi::flow_call_view_strides(
-                self.view.call,
-                strides.as_mut_ptr(),
-                strides.len(),
-                &mut count,
-            )
-        };
-        strides.truncate(count);
-        is_known.then_some(strides)
     }
 
     /// Returns the tensors that the caller gets as result `index`; None for an undefined one.

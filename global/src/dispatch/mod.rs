@@ -7,6 +7,7 @@
 //! | `op` | the operation as rules see it |
 //! | `plan` | what an operation on tensors of these sizes and specs needs |
 //! | `planning` | decides that, once |
+//! | `logical` | whether the logical sizes fit, as libtorch says |
 //! | `known` | operations that run on the locals as they are |
 //! | `outside` | ranks that have nothing of the tensors |
 //! | `moved` | inputs on different placements |
@@ -16,6 +17,7 @@
 
 mod agreed;
 mod known;
+mod logical;
 mod moved;
 mod noted;
 mod op;

@@ -7,6 +7,7 @@ use flow_autograd::global::{Argument, Call};
 use tch::Kind;
 
 use super::agreed;
+use super::logical::LogicalResults;
 use super::op::{Written, op_of};
 use super::plan::{ExecutionPlan, InputSource, OutputLayout};
 use crate::boxing::execute::Boxing;
@@ -37,6 +38,7 @@ struct Planning<'a, 'c> {
     op: Op<'a>,
     /// The SBPs of all tensors; plain ones count as B.
     have: Vec<NdSbp>,
+    logical: LogicalResults,
 }
 
 /// Plans a call for the tensors that it has.
@@ -54,8 +56,10 @@ pub fn plan(
     let op = op_of(call, written.rule_name(call), &arguments, &written);
     sizes::check(&op)
         .map_err(|reason| Error::Unsupported { operation: call.name.to_owned(), reason })?;
-    let have = (0..call.tensors()).map(|tensor| sbp_of(call, tensor, placement)).collect();
-    let planning = Planning { call, placement, runtime, arguments, written, op, have };
+    let tensors = 0..call.tensors();
+    let have: Vec<NdSbp> = tensors.map(|tensor| sbp_of(call, tensor, placement)).collect();
+    let logical = LogicalResults::of(call, &have)?;
+    let planning = Planning { call, placement, runtime, arguments, written, op, have, logical };
     planning.plan()
 }
 
@@ -219,13 +223,12 @@ impl Planning<'_, '_> {
         let is_boxed = plan.inputs.iter().any(|input| matches!(input, InputSource::Boxed { .. }));
         let is_detached = (0..call.tensors()).any(|tensor| call.is_detached_view(tensor));
         let is_detached_view = call.is_view && (is_boxed || is_detached);
-        let strides =
-            if call.is_view { call.view_strides().unwrap_or_default() } else { Vec::new() };
+        let strides = if call.is_view { self.logical.strides() } else { Vec::new() };
         for index in 0..call.returns {
             let sbp = plan.choice.outputs[index].clone();
             let (split_dims, split_sizes) = splits(&self.op, &plan.choice, &sbp);
             let spec = Spec::of(self.placement, &sbp)?;
-            plan.outputs.push(OutputLayout {
+            let output = OutputLayout {
                 spec: (Arc::downgrade(&spec), spec.id()),
                 split_dims,
                 split_sizes,
@@ -234,7 +237,9 @@ impl Planning<'_, '_> {
                 is_detached_view,
                 is_written: call.written(index).is_some(),
                 sbp,
-            });
+            };
+            self.logical.check(call, index, &output)?;
+            plan.outputs.push(output);
         }
         Ok(())
     }

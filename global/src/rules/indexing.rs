@@ -66,18 +66,19 @@ fn split_rows(op: &Op, rank: usize, dim: usize) -> Option<Signature> {
 }
 
 /// The dimensions of `tensor[indices]`.
-struct Indexed {
+pub struct Indexed {
     /// Dimensions that have indices.
     used: Vec<usize>,
-    /// The indices' own dimensions, which they are broadcast to: how many, and where in the result.
+    /// The number of the indices' own dimensions, which they are broadcast to.
     width: usize,
-    at: usize,
+    /// The place of the first of these in the result.
+    pub at: usize,
 }
 
 impl Indexed {
     /// Returns None without indices, and for masks, which stand for as many dimensions as they
     /// have.
-    fn of(indices: &[Input]) -> Option<Self> {
+    pub fn of(indices: &[Input]) -> Option<Self> {
         let used = indices.iter().enumerate().filter(|(_, index)| index.is_defined());
         let used: Vec<usize> = used.map(|(dim, _)| dim).collect();
         let first = *used.first()?;
@@ -92,7 +93,7 @@ impl Indexed {
     }
 
     /// Dimensions without indices, and where each is in the result.
-    fn others(&self, rank: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+    pub fn others(&self, rank: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
         let dims = (0..rank).filter(|dim| !self.used.contains(dim)).enumerate();
         dims.map(|(order, dim)| (dim, if dim < self.at { order } else { order + self.width }))
     }

@@ -1,103 +1,82 @@
-//! Whether the logical sizes of an operation's tensors fit.
-//!
-//! libtorch sees the locals' sizes, and these may fit where the logical ones do not. Of tensors with 2
-//! rows and with 4, split by rows, each of two ranks has 1 row and 2: libtorch would broadcast the 1.
+//! Whether the logical sizes of an operation's tensors fit, where libtorch does not say so by itself: its
+//! `meta` device has not all operations, and does not look at all sizes.
 
-use super::op::Op;
+use std::ops::Range;
+
+use super::indexing::Indexed;
+use super::op::{Input, Op};
 use super::{has_name, pointwise};
 
 /// Losses that broadcast their tensors.
-const LOSSES: &[&str] = &[
-    "huber_loss",
-    "huber_loss_backward",
-    "mse_loss",
-    "mse_loss_backward",
-    "smooth_l1_loss",
-    "smooth_l1_loss_backward",
-];
+const LOSSES: &[&str] =
+    &["huber_loss", "huber_loss_backward", "mse_loss_backward", "smooth_l1_loss_backward"];
 
-/// Checks the sizes as libtorch does on one device: those of operations on each element, of products,
-/// of losses, and of tensors that are joined.
+/// Checks the sizes as libtorch does on one device: those of operations on each element, of losses, of
+/// what is written by indices, and of weights by channel.
 ///
 /// # Errors
 /// Returns why the sizes do not fit, in the same words on all ranks.
 pub fn check(op: &Op) -> Result<(), String> {
     match op.name {
-        "mm" | "bmm" | "mv" | "dot" => product(op, 0).map(drop),
-        "addmm" | "baddbmm" | "addmv" => check_added(op, &product(op, 1)?),
-        "addr" => check_added(op, &[&op.inputs[1].shape[..], &op.inputs[2].shape].concat()),
+        "dot" => check_shape(op, 1, &op.inputs[0].shape),
         "binary_cross_entropy" | "binary_cross_entropy_with_logits" => {
-            check_same(op, &broadcast(op)?)
+            check_shape(op, 0, &broadcast(&op.inputs)?)
         }
-        "cat" => check_joined(op, op.dim(1, op.broadcast_rank())),
-        "stack" => check_joined(op, None),
+        "index_put" | "_index_put_impl" => check_written(op),
+        "nll_loss2d_forward" => {
+            let [images, _, rows, columns] = op.inputs[0].shape[..] else { return Ok(()) };
+            check_shape(op, 1, &[images, rows, columns])?;
+            check_channels(op, 2..3)
+        }
+        "native_batch_norm" | "_native_batch_norm_legit" | "cudnn_batch_norm" => {
+            check_channels(op, 1..5)
+        }
+        "native_group_norm" => check_channels(op, 1..3),
         name if has_name(pointwise::RULES, name) => {
-            let result = broadcast(op)?;
-            if op.in_place { check_same(op, &result) } else { Ok(()) }
+            let result = broadcast(&op.inputs)?;
+            if op.in_place { check_shape(op, 0, &result) } else { Ok(()) }
         }
-        name if LOSSES.contains(&name) => broadcast(op).map(drop),
+        name if LOSSES.contains(&name) => broadcast(&op.inputs).map(drop),
         _ => Ok(()),
     }
 }
 
-/// Checks that the first input, to which a product is added, can be broadcast to the product, and is as
-/// large if it is written.
-fn check_added(op: &Op, product: &[usize]) -> Result<(), String> {
-    let first = &op.inputs[0].shape;
-    if op.in_place || broadcast_two(first, product).as_deref() != Some(product) {
-        return check_same(op, product);
-    }
-    Ok(())
-}
-
-/// Checks that the result has the sizes of the first input.
-fn check_same(op: &Op, result: &[usize]) -> Result<(), String> {
-    let first = &op.inputs[0].shape;
-    if first == result {
+/// Checks that an input has this shape.
+fn check_shape(op: &Op, input: usize, shape: &[usize]) -> Result<(), String> {
+    let own = &op.inputs[input].shape;
+    if own == shape {
         return Ok(());
     }
-    Err(format!("a tensor {first:?} does not fit a result {result:?}"))
+    Err(format!("a tensor {own:?} is given where one of {shape:?} is needed"))
 }
 
-/// Returns the shape of a product of matrices, of batches of them, or of vectors: of input `first` and
-/// the next one.
-fn product(op: &Op, first: usize) -> Result<Vec<usize>, String> {
-    let one = &op.inputs[first].shape;
-    let other = &op.inputs[first + 1].shape;
-    match (&one[..], &other[..]) {
-        ([rows, inner], [also, columns]) if inner == also => Ok(vec![*rows, *columns]),
-        ([batch, rows, inner], [same, also, columns]) if batch == same && inner == also => {
-            Ok(vec![*batch, *rows, *columns])
-        }
-        ([rows, inner], [also]) if inner == also => Ok(vec![*rows]),
-        ([inner], [also]) if inner == also => Ok(Vec::new()),
-        _ => Err(format!("mat1 and mat2 shapes cannot be multiplied: {one:?} and {other:?}")),
-    }
-}
-
-/// Checks that tensors are alike in all dimensions but the one along which they are joined. `cat`
-/// takes no notice of empty lists.
-fn check_joined(op: &Op, along: Option<usize>) -> Result<(), String> {
-    let mut shapes = op
-        .inputs
-        .iter()
-        .map(|input| &input.shape)
-        .filter(|shape| along.is_none() || **shape != [0]);
-    let Some(first) = shapes.next() else { return Ok(()) };
-    for shape in shapes {
-        let is_alike = shape.len() == first.len()
-            && (0..first.len()).all(|dim| Some(dim) == along || shape[dim] == first[dim]);
-        if !is_alike {
-            return Err(format!("tensors {first:?} and {shape:?} cannot be joined"));
-        }
+/// Checks that inputs, as far as they are there, have a number for each channel of the first one.
+fn check_channels(op: &Op, inputs: Range<usize>) -> Result<(), String> {
+    let Some(&channels) = op.inputs[0].shape.get(1) else { return Ok(()) };
+    for input in inputs.filter(|&input| op.inputs.get(input).is_some_and(Input::is_defined)) {
+        check_shape(op, input, &[channels])?;
     }
     Ok(())
+}
+
+/// Checks that values can be broadcast to what is written by indices.
+fn check_written(op: &Op) -> Result<(), String> {
+    let [tensor, indices @ .., values] = &op.inputs[..] else { return Ok(()) };
+    let Some(indexed) = Indexed::of(indices) else { return Ok(()) };
+    let others = indexed.others(tensor.shape.len());
+    let mut written: Vec<usize> = others.map(|(dim, _)| tensor.shape[dim]).collect();
+    written.splice(indexed.at..indexed.at, broadcast(indices)?);
+    let values = &values.shape;
+    if broadcast_two(values, &written).as_deref() == Some(&written[..]) {
+        return Ok(());
+    }
+    Err(format!("values {values:?} cannot be broadcast to what is written, {written:?}"))
 }
 
 /// Returns the shape to which all tensors are broadcast.
-fn broadcast(op: &Op) -> Result<Vec<usize>, String> {
+fn broadcast(inputs: &[Input]) -> Result<Vec<usize>, String> {
     let mut result = Vec::new();
-    for input in op.inputs.iter().filter(|input| input.is_defined()) {
+    for input in inputs.iter().filter(|input| input.is_defined()) {
         result = broadcast_two(&result, &input.shape).ok_or_else(|| {
             let shape = &input.shape;
             format!("a tensor {shape:?} cannot be broadcast with one of {result:?}")

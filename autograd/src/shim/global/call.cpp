@@ -221,13 +221,7 @@ void flow::global::kernel(const c10::OperatorHandle& op, DispatchKeySet, Stack* 
     for (auto& output : call.outputs) stack->push_back(std::move(output));
 }
 
-namespace {
-
-struct Quiet final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-};
-
-}  // namespace
+Quiet flow::global::QUIET;
 
 extern "C" {
 
@@ -241,8 +235,7 @@ char* flow_global_register(Callbacks functions) {
         auto& dispatcher = c10::Dispatcher::singleton();
         // libtorch warns that two kernels of functorch's are replaced: they serve a mode that no global
         // tensor is used in.
-        Quiet quiet;
-        c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+        c10::WarningUtils::WarningHandlerGuard guard(&QUIET);
         for (const auto& name : dispatcher.getAllOpNames()) {
             if (name.name.rfind("aten::", 0) != 0 || !dispatcher.findSchema(name)) continue;
             const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
 
 #include "fast.hpp"
 
@@ -91,6 +92,12 @@ private:
 
 // A result as a global tensor, or a list of them; a number as it is.
 c10::IValue global_result(c10::IValue result, const OutputView& output);
+
+// Leaves out libtorch's warnings.
+struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+};
+extern Quiet QUIET;
 
 // Every operator's kernel.
 void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);

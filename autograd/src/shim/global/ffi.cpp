@@ -1,6 +1,7 @@
 // What Rust does with an operation.
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -75,25 +76,33 @@ char* flow_call_result(const Call* call, size_t index, void* data, void (*visit)
     });
 }
 
-// The strides of the first tensor that a view operation makes of the logical tensors; none if
-// libtorch cannot tell, as it says.
-bool flow_call_view_strides(const Call* call, int64_t* strides, size_t capacity, size_t* count) {
-    try {
+// Runs the operation on tensors of the logical sizes that have no elements: `flow_call_result` has what it
+// gives. Not known if libtorch has no kernel for such tensors.
+char* flow_call_run_on_meta(Call* call, bool* is_known) {
+    *is_known = false;
+    return guarded([&] {
+        if (!call->op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return;
         c10::SmallVector<at::Tensor, 8> stubs;
         for (const auto& view : call->tensors) {
             stubs.push_back(view.defined ? at::empty_strided(view.tensor->sizes(), view.tensor->strides(), view.tensor->options().device(c10::kMeta)) : UNDEFINED);
         }
+        if (call->info.wants_viewable) stubs[0] = viewable(stubs[0], c10::IntArrayRef(call->arguments[1].integers, call->arguments[1].count));
         Stack stack = call->arguments_with(stubs);
-        call->op.callBoxed(&stack);
-        const auto& result = stack.front();
-        const auto tensor = result.isTensorList() ? result.toTensorVector().at(0) : result.toTensor();
-        if (static_cast<size_t>(tensor.dim()) > capacity) return false;
-        std::copy(tensor.strides().begin(), tensor.strides().end(), strides);
-        *count = tensor.dim();
-        return true;
-    } catch (...) {
-        return false;
-    }
+        // Neither a device nor a generator is that of such tensors.
+        if (std::any_of(stack.begin(), stack.end(), [](const IValue& value) { return value.isDevice() || value.isGenerator(); })) return;
+        c10::WarningUtils::WarningHandlerGuard quiet(&QUIET);
+        try {
+            call->op.callBoxed(&stack);
+        } catch (const c10::NotImplementedError&) {
+            return;
+        } catch (const c10::Error& error) {
+            // The dispatcher has a kernel, and that has none for the device.
+            if (std::string_view(error.what_without_backtrace()).find("DispatchStub") == std::string_view::npos) throw;
+            return;
+        }
+        call->results.assign(std::make_move_iterator(stack.begin()), std::make_move_iterator(stack.end()));
+        *is_known = true;
+    });
 }
 
 // Gives the caller result `index` as a global tensor; a number as it is.
