@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import types
 
 import torch
 import torch.distributed as dist
@@ -85,49 +84,11 @@ def end_that_is_interrupted(rank):
     at_last.append(lambda: print(f"rank {rank} has ended", flush=True))
 
 
-class VeryEnd:
-    """Calls something when Python's modules go: no other thread may come to Python any more."""
-
-    def __init__(self, call):
-        self.call = call
-        # A module of its own: what a thread that waits uses stays.
-        sys.modules["very_end"] = types.ModuleType("very_end")
-        sys.modules["very_end"].held = self
-
-    def __del__(self):
-        self.call()
-
-
-def thread_that_waits(rank):
-    """The other rank ends, and so its wait, when this program is over: it must not come back to Python."""
-    processes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(processes, torch.tensor([os.getpid()]))
-    if rank == 1:
-        dist.barrier()
-        signal.sigwait([signal.SIGUSR1])
-        return
-    thread = threading.Thread(target=lambda: dist.recv(torch.zeros(1), 1), daemon=True)
-    thread.start()
-
-    def end(kill=os.kill, other=int(processes[1]), usr1=signal.SIGUSR1, sleep=time.sleep, gone=ProcessLookupError):
-        try:
-            kill(other, usr1)
-            while True:
-                sleep(0.01)
-                kill(other, 0)
-        except gone:
-            sleep(0.5)  # here the thread has woken, as a rule; if not, this shows nothing
-
-    VeryEnd(end)
-    dist.barrier()
-
-
-CASES = thread_that_waits, callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others, end_that_is_interrupted
+CASES = callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others, end_that_is_interrupted
 
 
 def main():
     torch.set_num_threads(1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     dist.init_process_group("flow")
     case = next(case for case in CASES if case.__name__ == sys.argv[1])
     case(dist.get_rank())

@@ -200,7 +200,6 @@ fn the_end_of_the_program_waits_for_callbacks() {
             ("receive_without_a_partner", ""),
             ("callback_that_asks_others", "was asked"),
             ("end_that_is_interrupted", "has ended"),
-            ("thread_that_waits", ""),
         ] {
             let finished = launch("2", part, "ending.py", &[case]);
             let expected = match said {

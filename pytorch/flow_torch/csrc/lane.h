@@ -97,7 +97,6 @@ public:
 
     // Runs the operation after those before it.
     void run(const OperationPtr& operation, Job job) {
-        const BackToPython back;
         operation->job_ = std::move(job);
         if (is_forked()) {
             operation->run(group_);
@@ -451,7 +450,6 @@ private:
 };
 
 inline bool Operation::wait(Milliseconds timeout) {
-    const BackToPython back;
     const auto start = std::chrono::steady_clock::now();
     if (lane_ && lane_->is_forked() && !ended_) {
         C10_THROW_ERROR(DistBackendError,

@@ -36,7 +36,7 @@ bool is_shared(const FlowBackend& group, const Tensor& tensor) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-    const auto no_gil = py::call_guard<WithoutPython>();
+    const auto no_gil = py::call_guard<py::gil_scoped_release>();
     py::class_<Place>(module, "Place")
         .def(py::init<size_t, size_t, size_t, size_t, int64_t, std::string, std::string>(), py::arg("rank"), py::arg("world_size"),
              py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));

@@ -99,18 +99,4 @@ private:
     }
 };
 
-// The way back to Python of a thread that has waited. A thread of the program's own, a daemon thread say, may come after Python has ended:
-// then it sleeps for ever.
-struct BackToPython {
-    ~BackToPython() {
-        if (gettid() != getpid()) PythonStay{};
-    }
-};
-
-// Lets other threads of Python's run while this one waits.
-struct WithoutPython {
-    py::gil_scoped_release released;
-    BackToPython back;  // over first
-};
-
 }  // namespace flow
