@@ -297,6 +297,7 @@ fn named(operation: &str, key: &str) -> String {
 mod tests {
     use std::io::{Read, Write};
     use std::net::TcpListener;
+    use std::sync::atomic::AtomicBool;
 
     use super::*;
 
@@ -312,8 +313,11 @@ mod tests {
             stream.write_all(&Reply::Done.encode()).unwrap();
             while stream.read(&mut frame).unwrap() > 0 {}
         });
-        let store = Store::connect_unless(|| true, &address, "token", MAX_TIMEOUT).unwrap();
+        static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
+        let check = || IS_INTERRUPTED.load(Ordering::SeqCst);
+        let store = Store::connect_unless(check, &address, "token", MAX_TIMEOUT).unwrap();
         store.set_reply_timeout(MAX_TIMEOUT);
+        IS_INTERRUPTED.store(true, Ordering::SeqCst);
         let error = store.set("key", b"value").unwrap_err();
         assert!(matches!(error, Error::Interrupted { .. }), "{error}");
         let error = store.set("key", b"value").unwrap_err();

@@ -12,7 +12,7 @@ use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::peer_info::{PeerInfo, host_id};
 use crate::stall::Stall;
-use crate::transport::Transport;
+use crate::transport::{DisconnectReason, Transport};
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// The interval between looks whether ranks have ended, and the number of missing ranks for which
@@ -212,7 +212,10 @@ impl BootstrapMonitor<'_> {
         while self.rank == 0 {
             match store.wait(&keys, self.left(POLL_INTERVAL)) {
                 Ok(()) => break,
-                Err(StoreError::Timeout { .. }) => self.check(&|| unset(store, &keys), &|_| 0)?,
+                Err(StoreError::Timeout { .. }) => {
+                    self.check(&|| unset(store, &keys), &|_| 0)
+                        .map_err(|error| self.give_up(error))?;
+                }
                 Err(error) => return Err(error.to_string().into()),
             }
             // The others do not use these connections, which show whether their processes are there.
@@ -221,13 +224,24 @@ impl BootstrapMonitor<'_> {
                     transport.and_then(|to| to.connect(ALL_RANKS, "join", &first, 0).ok());
             }
             let Some(connections) = &mut connections else { continue };
-            let ended =
-                (1..first.len()).find(|&node| connections.disconnect_reason(node).is_some());
-            let ended = ended.map(|node| first[node]);
-            if let Some(rank) = ended.filter(|rank| unset(store, &keys).contains(rank)) {
+            let missing = unset(store, &keys);
+            let mut nodes = (1..first.len()).filter(|&node| missing.contains(&first[node]));
+            let lost = nodes.find_map(|node| {
+                let reason = connections.disconnect_reason(node)?;
+                Some((first[node], reason))
+            });
+            if let Some((rank, reason)) = lost {
                 let PeerInfo { pid, host, .. } = &infos[rank];
-                let cause = format!("rank {rank} (pid {pid} on {host}) ended");
-                return Err(self.give_up(format!("{cause} before all ranks had joined").into()));
+                let how = match reason {
+                    DisconnectReason::Left | DisconnectReason::Ended => "ended".to_owned(),
+                    DisconnectReason::Failed(why) => format!("failed ({why})"),
+                    DisconnectReason::OutOfReach(why) | DisconnectReason::Refused(why) => {
+                        format!("cannot be reached ({why})")
+                    }
+                };
+                let reason =
+                    format!("rank {rank} (pid {pid} on {host}) {how} before all ranks had joined");
+                return Err(self.give_up(reason.into()));
             }
         }
         Ok(())

@@ -12,6 +12,9 @@ use super::error::{CheckpointError, Result, WRITABLE};
 /// waits before it kills.
 const STOPPING: Duration = Duration::from_secs(10);
 
+/// The time for which a folder may get new files while it is removed.
+const LONGEST_REMOVAL: Duration = Duration::from_secs(10);
+
 /// Locks a file in `folder`, until it is dropped or the process ends.
 pub fn lock(folder: &Path, name: &str) -> Result<File> {
     let lock = File::create(folder.join(name))
@@ -81,11 +84,17 @@ pub fn remove_in_use(path: &Path, aside: &Path) -> io::Result<()> {
     until_empty(|| remove(aside))
 }
 
-/// Calls `remove` again where a file was made just then in the folder that it removes.
+/// Calls `remove` again where a file was made just then in the folder that it removes. A folder that
+/// does not become empty, as on NFS while a file there is open, is an error after a while.
 fn until_empty(mut remove: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    let deadline = Instant::now() + LONGEST_REMOVAL;
     loop {
         match remove() {
-            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            Err(error)
+                if error.kind() == ErrorKind::DirectoryNotEmpty && Instant::now() < deadline =>
+            {
+                sleep(Duration::from_millis(1));
+            }
             removed => return removed,
         }
     }

@@ -22,6 +22,10 @@ pub fn check(op: &Op) -> Result<(), String> {
         "binary_cross_entropy" | "binary_cross_entropy_with_logits" => {
             check_shape(op, 0, &broadcast(&op.inputs)?)
         }
+        "bernoulli" => {
+            let result = broadcast(&op.inputs)?;
+            if op.in_place { check_shape(op, 0, &result) } else { Ok(()) }
+        }
         "index_put" | "_index_put_impl" => check_written(op),
         "nll_loss2d_forward" => {
             let [images, _, rows, columns] = op.inputs[0].shape[..] else { return Ok(()) };

@@ -30,6 +30,11 @@ const OPERATIONS: &[(&str, Operation)] = &[
     ("binary_cross_entropy_with_logits", |x, y, row| {
         x.f_binary_cross_entropy_with_logits(&x.f_sigmoid()?, Some(y), Some(row), Reduction::Mean)
     }),
+    ("bernoulli_", |x, y, _| {
+        // All are 1.
+        let probabilities = y.f_isfinite()?.f_to_kind(Kind::Double)?;
+        x.f_isnan()?.f_to_kind(Kind::Double)?.f_bernoulli_(&probabilities)
+    }),
     ("bmm", |x, y, _| x.f_unsqueeze(0)?.f_bmm(&y.f_unsqueeze(0)?)),
     ("cat", |x, y, _| Tensor::f_cat(&[&*x, y], 0)),
     ("cat of columns", |x, y, _| Tensor::f_cat(&[&*x, y], -1)),

@@ -1,7 +1,7 @@
 //! How workers are started: command, arguments, environment.
 
 use flow_harness::cli::{Running, launcher, run, script};
-use flow_harness::executable;
+use flow_harness::{executable, free_port};
 
 use std::fs;
 use std::process::Command;
@@ -34,16 +34,13 @@ fn workers_share_a_port_a_store_and_a_token() {
     );
 }
 
-/// A port that is free like the next one, and that the system gives to nobody who asks for any.
-fn two_free_ports() -> u16 {
-    let is_free = |port: u16| std::net::TcpListener::bind(("0.0.0.0", port)).is_ok();
-    (20_000..30_000).step_by(2).find(|port| is_free(*port) && is_free(port + 1)).unwrap()
-}
-
 /// As users number them.
 #[test]
 fn two_jobs_at_ports_side_by_side() {
-    let port = two_free_ports();
+    // Free ones side by side, that the system gives to nobody who asks for any.
+    let is_free = |port: u16| std::net::TcpListener::bind(("0.0.0.0", port)).is_ok();
+    let mut ports = (20_000..30_000).step_by(2);
+    let port = ports.find(|port| is_free(*port) && is_free(port + 1)).unwrap();
     let node = |job: u16, rank: u32| {
         let flags = format!(
             "--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port {}",
@@ -88,7 +85,7 @@ fn an_address_of_another_machine_is_a_warning() {
 
 #[test]
 fn three_nodes_meet_at_the_first() {
-    let port = two_free_ports();
+    let port = free_port();
     let names = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $GROUP_RANK $NODE_RANK \
                  $MASTER_ADDR $MASTER_PORT";
     let node = |rank: u32| {

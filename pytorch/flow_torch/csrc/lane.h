@@ -367,7 +367,6 @@ private:
         std::thread([operation = std::move(operation), future = std::move(future), stay = std::move(stay)]() mutable {
             operation->complete(future);
             future.reset();
-            future.reset();
             operation.reset();
             stay.reset();
         }).detach();
