@@ -331,20 +331,20 @@ mod tests {
     use crate::transport;
     use crate::world::World;
 
-    /// Rank 1 of this test is played by hand: it notes that its node has mapped its arena, or does
-    /// not, or ends before.
+    /// Ranks 1 and 2 of this test are played by hand. Rank 1 notes that its node has mapped its
+    /// arena, and ends. Rank 2 does so, or waits, or ends before.
     #[test]
     fn rank_0_joins_once_no_other_node_needs_its_store() {
-        for (rank_1, timeout, expected) in [
+        for (rank_2, timeout, expected) in [
             ("has mapped", 60, Ok(())),
-            ("waits", 3, Err("rank 1 has not joined within 3s")),
-            ("ends", 60, Err(") ended before all ranks had joined")),
+            ("waits", 3, Err("rank 2 has not joined within 3s")),
+            ("ends", 60, Err("before all ranks had joined")),
         ] {
             let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
             let address = Address::Tcp(free.to_string());
             let membership = |rank| Membership {
                 rank,
-                world_size: 2,
+                world_size: 3,
                 local_rank: 0,
                 local_world_size: 1,
                 node: Some(rank),
@@ -354,27 +354,30 @@ mod tests {
                 },
             };
             let zero = membership(0);
-            let prefix = format!("world/{rank_1:?}/0/");
+            let prefix = format!("world/{rank_2:?}/0/");
             let timeout = Duration::from_secs(timeout);
-            let joining = thread::spawn(move || World::join(&zero, rank_1, timeout).map(drop));
+            let joining = thread::spawn(move || World::join(&zero, rank_2, timeout).map(drop));
             let store = Store::connect(&address, "token", Duration::from_secs(60)).unwrap();
-            let one = membership(1);
-            let reachable = transport::open(&one).unwrap();
-            reachable.join_group(ALL_RANKS);
-            let info = PeerInfo::own(&one, reachable.address());
-            store.set(&format!("{prefix}rank/1"), &to_json(&info)).unwrap();
-            match rank_1 {
-                "has mapped" => store.set(&format!("{prefix}mapped/1"), b"").unwrap(),
-                "ends" => drop(reachable),
-                _ => {}
-            }
+            let by_hand = [(1, "has mapped, and ends"), (2, rank_2)];
+            let transports = by_hand.map(|(rank, does)| {
+                let own = membership(rank);
+                let reachable = transport::open(&own).unwrap();
+                reachable.join_group(ALL_RANKS);
+                let info = PeerInfo::own(&own, reachable.address());
+                store.set(&format!("{prefix}rank/{rank}"), &to_json(&info)).unwrap();
+                if does.starts_with("has mapped") {
+                    store.set(&format!("{prefix}mapped/{rank}"), b"").unwrap();
+                }
+                (!does.ends_with("ends")).then_some(reachable)
+            });
             let joined = joining.join().unwrap().map_err(|error| error.to_string());
             let is_expected = match (&joined, expected) {
                 (Ok(()), Ok(())) => true,
                 (Err(error), Err(text)) => error.contains(text),
                 _ => false,
             };
-            assert!(is_expected, "{rank_1}: {joined:?}");
+            assert!(is_expected, "{rank_2}: {joined:?}");
+            drop(transports);
         }
     }
 }
