@@ -78,17 +78,23 @@ impl<T: Send + Sync> Once<T> {
 
     #[cold]
     fn set(&'static self, value: T) -> &'static T {
-        let own = Box::into_raw(Box::new(value));
-        let none = ptr::null_mut();
-        let swapped = self.0.compare_exchange(none, own, Ordering::AcqRel, Ordering::Acquire);
-        // SAFETY: as above; the own one was not given to anyone if there was another.
-        unsafe {
-            match swapped {
-                Ok(_) => &*own,
-                Err(other) => {
-                    drop(Box::from_raw(own));
-                    &*other
-                }
+        put(&self.0, ptr::null_mut(), value)
+    }
+}
+
+/// Puts a value into a cell in place of `present`, and returns it; or what another thread has put there
+/// meanwhile. What a cell has had is never dropped.
+fn put<T>(cell: &'static AtomicPtr<T>, present: *mut T, value: T) -> &'static T {
+    let own = Box::into_raw(Box::new(value));
+    let swapped = cell.compare_exchange(present, own, Ordering::AcqRel, Ordering::Acquire);
+    // SAFETY: both came from a box, and what is in the cell is neither changed nor dropped any more. The
+    // own one was not given to anyone if another thread was sooner.
+    unsafe {
+        match swapped {
+            Ok(_) => &*own,
+            Err(other) => {
+                drop(Box::from_raw(own));
+                &*other
             }
         }
     }
@@ -116,18 +122,8 @@ impl<T: Default + Send + Sync> PerProcess<T> {
 
     #[cold]
     fn replace(&'static self, inherited: *mut ForkSafe<T>) -> &'static T {
-        let own = Box::into_raw(Box::new(ForkSafe::new(T::default())));
-        let swapped = self.0.compare_exchange(inherited, own, Ordering::AcqRel, Ordering::Acquire);
-        // SAFETY: as above; the own one was not given to anyone if another thread was sooner.
-        unsafe {
-            match swapped {
-                Ok(_) => &*own,
-                Err(other) => {
-                    drop(Box::from_raw(own));
-                    &*other
-                }
-            }
-        }
+        let value: &'static ForkSafe<T> = put(&self.0, inherited, ForkSafe::new(T::default()));
+        value
     }
 }
 

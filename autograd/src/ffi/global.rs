@@ -257,7 +257,8 @@ unsafe extern "C" {
         is_list: *mut bool,
         scalar: *mut ScalarView,
     ) -> *mut c_char;
-    /// Finds the strides of the view that the operation makes of logical tensors.
+    /// Runs the operation on tensors of the logical sizes that have no elements; says whether libtorch
+    /// can do so.
     pub fn flow_call_run_on_meta(call: *mut RawCall, is_known: *mut bool) -> *mut c_char;
     /// Returns the number of a global tensor; 0 if it has none.
     pub fn flow_global_id(tensor: *const C_tensor) -> u64;

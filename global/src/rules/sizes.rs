@@ -22,10 +22,6 @@ pub fn check(op: &Op) -> Result<(), String> {
         "binary_cross_entropy" | "binary_cross_entropy_with_logits" => {
             check_shape(op, 0, &broadcast(&op.inputs)?)
         }
-        "bernoulli" => {
-            let result = broadcast(&op.inputs)?;
-            if op.in_place { check_shape(op, 0, &result) } else { Ok(()) }
-        }
         "index_put" | "_index_put_impl" => check_written(op),
         "nll_loss2d_forward" => {
             let [images, _, rows, columns] = op.inputs[0].shape[..] else { return Ok(()) };
@@ -36,7 +32,7 @@ pub fn check(op: &Op) -> Result<(), String> {
             check_channels(op, 1..5)
         }
         "native_group_norm" => check_channels(op, 1..3),
-        name if has_name(pointwise::RULES, name) => {
+        name if name == "bernoulli" || has_name(pointwise::RULES, name) => {
             let result = broadcast(&op.inputs)?;
             if op.in_place { check_shape(op, 0, &result) } else { Ok(()) }
         }
