@@ -215,9 +215,10 @@ def join_whose_store_stops():
     """Rank 0 of it, which serves the store, is a child of this process, and is stopped while this waits."""
     if dist.get_rank() == 1:
         return True
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        host, port = free.getsockname()
+    reserved = socket.socket()  # until this process ends; a server that sets SO_REUSEADDR can listen beside it
+    reserved.bind(("127.0.0.1", 0))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    host, port = reserved.getsockname()
     token, join = secrets.token_hex(16), join_part()
     place = {"world_size": 2, "local_world_size": 2, "node": 0, "address": f"tcp://{host}:{port}", "token": token}
     child = os.fork()

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::{have, python, python_path};
-use flow_harness::{Finished, program, root};
+use flow_harness::{Finished, free_port, program, root};
 use tempfile::TempDir;
 
 use crate::{is_skipped, script, torchrun};
@@ -89,9 +89,8 @@ fn mpirun() -> Option<Command> {
         println!("SKIPPED: flow_torch under mpirun: there is no mpirun");
         return None;
     }
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", "2", &python()]);
-    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", free_port().to_string());
     Some(command)
 }
 

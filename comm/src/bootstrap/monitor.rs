@@ -321,7 +321,6 @@ fn publish_all(
 
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
     use std::thread;
 
     use flow_store::Address;
@@ -340,8 +339,7 @@ mod tests {
             ("waits", 3, Err("rank 2 has not joined within 3s")),
             ("ends", 60, Err("before all ranks had joined")),
         ] {
-            let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-            let address = Address::Tcp(free.to_string());
+            let address = Address::Tcp(format!("127.0.0.1:{}", flow_harness::free_port()));
             let membership = |rank| Membership {
                 rank,
                 world_size: 3,

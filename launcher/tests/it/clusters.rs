@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 
 use flow_harness::cli::run;
-use flow_harness::{Finished, Process, TEST_TIMEOUT, executable, free_port, program, root};
+use flow_harness::{
+    Finished, Process, TEST_TIMEOUT, executable, free_port, is_free_port, program, root,
+};
 use tempfile::{TempDir, tempdir};
 
 /// The code blocks of this language in the page, in order.
@@ -50,8 +51,8 @@ fn assert_places(stdout: &str) {
 fn the_sbatch_script_starts_an_agent_on_each_node() {
     let script = blocks("bash").remove(0);
     // A job id whose port is free: the script makes the port from it.
-    let free = |id: &u32| TcpListener::bind(("127.0.0.1", 20000 + (id % 10000) as u16)).is_ok();
-    let id = (std::process::id()..).find(free).unwrap().to_string();
+    let id = (20_000..30_000).find(|port| is_free_port(*port)).unwrap() - 20_000;
+    let id = id.to_string();
     let tasks = "for SLURM_NODEID in 0 1; do export SLURM_NODEID; \"${@:2}\" & pids+=($!); done\n\
                  for pid in ${pids[@]}; do wait $pid || exit; done";
     let folder = commands(&[("scontrol", "echo 127.0.0.1; echo other-node"), ("srun", tasks)]);

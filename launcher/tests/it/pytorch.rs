@@ -1,13 +1,12 @@
 //! Python scripts as they are written for torchrun: real ones, with PyTorch's DDP over gloo, and
 //! torchrun's own cases. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
-use flow_harness::Finished;
 use flow_harness::cli::{Running, finish, launcher, run, until_gone};
 use flow_harness::python::{have, python};
+use flow_harness::{Finished, free_port};
 
 use std::fs;
-use std::net::TcpListener;
-use std::process::{self, Command, Stdio};
+use std::process::{Command, Stdio};
 
 /// A file in the folder `pytorch`.
 fn file(name: &str) -> String {
@@ -62,12 +61,6 @@ fn ddp_trains_as_one_process_does() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     });
     assert_close(&weights([&finish(first), &finish(second)], 3), &one);
-}
-
-/// A port that is free.
-fn free_port() -> u16 {
-    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
-    (0..10000).map(|i| 20000 + ((process::id() + i) % 10000) as u16).find(is_free).unwrap()
 }
 
 /// Flags that name an address whose port is free.

@@ -1,7 +1,7 @@
 //! How workers are started: command, arguments, environment.
 
 use flow_harness::cli::{Running, launcher, run, script};
-use flow_harness::{executable, free_port};
+use flow_harness::{executable, free_port, is_free_port};
 
 use std::fs;
 use std::process::Command;
@@ -37,10 +37,8 @@ fn workers_share_a_port_a_store_and_a_token() {
 /// As users number them.
 #[test]
 fn two_jobs_at_ports_side_by_side() {
-    // Free ones side by side, that the system gives to nobody who asks for any.
-    let is_free = |port: u16| std::net::TcpListener::bind(("0.0.0.0", port)).is_ok();
     let mut ports = (20_000..30_000).step_by(2);
-    let port = ports.find(|port| is_free(*port) && is_free(port + 1)).unwrap();
+    let port = ports.find(|port| is_free_port(*port) && is_free_port(port + 1)).unwrap();
     let node = |job: u16, rank: u32| {
         let flags = format!(
             "--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1 --master-port {}",

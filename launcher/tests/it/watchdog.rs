@@ -2,6 +2,7 @@
 //! client are in `pytorch.rs`.
 
 use flow_harness::cli::{Running, is_alive, run, script, until, until_gone};
+use flow_harness::free_port;
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Write};
@@ -149,11 +150,6 @@ fn a_killed_launchers_pipe_is_gone_and_one_in_use_is_another_launchers() {
     );
     let flags = OFlags::NONBLOCK.bits() as i32;
     assert!(OpenOptions::new().write(true).custom_flags(flags).open(&path).is_err());
-}
-
-/// A port that the system gives to nobody who asks for any.
-fn free_port() -> u16 {
-    (30_000..32_000).find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok()).unwrap()
 }
 
 fn ask(port: u16, request: &[u8]) -> String {

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::once::once_in_a_run;
-use crate::{Process, TEST_TIMEOUT, root};
+use crate::{Process, TEST_TIMEOUT, free_port, root};
 
 /// The program or C library `name` of this workspace, of the running test's profile, and as new as its sources.
 pub fn program(name: &str) -> PathBuf {
@@ -90,14 +90,6 @@ pub fn ranks(size: usize, worker: &str, arguments: &[&str]) -> Vec<Process> {
 /// Starts ranks by hand on several nodes of this machine: so many on each.
 pub fn ranks_on_nodes(nodes: &[usize], worker: &str, arguments: &[&str]) -> Vec<Process> {
     rank_commands(nodes, worker, arguments).into_iter().map(Process::start).collect()
-}
-
-/// A port that nobody serves. Nobody else takes it in the moment until the caller does: the kernel
-/// hands out ports in turn.
-pub fn free_port() -> u16 {
-    let free =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    free.expect("there is a free port").port()
 }
 
 /// The ranks of a job on nodes of this machine, so many on each, to be started.

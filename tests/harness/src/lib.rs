@@ -16,6 +16,7 @@ mod executable;
 mod job;
 pub mod net;
 mod once;
+mod port;
 mod process;
 pub mod python;
 
@@ -25,10 +26,10 @@ use std::time::Duration;
 pub use apart::runs_apart;
 pub use executable::executable;
 pub use job::{
-    build, free_port, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes,
-    run_tests_of,
+    build, job, launch, launcher, program, rank, rank_commands, ranks, ranks_on_nodes, run_tests_of,
 };
 pub use once::once_in_a_run;
+pub use port::{free_port, is_free_port};
 pub use process::{Finished, Process, assert_contains};
 
 /// The longest that a job of a test may take before it counts as stuck.

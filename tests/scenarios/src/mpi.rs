@@ -1,7 +1,6 @@
 //! Groups whose nodes MPI connects, started by the real mpirun: what is particular to MPI. The
 //! scenarios of other files run over MPI too.
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -12,9 +11,8 @@ use ::mpi::traits::CommunicatorCollectives;
 use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_harness::cli::until;
-use flow_harness::{DETECTION_LIMIT, Finished, Process, assert_contains};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use flow_harness::{DETECTION_LIMIT, Finished, Process, assert_contains, free_port};
+use rustix::process::{Signal, getpid, kill_process};
 
 use crate::registry::{Job, Scenario, Test, mpirun, process, scenario};
 
@@ -53,7 +51,7 @@ fn sum_of_ranks(group: &ProcessGroup) -> Result<()> {
 fn killed(group: &ProcessGroup, rank: usize) -> Result<()> {
     group.barrier()?;
     if group.rank() == rank {
-        kill(Pid::this(), Signal::SIGKILL)?;
+        kill_process(getpid(), Signal::KILL)?;
     }
     sum_of_ranks(group)
 }
@@ -134,8 +132,7 @@ fn hosts(test: &Test) {
 }
 
 fn unknown(test: &Test) {
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
-    let port = free.expect("there is a free port").port().to_string();
+    let port = free_port().to_string();
     let error = |transport: &str| {
         let mut command = Command::new(std::env::current_exe().expect("it knows its own path"));
         command.arg(&test.name).env("RANK", "0").env("WORLD_SIZE", "2");

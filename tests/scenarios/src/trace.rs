@@ -7,9 +7,9 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use flow_comm::{DType, Lane, ProcessGroup, ReduceOp};
 use flow_harness::{DETECTION_LIMIT, Process};
-use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitStatus, wait};
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::unistd::{ForkResult, fork};
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;
 
 use crate::beside;
@@ -221,7 +221,7 @@ fn fails() -> Result<()> {
     let group = ProcessGroup::from_env()?;
     group.barrier()?;
     if group.rank() == 1 {
-        kill(Pid::this(), Signal::SIGKILL)?;
+        kill_process(getpid(), Signal::KILL)?;
     }
     ensure!(sum(&group).is_err());
     Ok(())
@@ -237,7 +237,7 @@ fn fails_on_gpu() -> Result<()> {
     nccl.synchronize()?;
     group.barrier()?;
     if group.rank() == 1 {
-        kill(Pid::this(), Signal::SIGKILL)?;
+        kill_process(getpid(), Signal::KILL)?;
     }
     let failed = nccl.all_reduce(&mut buffer, ReduceOp::Sum, &gpu.stream).is_err();
     ensure!(failed || gpu.stream.synchronize().is_err() || nccl.check().is_err());

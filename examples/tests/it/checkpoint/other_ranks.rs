@@ -1,10 +1,9 @@
 //! Other ranks go on than those that were interrupted.
 
 use std::fs;
-use std::net::TcpListener;
 use std::thread;
 
-use flow_tests::{Process, assert_contains, launcher};
+use flow_tests::{Process, assert_contains, free_port, launcher};
 
 use super::job::{Folder, LONG, alone, command, has, kill, run};
 use crate::common::{accuracies, data};
@@ -97,9 +96,7 @@ fn one_rank_goes_on_for_two_and_learns() {
 #[test]
 fn nodes_that_are_left_go_on_without_the_lost_one() {
     let folder = Folder::new();
-    // Nobody else takes the port in the moment between: the kernel hands them out in turn.
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).unwrap();
-    let endpoint = free.to_string();
+    let endpoint = format!("127.0.0.1:{}", free_port());
     let start = |configuration| {
         let flags = ["--nnodes", "1:2", "--rdzv-endpoint", &endpoint, "--rdzv-conf", configuration];
         let mut agent = command(1, &flags, &folder.job(&["--checkpoint-every", "1"]));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use flow_comm::ProcessGroup;
 use flow_harness::{DETECTION_LIMIT, Process, assert_contains, program};
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 use super::lost::shared_memory_of;
 use super::report::{describe, said};
@@ -125,7 +125,7 @@ fn names_the_dead(test: &Test) {
         std::thread::sleep(Duration::from_millis(10));
     }
     let victim = ranks.pop().expect("there are three");
-    signal(&victim, Signal::SIGKILL);
+    signal(&victim, Signal::KILL);
     let died = format!("rank 2 (pid {}) died before all ranks had joined", victim.pid());
     for (rank, process) in ranks.into_iter().enumerate() {
         assert_contains(&said(process)[0], &[&format!("Join: rank {rank}: "), &died]);

@@ -8,7 +8,8 @@ use flow_comm::ProcessGroup;
 use flow_harness::cli::until;
 use flow_harness::net::Agent;
 use flow_harness::{DETECTION_LIMIT, TEST_TIMEOUT, assert_contains};
-use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signal::{SigSet, Signal as Masked};
+use rustix::process::Signal;
 
 use super::endless::{Loop, endless};
 use super::lost::{is_mapped, shared_memory_of};
@@ -50,7 +51,7 @@ pub const SCENARIOS: &[Scenario] = &[
 /// Rank 1 kills itself; the others do not react to SIGTERM.
 fn deaf() -> Result<()> {
     let mut deaf = SigSet::empty();
-    deaf.add(Signal::SIGTERM);
+    deaf.add(Masked::SIGTERM);
     deaf.thread_block()?;
     endless(&ProcessGroup::from_env()?, Loop::Ordinary, Some(20))
 }
@@ -74,7 +75,7 @@ fn nothing_is_left(test: &Test) {
     let children = std::fs::read_to_string(children).expect("the kernel lists children");
     let memory: BTreeSet<String> = children.split_whitespace().flat_map(shared_memory_of).collect();
     assert!(memory.len() == 1 && is_mapped(&memory), "{memory:?} of {children}");
-    signal(&process, Signal::SIGKILL);
+    signal(&process, Signal::KILL);
     assert_ne!(process.finish(DETECTION_LIMIT).code, Some(0));
     // The workers are not ours to wait for.
     for _ in 0..1000 {

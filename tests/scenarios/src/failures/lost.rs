@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use flow_comm::ProcessGroup;
 use flow_harness::{DETECTION_LIMIT, assert_contains};
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 use super::endless::{Loop, endless, looping};
 use super::report::{THREE, report, said, sleep_until_killed, sum};
@@ -74,7 +74,7 @@ fn killed(test: &Test, operations: &[&str]) {
         assert!(memory.len() == test.job.nodes().len() && is_mapped(&memory), "{memory:?}");
         std::thread::sleep(Duration::from_millis(pause));
         let victim = ranks.remove(1);
-        signal(&victim, Signal::SIGKILL);
+        signal(&victim, Signal::KILL);
         let pid = victim.pid();
         for (rank, process) in [0, 2].into_iter().zip(ranks) {
             let said = said(process);
@@ -97,7 +97,7 @@ fn killed(test: &Test, operations: &[&str]) {
 fn all_but_one_killed(test: &Test) {
     let mut ranks = looping(test);
     let survivor = ranks.remove(2);
-    ranks.iter().for_each(|rank| signal(rank, Signal::SIGKILL));
+    ranks.iter().for_each(|rank| signal(rank, Signal::KILL));
     assert_contains(&said(survivor)[0], &["PeerLost: rank 2: all_reduce #", "died"]);
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use flow_comm::{Error, ProcessGroup};
 use flow_harness::{DETECTION_LIMIT, assert_contains};
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 use super::report::{kill_myself, report, said, sleep_until_killed};
 use crate::registry::{Job, Scenario, Test, by_hand, machines, process, scenario, signal};
@@ -85,7 +85,7 @@ fn wait(group: &ProcessGroup, from: From) -> Result<()> {
 fn names_the_killed(test: &Test, from: From) {
     let mut ranks = test.ranks();
     ranks.iter_mut().for_each(|rank| rank.wait_for("waiting"));
-    signal(&ranks[1], Signal::SIGKILL);
+    signal(&ranks[1], Signal::KILL);
     let said = said(ranks.remove(0));
     let victim = format!("failed: rank 1 (pid {} on ", ranks[0].pid());
     assert_contains(&said[0], &["PeerLost: ", from.operation(), &victim, "died"]);

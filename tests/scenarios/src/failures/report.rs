@@ -5,8 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use flow_comm::{Error, ProcessGroup, ReduceOp};
 use flow_harness::{DETECTION_LIMIT, Process};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use rustix::process::{Signal, getpid, kill_process};
 
 use crate::registry::{Job, by_hand, lines};
 
@@ -49,7 +48,7 @@ pub fn sleep_until_killed() -> ! {
 }
 
 pub fn kill_myself() -> ! {
-    let _ = kill(Pid::this(), Signal::SIGKILL);
+    let _ = kill_process(getpid(), Signal::KILL);
     sleep_until_killed()
 }
 

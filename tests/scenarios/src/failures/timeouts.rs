@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use flow_comm::ProcessGroup;
 use flow_harness::{Process, assert_contains};
-use nix::sys::signal::Signal;
+use rustix::process::Signal;
 
 use super::endless::{Loop, endless, looping};
 use super::report::{THREE, report, said, sleep_until_killed, sum};
@@ -59,9 +59,9 @@ fn stopped_early(group: &ProcessGroup) -> Result<()> {
 fn names_the_stopped(test: &Test) {
     let mut ranks = looping(test);
     let stopped = ranks.remove(1);
-    signal(&stopped, Signal::SIGSTOP);
+    signal(&stopped, Signal::STOP);
     assert_timed_out(ranks, &format!("waited for rank 1 (pid {} on ", stopped.pid()));
-    signal(&stopped, Signal::SIGCONT);
+    signal(&stopped, Signal::CONT);
     assert_contains(&said(stopped)[0], &["timed out after 2s: waited for rank 1 (pid"]);
 }
 
@@ -73,14 +73,14 @@ fn stopped_late(group: &ProcessGroup) -> Result<()> {
 /// The second time it is stopped until the time is over.
 fn waits_for_the_stopped(test: &Test) {
     let mut ranks = looping(test);
-    signal(&ranks[1], Signal::SIGSTOP);
+    signal(&ranks[1], Signal::STOP);
     std::thread::sleep(Duration::from_secs(2));
-    signal(&ranks[1], Signal::SIGCONT);
+    signal(&ranks[1], Signal::CONT);
     std::thread::sleep(Duration::from_millis(500));
-    signal(&ranks[1], Signal::SIGSTOP);
+    signal(&ranks[1], Signal::STOP);
     let stopped = ranks.remove(1);
     let culprit = format!("timed out after 6s: waited for rank 1 (pid {} on ", stopped.pid());
     assert_contains(&said(ranks.remove(0))[0], &["Timeout", &culprit]);
-    signal(&stopped, Signal::SIGCONT);
+    signal(&stopped, Signal::CONT);
     assert_contains(&said(stopped)[0], &["timed out after 6s"]);
 }

@@ -4,8 +4,7 @@ use std::process::Command;
 
 use flow_harness::net::{Agent, Net};
 use flow_harness::{Finished, Process, TEST_TIMEOUT};
-use nix::sys::signal::Signal;
-use nix::unistd::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 use super::job::{Job, Start, run_script};
@@ -102,6 +101,6 @@ pub fn lines(finished: Finished) -> Vec<String> {
 
 /// Sends a process of the test a signal.
 pub fn signal(process: &Process, signal: Signal) {
-    nix::sys::signal::kill(Pid::from_raw(process.pid() as i32), signal)
-        .expect("the process is ours");
+    let pid = Pid::from_raw(process.pid() as i32).expect("a process's id is not 0");
+    kill_process(pid, signal).expect("the process is ours");
 }

@@ -9,7 +9,7 @@ use flow_global::{B, GlobalTensor, NdSbp, Placement, S, distribute, distribute_t
 use flow_tensor::ProcessGroup;
 use flow_tests::registry::{Scenario, Test, by_hand, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT, assert_contains};
-use nix::sys::signal::{Signal, raise};
+use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, Module, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -175,7 +175,7 @@ fn killed(group: &ProcessGroup) -> Result<()> {
             loop {
                 let bytes = std::fs::metadata(&file).map_or(0, |file| file.len());
                 if bytes > 0 && std::fs::write(&killed_at, bytes.to_string()).is_ok() {
-                    let _ = raise(Signal::SIGKILL);
+                    let _ = kill_process(getpid(), Signal::KILL);
                 }
                 std::thread::sleep(Duration::from_micros(100));
             }

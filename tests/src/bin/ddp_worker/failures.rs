@@ -8,7 +8,7 @@ use flow_autograd::GradHook;
 use flow_ddp::{CommError, Ddp, Error, ProcessGroup, TensorCollectives, TryBackwardStep};
 use flow_tests::registry::{Job, Scenario, Test, by_hand, launched, scenario, signal};
 use flow_tests::{DETECTION_LIMIT, Finished, assert_contains};
-use nix::sys::signal::{Signal, raise};
+use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -151,7 +151,7 @@ fn train(group: &ProcessGroup, event: Event) -> Result<()> {
         if group.rank() == 1 && step == 5 {
             match event {
                 Event::Exit => std::process::exit(3),
-                Event::Kill => raise(Signal::SIGKILL)?,
+                Event::Kill => kill_process(getpid(), Signal::KILL)?,
                 Event::Hang => std::thread::sleep(Duration::from_secs(3600)),
                 Event::Panic => panic!("the model cannot go on"),
                 Event::Thaw => drop(frozen.set_requires_grad(true)),
@@ -326,7 +326,7 @@ fn names_the_thawed(test: &Test) {
 fn nothing_survives(test: &Test) {
     let mut job = test.launcher();
     job.wait_for("step 20 ");
-    signal(&job, Signal::SIGKILL);
+    signal(&job, Signal::KILL);
     let output = job.finish(DETECTION_LIMIT).stdout;
     let mut pids: Vec<&str> = output.lines().filter_map(|line| line.split(' ').nth(3)).collect();
     pids.sort_unstable();

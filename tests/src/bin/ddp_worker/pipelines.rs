@@ -12,7 +12,8 @@ use flow_global::{B, GlobalTensor, Placement, S, distribute};
 use flow_pipeline::{DdpStage, Pipeline, Schedule, stage_fn};
 use flow_tests::registry::{Job, Scenario, Test, by_hand, launched, process, scenario};
 use flow_tests::{DETECTION_LIMIT, Finished, Process, assert_contains};
-use nix::sys::signal::{SigSet, Signal, raise};
+use nix::sys::signal::{SigSet, Signal as Masked};
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -191,7 +192,7 @@ fn killed(group: &ProcessGroup) -> Result<()> {
             let runs = AtomicUsize::new(0);
             Ok(stage_fn(move |inputs| {
                 if stage == 1 && runs.fetch_add(1, Ordering::Relaxed) == 2 {
-                    raise(Signal::SIGKILL)?;
+                    kill_process(getpid(), Signal::KILL)?;
                 }
                 Ok(vec![&inputs[0] * 2])
             }))
@@ -217,7 +218,7 @@ fn names_who_is_gone(test: &Test) {
 /// say what they have seen.
 fn killed_in_a_grid(is_global: bool) -> Result<()> {
     let mut deaf = SigSet::empty();
-    deaf.add(Signal::SIGTERM);
+    deaf.add(Masked::SIGTERM);
     deaf.thread_block()?;
     let group = ProcessGroup::from_env()?;
     let mesh = Mesh::new(&group, &[0, 1, 2, 3], &[2, 2])?.with_names(&["pp", "dp"])?;
@@ -235,7 +236,7 @@ fn killed_in_a_grid(is_global: bool) -> Result<()> {
         let (rank, runs) = (group.rank(), AtomicUsize::new(0));
         let stage = stage_fn(move |inputs| {
             if rank == 3 && runs.fetch_add(1, Ordering::Relaxed) == 6 {
-                raise(Signal::SIGKILL)?;
+                kill_process(getpid(), Signal::KILL)?;
             }
             Ok(vec![layer.forward(&inputs[0])])
         });
