@@ -1,5 +1,6 @@
 //! The state of a backward: its buckets, and the gradients that have come.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use flow_autograd::BoxError;
@@ -10,7 +11,8 @@ use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::options::Options;
-use crate::parameter::Parameter;
+use crate::parameter::{Parameter, by_training};
+use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
 
 /// A bucket in its place in the order of launches.
@@ -131,7 +133,10 @@ pub(crate) struct BackwardState {
     pub local: usize,
     /// Between the first hook and the end of a backward.
     pub in_backward: bool,
+    /// Parameters whose final gradient has come in this backward.
     pub arrived: Vec<bool>,
+    /// What is known of the graph, if it is the same in each backward.
+    pub graph: Option<StaticGraph>,
     /// Parameters that got a gradient since the last reduction, under `no_sync` too.
     pub used: Vec<bool>,
     /// Parameters in the order of their gradients' coming.
@@ -153,7 +158,7 @@ pub(crate) struct BackwardState {
 
 impl BackwardState {
     /// Returns the state before the first backward, without buckets.
-    pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>) -> Self {
+    pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>, options: &Options) -> Self {
         let count = parameters.len();
         Self {
             parameters,
@@ -163,6 +168,7 @@ impl BackwardState {
             local: 0,
             in_backward: false,
             arrived: vec![false; count],
+            graph: options.static_graph.then(|| StaticGraph::new(count)),
             used: vec![false; count],
             ready_order: Vec::with_capacity(count),
             step: 0,
@@ -183,6 +189,9 @@ impl BackwardState {
         self.peer_misses_grads = false;
         self.arrived.fill(false);
         self.ready_order.clear();
+        if let Some(graph) = &mut self.graph {
+            graph.begin();
+        }
         self.next = 0;
         for bucket in &mut self.buckets {
             bucket.begin(step);
@@ -196,7 +205,7 @@ impl BackwardState {
         options: &Options,
         order: &[usize],
     ) -> Result<()> {
-        let assigned = assign(&items(&self.parameters, options), order, options.caps);
+        let assigned = assign(&items(&self.parameters, options), order, &options.caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -213,6 +222,35 @@ impl BackwardState {
             self.buckets.push(ScheduledBucket::new(memory, members));
         }
         Ok(())
+    }
+
+    /// Returns all parameters, trained and frozen, in the order of the model.
+    pub fn named(&self) -> Vec<(String, Tensor)> {
+        let mut parameters: Vec<&Parameter> = self.parameters.iter().chain(&self.frozen).collect();
+        parameters.sort_by_key(|parameter| parameter.position);
+        let named = parameters.into_iter();
+        named.map(|parameter| (parameter.name.clone(), parameter.tensor.shallow_clone())).collect()
+    }
+
+    /// Returns the parameters that got a gradient since the last reduction.
+    pub fn used(&self) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().zip(&self.used).filter(|(_, used)| **used).map(|(p, _)| p)
+    }
+
+    /// Trains the parameters that require gradients now. The buckets are still to be built.
+    pub fn train_anew(&mut self, options: &Options) {
+        let used: HashSet<usize> = self.used().map(|parameter| parameter.position).collect();
+        let mut parameters = std::mem::take(&mut self.parameters);
+        parameters.append(&mut self.frozen);
+        let (trained, frozen) = by_training(parameters);
+        let mut fresh = Self::new(trained, frozen, options);
+        for (index, parameter) in fresh.parameters.iter().enumerate() {
+            fresh.used[index] = used.contains(&parameter.position);
+        }
+        fresh.local = self.local;
+        fresh.step = self.step;
+        fresh.stats.backwards = self.stats.backwards;
+        *self = fresh;
     }
 
     /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.
@@ -239,7 +277,10 @@ impl BackwardState {
         let parameter = &self.parameters[index];
         let mut gradient = parameter.tensor.grad();
         if path.grads_are_views() {
-            if flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place) {
+            // A tensor without elements has no address, as one that is not defined.
+            if gradient.defined()
+                && flow_autograd::data_ptr(&gradient) == flow_autograd::data_ptr(place)
+            {
                 return Ok(());
             }
             return flow_autograd::set_grad(&parameter.tensor, Some(place));

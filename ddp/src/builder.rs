@@ -20,11 +20,9 @@ use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::options::Options;
-use crate::parameter::Parameter;
+use crate::parameter::{by_training, numbered};
 use crate::reducer::Reducer;
 use crate::settings::Settings;
-
-const MIB: f64 = 1024.0 * 1024.0;
 
 impl Ddp<()> {
     /// Options to choose before wrapping a model, of whatever type.
@@ -78,6 +76,7 @@ pub struct DdpBuilder {
     group: ProcessGroup,
     options: Options,
     broadcast_buffers: bool,
+    forward_sync_buffers: bool,
     comm_hook: Box<dyn CommHook>,
 }
 
@@ -87,6 +86,7 @@ impl fmt::Debug for DdpBuilder {
             .field("group", &self.group)
             .field("options", &self.options)
             .field("broadcast_buffers", &self.broadcast_buffers)
+            .field("forward_sync_buffers", &self.forward_sync_buffers)
             .field("comm_hook", &self.comm_hook.name())
             .finish()
     }
@@ -96,10 +96,10 @@ impl DdpBuilder {
     /// PyTorch's defaults: buckets of 1 MiB first and 25 MiB then, buffers broadcast, every
     /// parameter used.
     fn new(group: &ProcessGroup) -> Self {
-        let caps = Caps { first: MIB as usize, rest: 25 * MIB as usize };
         let options = Options {
-            caps,
+            caps: Caps::default(),
             find_unused: false,
+            static_graph: false,
             bucket_view: false,
             communication: None,
             op: ReduceOp::Avg,
@@ -108,14 +108,20 @@ impl DdpBuilder {
             group: group.clone(),
             options,
             broadcast_buffers: true,
+            forward_sync_buffers: true,
             comm_hook: Box::new(AllReduce),
         }
     }
 
     /// Sets the cap of all buckets, in MiB.
-    pub fn bucket_cap_mb(mut self, cap: f64) -> Self {
-        let cap = (cap * MIB) as usize;
-        self.options.caps = Caps { first: cap, rest: cap };
+    pub fn bucket_cap_mb(self, cap: f64) -> Self {
+        self.bucket_cap_mb_list(&[cap])
+    }
+
+    /// Sets the caps of buckets one by one, in MiB, in the order in which gradients come. The last
+    /// one is that of all further buckets.
+    pub fn bucket_cap_mb_list(mut self, caps: &[f64]) -> Self {
+        self.options.caps = Caps::mib(caps);
         self
     }
 
@@ -127,10 +133,29 @@ impl DdpBuilder {
         self
     }
 
+    /// Sets whether each forward in training mode gives all ranks rank 0's buffers (default: yes). If
+    /// not, they take them over when the model is wrapped, and in [`Ddp::sync_buffers`].
+    pub fn forward_sync_buffers(mut self, sync: bool) -> Self {
+        self.forward_sync_buffers = sync;
+        self
+    }
+
     /// Sets whether a backward may leave parameters out (default: no, that is an error). They take
     /// part with zeros; one that no rank used keeps its `.grad`.
     pub fn find_unused_parameters(mut self, find: bool) -> Self {
         self.options.find_unused = find;
+        self
+    }
+
+    /// Sets whether each backward has the same graph (default: no). The first backward that reduces
+    /// gradients shows it, and reduces all of them at its end. From then on a gradient may come
+    /// several times in a backward, as where checkpointed blocks share parameters: it is reduced when
+    /// it has come as often as in the first. Parameters that no rank has used are left out, which is
+    /// cheaper than [`DdpBuilder::find_unused_parameters`]. A later backward that uses other
+    /// parameters, or uses some of them more or less often, fails. Other ranks that have all
+    /// gradients by then fail in their next backward.
+    pub fn static_graph(mut self, is_static: bool) -> Self {
+        self.options.static_graph = is_static;
         self
     }
 
@@ -196,7 +221,7 @@ impl DdpBuilder {
         mut parameters: Vec<(String, Tensor)>,
         mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
-        let Self { group, mut options, broadcast_buffers, comm_hook } = self;
+        let Self { group, mut options, broadcast_buffers, forward_sync_buffers, comm_hook } = self;
         options.communication = comm_hook.kind();
         let rank = job_rank(&group);
         let fit = check(&parameters, &buffers, &options, broadcast_buffers);
@@ -207,8 +232,9 @@ impl DdpBuilder {
                 model,
                 group,
                 reducer: None,
-                _hooks: Vec::new(),
+                hooks: Vec::new(),
                 _allocator: None,
+                forward_sync_buffers,
                 buffers,
                 held: Mutex::default(),
             });
@@ -216,7 +242,8 @@ impl DdpBuilder {
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
         let mut lines = vec![format!(
-            "options {options:?}, broadcast_buffers: {broadcast_buffers}, comm_hook: {}",
+            "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
+             {forward_sync_buffers}, comm_hook: {}",
             comm_hook.name()
         )];
         match &settings {
@@ -258,8 +285,9 @@ impl DdpBuilder {
             model,
             group,
             reducer: Some(reducer),
-            _hooks: hooks,
+            hooks,
             _allocator: allocator,
+            forward_sync_buffers,
             buffers: Mutex::new(buffers),
             held: Mutex::new(held),
         })
@@ -293,10 +321,8 @@ impl WrappedParts {
             .collect();
         let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
         held.retain(HeldBuffer::is_held);
-        let parameters = parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor));
-        let (trained, frozen): (Vec<_>, Vec<_>) =
-            parameters.partition(|parameter| parameter.tensor.requires_grad());
-        let (path, allocator) = reduce_path(&own, settings, &trained[0].tensor, options.op)?;
+        let (path, allocator) = reduce_path(&own, settings, &parameters[0].1, options.op)?;
+        let (trained, frozen) = by_training(numbered(parameters));
         let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
         let hooks = reducer.install_hooks()?;
         Ok(Self { reducer, hooks, allocator, buffers, held })

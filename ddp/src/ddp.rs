@@ -54,8 +54,8 @@ use crate::stats::Stats;
 /// with the program's collectives in `group`. The cost: if ranks are out of step (one in backward,
 /// another in a collective of `group`), this is detected by the timeout, not immediately.
 ///
-/// Parameters are those that require gradients when the model is wrapped; freeze and unfreeze
-/// before. One that the `VarStore` gets later is an error of the next backward. One tensor under
+/// Parameters are those that require gradients when the model is wrapped. Freeze and unfreeze
+/// before, or call [`Ddp::refresh`] after. One that the `VarStore` gets later is an error of the next backward. One tensor under
 /// several names (tied weights) is one parameter, of the first name. Buffers are the tensors that
 /// they are when the model is wrapped: write into them. One that the model has replaced
 /// (`model.norm.running_mean = ...`) is an error of the next forward that would broadcast it. It is
@@ -71,9 +71,10 @@ pub struct Ddp<M> {
     /// The reducer of gradients; None with one rank.
     pub(crate) reducer: Option<Arc<Reducer>>,
     /// Dropped with the wrapper, so that the bare model is left as it was.
-    pub(crate) _hooks: Vec<GradHook>,
+    pub(crate) hooks: Vec<GradHook>,
     pub(crate) _allocator: Option<Arc<ArenaAllocatorGuard>>,
-    /// The buffers that each forward in training mode broadcasts.
+    /// Whether each forward in training mode broadcasts the buffers.
+    pub(crate) forward_sync_buffers: bool,
     pub(crate) buffers: Mutex<CoalescedBroadcast>,
     pub(crate) held: Mutex<Vec<HeldBuffer>>,
 }
@@ -144,8 +145,9 @@ impl<M> Ddp<M> {
     }
 
     /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode. A step with several
-    /// forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once before them. All
-    /// ranks call this.
+    /// forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once before them. So
+    /// does whoever has turned
+    /// [`forward_sync_buffers`](crate::DdpBuilder::forward_sync_buffers) off. All ranks call this.
     ///
     /// # Errors
     /// A failure of this rank or another; a buffer that the model has replaced.
@@ -185,7 +187,7 @@ impl<M> Ddp<M> {
 impl<M: ModuleT> Ddp<M> {
     /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers.
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
-        if train {
+        if train && self.forward_sync_buffers {
             self.sync_buffers()?;
         }
         let _phase = self.reducer.as_ref().filter(|_| train).map(|reducer| reducer.begin_forward());

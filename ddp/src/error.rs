@@ -86,15 +86,15 @@ pub enum Error {
     },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(
-        "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; use every \
-         parameter in computing the loss, or freeze those parameters before wrapping, or build \
-         with find_unused_parameters(true)"
+        "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; {advice}"
     )]
     MissingGradients {
         /// This rank.
         rank: usize,
         /// Ranks and the names of their parameters.
         missing: String,
+        /// The remedy.
+        advice: &'static str,
     },
 }
 

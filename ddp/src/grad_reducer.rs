@@ -14,7 +14,7 @@ use crate::comm_hooks::AllReduce;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, describe, first_mismatch};
 use crate::options::Options;
-use crate::parameter::Parameter;
+use crate::parameter::numbered;
 use crate::reducer::Reducer;
 use crate::settings::Settings;
 
@@ -45,7 +45,6 @@ impl GradReducer {
     /// Ranks have different parameters, or another order; there are no parameters; settings of the
     /// environment that make no sense; a failure of the group.
     pub fn new(group: &ProcessGroup, parameters: Vec<(String, Tensor)>) -> Result<Self> {
-        const MIB: usize = 1 << 20;
         let rank = job_rank(group);
         if let Some(difference) = first_mismatch(group, &describe(&parameters, &[]))? {
             return Err(Error::Buckets { rank, difference });
@@ -55,8 +54,9 @@ impl GradReducer {
             return Err(Error::Model { rank, reason });
         };
         let options = Options {
-            caps: Caps { first: MIB, rest: 25 * MIB },
+            caps: Caps::default(),
             find_unused: false,
+            static_graph: false,
             bucket_view: false,
             communication: None,
             op: ReduceOp::Sum,
@@ -64,8 +64,7 @@ impl GradReducer {
         let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
-        let parameters: Vec<Parameter> =
-            parameters.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)).collect();
+        let parameters = numbered(parameters);
         let made =
             reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
                 let hook = Box::new(AllReduce);

@@ -42,7 +42,9 @@ mod optimizer;
 mod options;
 mod parameter;
 mod reducer;
+mod refresh;
 mod settings;
+mod static_graph;
 mod stats;
 mod steps;
 

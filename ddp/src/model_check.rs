@@ -151,8 +151,8 @@ pub(crate) fn check(
             "the model has no parameter that requires a gradient: there is nothing to wrap".into(),
         );
     }
-    if options.caps.first == 0 || options.caps.rest == 0 {
-        return Err("bucket caps must be positive".into());
+    if !options.caps.are_positive() {
+        return Err("bucket caps must be positive, and there must be at least one".into());
     }
     let first = &parameters[0].0;
     let device = parameters[0].1.device();

@@ -6,10 +6,12 @@ use tch::Kind;
 use crate::bucket::assignment::Caps;
 
 /// Options of a reducer, the same on all ranks.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Options {
     pub caps: Caps,
     pub find_unused: bool,
+    /// Each backward has the same graph.
+    pub static_graph: bool,
     pub bucket_view: bool,
     /// The type in which gradients are sent; None: their own.
     pub communication: Option<Kind>,

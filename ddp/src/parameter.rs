@@ -1,11 +1,13 @@
-//! A parameter that is trained.
+//! A parameter of a model.
 
 use tch::{Kind, Tensor};
 
 use crate::grad_layout::GradLayout;
 
-/// A parameter that is trained.
+/// A parameter of a model.
 pub(crate) struct Parameter {
+    /// Its place among all parameters of the model.
+    pub position: usize,
     pub name: String,
     pub tensor: Tensor,
     pub shape: Vec<i64>,
@@ -15,9 +17,10 @@ pub(crate) struct Parameter {
 }
 
 impl Parameter {
-    /// Returns the parameter of this name.
-    pub fn new(name: String, tensor: Tensor) -> Self {
+    /// Returns the parameter of this name and place.
+    pub fn new(position: usize, name: String, tensor: Tensor) -> Self {
         Self {
+            position,
             name,
             shape: tensor.size(),
             kind: tensor.kind(),
@@ -30,6 +33,18 @@ impl Parameter {
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }
+}
+
+/// Makes parameters of named tensors.
+pub(crate) fn numbered(named: Vec<(String, Tensor)>) -> Vec<Parameter> {
+    let parameters = named.into_iter().enumerate();
+    parameters.map(|(position, (name, tensor))| Parameter::new(position, name, tensor)).collect()
+}
+
+/// Returns the parameters that require gradients, and the others, each in the order of the model.
+pub(crate) fn by_training(mut parameters: Vec<Parameter>) -> (Vec<Parameter>, Vec<Parameter>) {
+    parameters.sort_by_key(|parameter| parameter.position);
+    parameters.into_iter().partition(|parameter| parameter.tensor.requires_grad())
 }
 
 /// Names parameters in an error, at most 20 of them.

@@ -20,6 +20,7 @@ use crate::bucket::{BackwardEvent, ReducePath};
 use crate::error::{Error, Result, job_rank};
 use crate::options::Options;
 use crate::parameter::{Parameter, names_of};
+use crate::static_graph::StaticGraph;
 use crate::stats::Stats;
 use crate::steps::Steps;
 
@@ -48,7 +49,7 @@ impl Reducer {
         comm_hook: Box<dyn CommHook>,
     ) -> Result<Arc<Self>> {
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
-        let mut state = BackwardState::new(parameters, frozen);
+        let mut state = BackwardState::new(parameters, frozen, &options);
         state.build(&*path, &options, &order)?;
         Ok(Arc::new(Self {
             group,
@@ -79,6 +80,40 @@ impl Reducer {
             })?);
         }
         Ok(hooks)
+    }
+
+    /// Trains the parameters that require gradients now. Their hooks are to be installed anew: the
+    /// caller has dropped the old ones.
+    pub fn train_anew(self: &Arc<Self>) -> Result<Vec<GradHook>> {
+        let mut state = self.state();
+        if self.path.grads_are_views() || self.options.bucket_view {
+            state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
+        }
+        state.train_anew(&self.options);
+        let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
+        state.build(&**self.path, &self.options, &order)?;
+        drop(state);
+        self.install_hooks()
+    }
+
+    /// Returns all parameters of the model, in its order.
+    pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
+        self.state().named()
+    }
+
+    /// Returns a parameter that is frozen now and has a gradient that is not reduced yet.
+    pub fn frozen_before_reduction(&self) -> Option<String> {
+        let state = self.state();
+        let frozen = state.used().find(|parameter| !parameter.tensor.requires_grad());
+        frozen.map(|parameter| parameter.name.clone())
+    }
+
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
     }
 
     /// Keeps gradients of backwards on this rank, until [`Reducer::end_local`] was called as often.
@@ -172,6 +207,10 @@ impl Reducer {
     ) -> Result<()> {
         let mut state = self.state();
         state.used[index] = true;
+        if state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
+            let change = "has got a gradient, and got none on any rank before the first reduction";
+            return Err(self.graph_changed(&state, index, change));
+        }
         if state.local > 0 {
             return Ok(());
         }
@@ -182,16 +221,36 @@ impl Reducer {
             state = self.begin_backward(state)?;
         }
         let state = &mut *state;
+        let counted = state.graph.as_mut().map_or(Ok(true), |graph| graph.count(index));
+        let is_final = counted.map_err(|change| self.graph_changed(state, index, &change))?;
         if state.arrived[index] {
             return Err(self.model_error(format!(
                 "{} got its gradient twice in one backward (a nested backward, as in \
-                 checkpointing): its first part was already being reduced; run the parts under \
-                 no_sync, or wrap the whole",
+                 checkpointing): its first part was already being reduced; build with \
+                 static_graph(true), or run the parts under no_sync",
                 state.parameters[index].name
             )));
         }
-        state.arrived[index] = true;
         state.ready_order.push(index);
+        if !is_final {
+            return Ok(());
+        }
+        self.take(state, index, gradient, exclusive)?;
+        self.defer_missing_grads(state, |state| {
+            self.launch(state)?;
+            Ok(self.path.progress()?)
+        })
+    }
+
+    /// Gives a final gradient to its bucket.
+    fn take(
+        &self,
+        state: &mut BackwardState,
+        index: usize,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> Result<()> {
+        state.arrived[index] = true;
         if let Some(reason) = flow_autograd::unsendable(gradient) {
             let name = &state.parameters[index].name;
             return Err(self.model_error(format!("the gradient of {name} {reason}")));
@@ -201,10 +260,7 @@ impl Reducer {
         if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
             state.alias_grad_to_bucket(index).map_err(|error| self.in_backward(error))?;
         }
-        self.defer_missing_grads(state, |state| {
-            self.launch(state)?;
-            Ok(self.path.progress()?)
-        })
+        Ok(())
     }
 
     /// Begins a backward with its first gradient, and queues what is done at its end.
@@ -223,12 +279,13 @@ impl Reducer {
         };
         flow_autograd::at_end_of_backward(move || end.run())
             .map_err(|error| self.in_backward(error))?;
-        let state = self.state();
+        let mut state = self.state();
         // From here on an error of this rank alone reaches the others.
         self.path.record(BackwardEvent::FirstGradient)?;
         if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
             return Err(self.model_error(format!(
-                "{} was frozen when the model was wrapped and is not now: wrap it again",
+                "{} was frozen when the model was wrapped and is not now: call refresh, or wrap it \
+                 again",
                 parameter.name
             )));
         }
@@ -238,6 +295,8 @@ impl Reducer {
                  another model's, keep that in a VarStore of its own"
             )));
         }
+        let unused = state.graph.as_ref().map(StaticGraph::unused_here).unwrap_or_default();
+        self.fill_in(&mut state, &unused)?;
         Ok(state)
     }
 
@@ -326,8 +385,16 @@ impl Reducer {
     fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
         self.path.record(BackwardEvent::EndOfBackward)?;
-        let missing: Vec<usize> = (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect();
-        if self.options.find_unused {
+        let learns = state.graph.as_ref().is_some_and(|graph| !graph.is_learnt());
+        if learns {
+            self.take_all(state)?;
+        }
+        let missing = match state.graph.as_ref().filter(|graph| graph.is_learnt()) {
+            Some(graph) => graph.lacking(),
+            None => (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect(),
+        };
+        let finds_unused = learns || (self.options.find_unused && state.graph.is_none());
+        if finds_unused {
             self.fill_in(state, &missing)?;
         } else if !missing.is_empty() {
             state.peer_misses_grads = true;
@@ -336,7 +403,7 @@ impl Reducer {
         self.defer_missing_grads(state, |state| {
             self.launch(state)?;
             self.wait(state)?;
-            if self.options.find_unused {
+            if finds_unused {
                 let _wait = trace::wait(state.step.into(), None);
                 self.group.all_reduce(&mut used, ReduceOp::Max)?;
             }
@@ -347,8 +414,12 @@ impl Reducer {
         }
         self.path.join()?;
         self.scatter(state)?;
+        let mut used: Vec<bool> = used.into_iter().map(|used| used != 0).collect();
+        if let Some(graph) = &mut state.graph {
+            used = graph.learn(used).to_vec();
+        }
         for (index, &used) in used.iter().enumerate() {
-            if used != 0 {
+            if used {
                 state
                     .write_back(index, &**self.path, self.options.bucket_view)
                     .map_err(|error| self.in_backward(error))?;
@@ -358,6 +429,21 @@ impl Reducer {
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         Ok(missing)
+    }
+
+    /// Gives all gradients that have come to their buckets, in the order in which they came last.
+    fn take_all(&self, state: &mut BackwardState) -> Result<()> {
+        let mut order = Vec::with_capacity(state.parameters.len());
+        for index in std::mem::take(&mut state.ready_order).into_iter().rev() {
+            if !state.arrived[index] {
+                let gradient = state.parameters[index].tensor.grad();
+                self.take(state, index, &gradient, false)?;
+                order.push(index);
+            }
+        }
+        order.reverse();
+        state.ready_order = order;
+        Ok(())
     }
 
     /// Marks parameters ready that got no gradient in this backward: with what earlier backwards
@@ -406,14 +492,24 @@ impl Reducer {
         let of_ranks = self.group.fail_and_collect("parameters got no gradient", &of_this_rank);
         let lines: Vec<String> =
             of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
-        Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; ") }
+        let advice = if state.graph.is_some() {
+            "the graph is not that of the first backward: build without static_graph(true)"
+        } else {
+            "use every parameter in computing the loss, or freeze those parameters before wrapping, \
+             or build with find_unused_parameters(true)"
+        };
+        Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; "), advice }
     }
 
     /// Makes the buckets anew, in the order in which rank 0's gradients came; unused parameters are
     /// last.
     fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
-        let mut order: Vec<i32> =
-            state.ready_order.iter().chain(&missing).map(|&i| i as i32).collect();
+        let mut order: Vec<i32> = Vec::with_capacity(state.parameters.len());
+        for &index in state.ready_order.iter().chain(&missing) {
+            if !state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
+                order.push(index as i32);
+            }
+        }
         self.defer_missing_grads(state, |state| {
             let _wait = trace::wait(state.step.into(), None);
             self.group.broadcast(&mut order, 0)?;
@@ -438,6 +534,14 @@ impl Reducer {
 
     fn in_backward(&self, error: flow_autograd::Error) -> Error {
         self.torch("backward", error.to_string())
+    }
+
+    fn graph_changed(&self, state: &BackwardState, index: usize, change: &str) -> Error {
+        let name = &state.parameters[index].name;
+        self.model_error(format!(
+            "{name} {change}: static_graph(true) is for models that use the same parameters as often \
+             in each backward; build without it"
+        ))
     }
 
     fn model_error(&self, reason: String) -> Error {

@@ -3,8 +3,8 @@
 use std::collections::btree_map::{BTreeMap, Entry};
 
 use anyhow::{Context, Result, ensure};
-use flow_comm::ProcessGroup;
-use flow_ddp::Ddp;
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_ddp::{Ddp, TensorCollectives};
 use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT};
 use tch::{Device, Kind, Tensor};
 
@@ -50,6 +50,41 @@ pub fn mlp(group: &ProcessGroup) -> Result<()> {
 
 pub fn lenet(group: &ProcessGroup) -> Result<()> {
     against_one_process(group, &[3, 1, 28, 28], models::lenet)
+}
+
+/// A loss that has the gradient of another loss in it (a gradient penalty): each rank's gradients,
+/// made by the bare model, are averaged as any others.
+pub fn gradient_penalty(group: &ProcessGroup) -> Result<()> {
+    let loss = |model: &dyn Fn(&Tensor) -> Tensor, x: &Tensor| -> Result<Tensor> {
+        let x = x.detach().set_requires_grad(true);
+        let score = model(&x).tanh().sum(Kind::Float);
+        let slope = Tensor::f_run_backward(&[&score], &[&x], true, true)?.swap_remove(0);
+        Ok(score.square() + slope.square().sum(Kind::Float) * 10.0)
+    };
+    for view in [false, true] {
+        let (wrapped, alone) = (store(), store());
+        let model = models::mlp(&wrapped.root());
+        let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(model, &wrapped)?;
+        let bare = models::mlp(&alone.root());
+        let mut copy = values(&alone);
+        let initial = values(&wrapped);
+        copy.iter_mut().for_each(|(name, tensor)| tensor.copy_(&initial[name]));
+        for _ in 0..3 {
+            let x = Tensor::randn([4, 784], float());
+            for store in [&wrapped, &alone] {
+                let variables = store.variables();
+                variables.values().try_for_each(|tensor| flow_autograd::set_grad(tensor, None))?;
+            }
+            loss(&|x| model.forward_t(x, true), &x)?.f_backward()?;
+            loss(&|x| bare.forward_t(x, true), &x)?.f_backward()?;
+            let mut expected = gradients(&alone)?;
+            for gradient in expected.values_mut() {
+                group.all_reduce_tensor(gradient, ReduceOp::Avg)?;
+            }
+            close(&gradients(&wrapped)?, &expected, 1e-5)?;
+        }
+    }
+    Ok(())
 }
 
 /// The same model on the ranks' parts of a batch, and in this process on the whole. Sums are then

@@ -48,8 +48,59 @@ fn frozen_in(group: &ProcessGroup, model: Ddp<Vectors>) -> Result<()> {
     let _ = model.0[1].set_requires_grad(true);
     says(
         &error(model.forward(&Tensor::from(1f32)).f_backward())?,
-        &["w1 was frozen", "wrap it again"],
+        &["w1 was frozen", "call refresh"],
     )
+}
+
+/// Parameters are frozen and unfrozen between steps.
+pub fn refreshed(group: &ProcessGroup) -> Result<()> {
+    let input = Tensor::from(group.rank() as f32);
+    let expected = mean(group, |rank| rank as f64);
+    for (view, is_static) in [(false, false), (true, false), (false, true), (true, true)] {
+        let store = store();
+        let mut model = Ddp::builder(group)
+            .gradient_as_bucket_view(view)
+            .static_graph(is_static)
+            .wrap(Vectors::new(&store, &[10, 40_000, 10]), &store)?;
+        for trained in [&[0, 1, 2][..], &[0, 2], &[1], &[0, 1, 2]] {
+            for (index, vector) in model.0.iter().enumerate() {
+                let _ = vector.set_requires_grad(trained.contains(&index));
+                flow_autograd::set_grad(vector, Some(&vector.full_like(7.0)))?;
+            }
+            model.refresh()?;
+            for steps in 1..=3 {
+                model.forward(&input).f_backward()?;
+                for (index, vector) in model.0.iter().enumerate() {
+                    let steps = if trained.contains(&index) { f64::from(steps) } else { 0.0 };
+                    gradient_is(vector, 7.0 + steps * expected)?;
+                }
+            }
+            let stats = model.stats();
+            let reduced: usize = stats.buckets.iter().map(|bucket| bucket.parameters.len()).sum();
+            ensure!(reduced == trained.len(), "{trained:?} are trained: {stats:?}");
+        }
+        ensure!(model.stats().backwards == 12);
+
+        // What is accumulated is reduced after all, and nothing of a frozen one is left over.
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        model.without_sync(|model| model.forward(&input).f_backward())?;
+        let _ = model.0[2].set_requires_grad(false);
+        says(&error(model.refresh())?, &["w2 was frozen with a gradient that is not reduced"])?;
+        let _ = model.0[2].set_requires_grad(true);
+        model.refresh()?;
+        model.forward(&input).f_backward()?;
+        model.0.iter().try_for_each(|w| gradient_is(w, 2.0 * expected))?;
+
+        // Not all ranks, or nothing.
+        let _ = model.0[1].set_requires_grad(group.rank() != 1);
+        says(&error(model.refresh())?, &["w1", "rank 0", "rank 1", "requires_grad=false"])?;
+        model.0.iter().for_each(|w| drop(w.set_requires_grad(false)));
+        says(&error(model.refresh())?, &["no parameter that requires a gradient"])?;
+        model.0.iter().for_each(|w| drop(w.set_requires_grad(true)));
+        model.forward(&input).f_backward()?;
+        model.0.iter().try_for_each(|w| gradient_is(w, 3.0 * expected))?;
+    }
+    Ok(())
 }
 
 #[derive(Debug)]
@@ -96,9 +147,10 @@ impl AddTensor for nn::Path<'_> {
 /// rank's own all along.
 pub fn buffers(group: &ProcessGroup) -> Result<()> {
     let own = group.rank() as i64 + 5;
-    for broadcast in [true, false] {
+    for (broadcast, in_forward) in [(true, true), (false, true), (true, false)] {
         let store = store();
-        let builder = Ddp::builder(group).broadcast_buffers(broadcast);
+        let builder =
+            Ddp::builder(group).broadcast_buffers(broadcast).forward_sync_buffers(in_forward);
         let model = builder.wrap(WithBuffer::new(&store, own), &store)?;
         let expected = if broadcast { 5.0 } else { own as f64 };
         ensure!(
@@ -128,6 +180,13 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
             "a forward under no_sync changed the buffers"
         );
         model.try_forward_t(&x, true)?.f_backward()?;
+        let after_forward = if in_forward { expected } else { own as f64 };
+        ensure!(
+            model.buffers() == (after_forward, after_forward),
+            "{:?} instead of {after_forward}",
+            model.buffers()
+        );
+        model.sync_buffers()?;
         ensure!(
             model.buffers() == (expected, expected),
             "{:?} instead of {expected}",

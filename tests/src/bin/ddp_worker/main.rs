@@ -16,6 +16,7 @@ mod out_of_step;
 mod parity;
 mod pipelines;
 mod reported;
+mod static_graph;
 mod tensors;
 mod tied;
 mod unfit;
@@ -50,6 +51,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("mlp", equivalence::mlp, ALL_AND_NODES),
     scenario("lenet", equivalence::lenet, ALL),
     scenario("mobilenet", equivalence::mobilenet, ALL),
+    scenario("gradient_penalty", equivalence::gradient_penalty, ALL),
     scenario("shared_gradients", equivalence::shared_gradients, ALL),
     scenario("no_sync", accumulation::no_sync, ALL),
     scenario("guards", accumulation::guards, ALL),
@@ -62,6 +64,9 @@ const SCENARIOS: &[Scenario] = &[
     scenario("nested", nested::reduced, ALL),
     scenario("nested_unused", nested::unused, ALL),
     scenario("nested_twice", nested::twice, ALL),
+    scenario("static_graph_random", static_graph::random, ALL_AND_NODES),
+    scenario("static_graph_changed", static_graph::changed, ALL),
+    scenario("static_graph_unused", static_graph::unused, ALL),
     scenario("unused_reported", reported::unused, ALL_AND_NODES),
     scenario("frozen_later", reported::frozen_later, ALL),
     scenario("differing_models", reported::differing_models, ALL),
@@ -73,6 +78,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("tied_names", tied::named, ALL),
     scenario("wrapped_twice", tied::wrapped_twice, ALL),
     scenario("frozen", lifecycle::frozen, ALL),
+    scenario("refreshed", lifecycle::refreshed, ALL_AND_NODES),
     scenario("buffers", lifecycle::buffers, ALL),
     scenario("changed", lifecycle::changed, ALL),
     scenario("wrapped_again", lifecycle::wrapped_again, CPU),

@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 use crate::helpers::{error, failure, gradient_is, mean, plausible, says};
 use crate::models::{Vectors, device, store};
 
-type Loss = Box<dyn Fn() -> Tensor + Send>;
+pub type Loss = Box<dyn Fn() -> Tensor + Send>;
 
 /// As for a checkpointed block, another backward runs inside that of `gate`.
 struct Checkpoint {
@@ -32,7 +32,7 @@ impl Checkpoint {
 
 /// A loss whose backward computes the gradient of the last of these vectors, after an inner one has
 /// done so for those before. Each gradient is the factor.
-fn nest(vectors: &Vectors, indices: &[usize], factor: &Tensor) -> Result<Loss> {
+pub fn nest(vectors: &Vectors, indices: &[usize], factor: &Tensor) -> Result<Loss> {
     let term = |index: usize| -> Loss {
         let (vector, factor) = (vectors.0[index].shallow_clone(), factor.shallow_clone());
         Box::new(move || (&vector * &factor).sum(Kind::Float))
@@ -44,7 +44,7 @@ fn nest(vectors: &Vectors, indices: &[usize], factor: &Tensor) -> Result<Loss> {
     })
 }
 
-fn factor() -> Tensor {
+pub fn factor() -> Tensor {
     Tensor::ones([1], (Kind::Float, device()))
 }
 
