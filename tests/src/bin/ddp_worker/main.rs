@@ -2,6 +2,7 @@
 
 mod accumulation;
 mod checkpoints;
+mod compression;
 mod equivalence;
 mod failures;
 mod forks;
@@ -99,6 +100,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("hooks_of_unused", hooks::unused, ALL),
     scenario("hooks_that_fail", hooks::failing, ALL),
     scenario("hooks_that_panic", hooks::panicking, ALL),
+    scenario("compression_exact", compression::exact, ALL),
+    scenario("compression_quantized", compression::quantized, ALL),
+    scenario("compression_feedback", compression::feedback, ALL),
+    scenario("compression_overflow", compression::overflow, ALL),
     scenario("differing_hooks", hooks::differing, ALL),
 ];
 

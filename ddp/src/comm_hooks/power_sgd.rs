@@ -1,0 +1,249 @@
+//! Gradients as products of two thin matrices.
+
+use std::collections::HashMap;
+
+use flow_autograd::BoxError;
+use flow_comm::{ReduceOp, digest};
+use flow_tensor::TensorCollectives;
+use rand_mt::Mt;
+use tch::{TchError, Tensor};
+
+use super::wide;
+use crate::bucket::comm_hook::{CommHook, GradBucket};
+use crate::bucket::pending::Pending;
+
+/// PowerSGD: sends a low-rank approximation of each gradient (T. Vogels, S. P. Karimireddy, M. Jaggi,
+/// "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019).
+///
+/// A gradient of `n` rows and `m` columns (the first dimension, and all others together) is sent as
+/// two matrices of `n` and `m` rows and `r` columns. What the approximation leaves out is added to the
+/// next step's gradient (error feedback). Vectors, and matrices that would not shrink enough, are
+/// averaged as they are. So is everything in the first steps, in which gradients change fast.
+///
+/// Two operations a bucket wait for all ranks, inside backward: this pays where the network is slow.
+///
+/// It is PyTorch's `powerSGD_hook`, and so are the names and defaults. But errors and matrices are
+/// kept by parameter: they outlive the rebuilding of the buckets, and a start in the first step is
+/// sound.
+///
+/// ```no_run
+/// # fn main() -> anyhow::Result<()> {
+/// use flow_ddp::comm_hooks::PowerSgd;
+/// use flow_ddp::{Ddp, ProcessGroup};
+/// # let group = ProcessGroup::from_env()?;
+/// let builder = Ddp::builder(&group).comm_hook(PowerSgd::new(2).start_iter(100));
+/// # Ok(()) }
+/// ```
+#[derive(Debug)]
+pub struct PowerSgd {
+    rank: i64,
+    start_iter: u64,
+    min_compression_rate: f64,
+    error_feedback: bool,
+    warm_start: bool,
+    seed: u32,
+    /// The steps so far.
+    iteration: u64,
+    memories: HashMap<String, Memory>,
+}
+
+/// What is kept of a parameter from one step to the next.
+#[derive(Debug, Default)]
+struct Memory {
+    /// What the last approximation has left out.
+    error: Option<Tensor>,
+    /// The right matrix of the last approximation.
+    right: Option<Tensor>,
+}
+
+/// A gradient on its way.
+enum Part {
+    /// It is averaged as it is.
+    Whole(Tensor),
+    LowRank {
+        name: String,
+        /// The gradient, with the error of the last step: `n` times `m`.
+        matrix: Tensor,
+        /// `m` times `r`, orthonormal.
+        right: Tensor,
+    },
+}
+
+impl PowerSgd {
+    /// Returns the hook that approximates gradients by matrices of this rank, 1 or more (PyTorch's
+    /// `matrix_approximation_rank`): the larger, the more exact, and the more bytes.
+    pub fn new(rank: u32) -> Self {
+        Self {
+            rank: i64::from(rank.max(1)),
+            start_iter: 1000,
+            min_compression_rate: 2.0,
+            error_feedback: true,
+            warm_start: true,
+            seed: 0,
+            iteration: 0,
+            memories: HashMap::new(),
+        }
+    }
+
+    /// Sets the number of steps that average gradients as they are (default: 1,000).
+    pub fn start_iter(mut self, steps: u64) -> Self {
+        self.start_iter = steps;
+        self
+    }
+
+    /// Sets how many times fewer elements a gradient must have to be sent as matrices (default: 2).
+    pub fn min_compression_rate(mut self, rate: f64) -> Self {
+        self.min_compression_rate = rate;
+        self
+    }
+
+    /// Sets whether the next gradient gets what an approximation leaves out (default: yes).
+    pub fn error_feedback(mut self, feedback: bool) -> Self {
+        self.error_feedback = feedback;
+        self
+    }
+
+    /// Sets whether an approximation begins with the last one's matrix (default: yes), rather than
+    /// with a random one.
+    pub fn warm_start(mut self, warm: bool) -> Self {
+        self.warm_start = warm;
+        self
+    }
+
+    /// Sets the seed of the random matrices (default: 0), the same on all ranks.
+    pub fn seed(mut self, seed: u32) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    fn part(&mut self, name: &str, gradient: &Tensor) -> Result<Part, TchError> {
+        let size = gradient.size();
+        let rows = size.first().copied().unwrap_or(1);
+        let columns = size.iter().skip(1).product::<i64>();
+        let rank = self.rank.min(rows).min(columns);
+        let sent = (rows + columns) * rank;
+        let is_smaller = sent as f64 * self.min_compression_rate < (rows * columns) as f64;
+        if size.len() < 2 || rank == 0 || !is_smaller {
+            return Ok(Part::Whole(gradient.f_reshape([-1])?.copy()));
+        }
+        let memory = self.memories.entry(name.to_owned()).or_default();
+        let mut matrix = gradient.f_reshape([rows, columns])?.f_to_kind(wide(gradient.kind()))?;
+        if let Some(error) = memory.error.take().filter(|error| error.size() == matrix.size()) {
+            matrix = matrix.f_add(&error)?;
+        }
+        let right = match memory.right.take().filter(|_| self.warm_start) {
+            Some(right) if right.size() == [columns, rank] => right,
+            _ => {
+                let seed = digest(&format!("{} {} {name}", self.seed, self.iteration)) as u32;
+                random(columns, rank, seed)
+                    .f_to_device(matrix.device())?
+                    .f_to_kind(matrix.kind())?
+            }
+        };
+        Ok(Part::LowRank { name: name.to_owned(), matrix, right: orthonormal(&right)? })
+    }
+
+    /// Makes the gradient that all ranks get of a reduced part.
+    fn reduced(
+        &mut self,
+        part: Part,
+        left: Tensor,
+        rights: &mut impl Iterator<Item = Tensor>,
+    ) -> Result<Tensor, TchError> {
+        let Part::LowRank { name, matrix, .. } = part else { return Ok(left) };
+        let Some(right) = rights.next() else { return Ok(left) };
+        let approximation = left.f_matmul(&right.f_tr()?)?;
+        let memory = self.memories.entry(name).or_default();
+        // A gradient that overflows, of which a GradScaler makes nothing, must not come again.
+        if bool::try_from(right.f_isfinite()?.f_all()?)? {
+            memory.error = self.error_feedback.then(|| matrix.f_sub(&approximation)).transpose()?;
+            memory.right = Some(right);
+        }
+        approximation.f_view([-1])
+    }
+}
+
+impl CommHook for PowerSgd {
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        let is_whole = self.iteration < self.start_iter;
+        if bucket.is_last() {
+            self.iteration += 1;
+        }
+        if is_whole {
+            return Ok(bucket.all_reduce()?);
+        }
+        let _guard = tch::no_grad_guard();
+        let gradients = bucket.gradients()?;
+        let mut parts = Vec::with_capacity(gradients.len());
+        for ((name, _), gradient) in bucket.parameters().zip(&gradients) {
+            parts.push(self.part(name, gradient)?);
+        }
+        let mut lefts = Vec::with_capacity(parts.len());
+        for part in &parts {
+            lefts.push(match part {
+                Part::Whole(gradient) => gradient.shallow_clone(),
+                Part::LowRank { matrix, right, .. } => matrix.f_matmul(right)?,
+            });
+        }
+        let group = bucket.group();
+        group.all_reduce_coalesced(&mut lefts, ReduceOp::Avg)?;
+        let mut rights = Vec::new();
+        for (part, left) in parts.iter().zip(&mut lefts) {
+            if let Part::LowRank { matrix, .. } = part {
+                *left = orthonormal(left)?;
+                rights.push(matrix.f_tr()?.f_matmul(left)?);
+            }
+        }
+        if !rights.is_empty() {
+            group.all_reduce_coalesced(&mut rights, ReduceOp::Avg)?;
+        }
+        let mut rights = rights.into_iter();
+        let kind = gradients[0].kind();
+        let mut reduced = Vec::with_capacity(parts.len());
+        for (part, left) in parts.into_iter().zip(lefts) {
+            reduced.push(self.reduced(part, left, &mut rights)?.f_to_kind(kind)?);
+        }
+        Ok(Pending::ready(Tensor::f_cat(&reduced, 0)?))
+    }
+
+    fn name(&self) -> String {
+        let Self {
+            rank, start_iter, min_compression_rate, error_feedback, warm_start, seed, ..
+        } = self;
+        format!(
+            "PowerSgd of rank {rank}, start_iter {start_iter}, min_compression_rate \
+             {min_compression_rate}, error_feedback {error_feedback}, warm_start {warm_start}, seed \
+             {seed}"
+        )
+    }
+}
+
+/// Returns a matrix whose columns have length 1 and are at right angles, and span what the given
+/// ones do.
+fn orthonormal(matrix: &Tensor) -> Result<Tensor, TchError> {
+    let (columns, _) = Tensor::f_linalg_qr(matrix, "reduced")?;
+    Ok(columns.contiguous())
+}
+
+/// Returns a matrix of numbers from -1 to 1, the same on all ranks.
+fn random(rows: i64, columns: i64, seed: u32) -> Tensor {
+    let mut generator = Mt::new(seed);
+    let mut number = || f64::from(generator.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0;
+    let numbers: Vec<f64> = (0..rows * columns).map(|_| number()).collect();
+    Tensor::from_slice(&numbers).view([rows, columns])
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    fn columns_become_orthonormal() {
+        let columns = orthonormal(&random(7, 3, 1)).unwrap();
+        let products = columns.tr().matmul(&columns);
+        let difference = products - Tensor::eye(3, (Kind::Double, Device::Cpu));
+        assert!(difference.abs().max().double_value(&[]) < 1e-12);
+    }
+}

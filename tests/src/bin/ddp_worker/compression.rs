@@ -1,0 +1,205 @@
+//! Communication hooks that send less than gradients have.
+
+use anyhow::{Context, Result, ensure};
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_ddp::comm_hooks::{PowerSgd, Quantize, TopK};
+use flow_ddp::{CommHook, Ddp, TensorCollectives};
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+use crate::models::{device, store};
+
+/// Parameters of all kinds of sizes.
+const SIZES: [&[i64]; 8] =
+    [&[64, 48], &[7], &[], &[0], &[3, 0], &[12, 5, 3, 3], &[1, 90], &[200, 40]];
+
+struct Model {
+    wrapped: Ddp<Vec<Tensor>>,
+    _store: VarStore,
+}
+
+impl Model {
+    fn new(group: &ProcessGroup, kind: Kind, view: bool, hook: impl CommHook) -> Result<Self> {
+        let mut store = store();
+        let names = SIZES.iter().enumerate();
+        let weights: Vec<Tensor> =
+            names.map(|(index, size)| store.root().ones(&format!("w{index}"), size)).collect();
+        store.set_kind(kind);
+        let builder = Ddp::builder(group).gradient_as_bucket_view(view).bucket_cap_mb(0.01);
+        Ok(Self { wrapped: builder.comm_hook(hook).wrap(weights, &store)?, _store: store })
+    }
+
+    /// Runs a backward that gives each parameter this gradient. Returns what is reduced.
+    fn backward(&self, gradients: &[Tensor]) -> Result<Vec<Tensor>> {
+        let weights: &Vec<Tensor> = &self.wrapped;
+        weights.iter().try_for_each(|weight| flow_autograd::set_grad(weight, None))?;
+        let mut loss = Tensor::zeros([], (Kind::Double, device()));
+        for (weight, gradient) in weights.iter().zip(gradients) {
+            loss += (weight * gradient).sum(Kind::Double);
+        }
+        loss.f_backward()?;
+        Ok(weights.iter().map(|weight| weight.grad().copy()).collect())
+    }
+}
+
+/// This rank's gradients in a step.
+fn gradients(kind: Kind) -> Vec<Tensor> {
+    SIZES.iter().map(|size| Tensor::randn(*size, (Kind::Double, device())).to_kind(kind)).collect()
+}
+
+/// The exact means over all ranks.
+fn means(group: &ProcessGroup, gradients: &[Tensor]) -> Result<Vec<Tensor>> {
+    let mut means = Vec::new();
+    for gradient in gradients {
+        let mut mean = gradient.to_kind(Kind::Double);
+        group.all_reduce_tensor(&mut mean, ReduceOp::Avg)?;
+        means.push(mean);
+    }
+    Ok(means)
+}
+
+/// The largest difference of `actual` and `expected`, over the largest of `expected`.
+fn distance(actual: &Tensor, expected: &Tensor) -> f64 {
+    if actual.numel() == 0 {
+        return 0.0;
+    }
+    let difference = (actual.to_kind(Kind::Double) - expected).abs().max().double_value(&[]);
+    difference / expected.abs().max().double_value(&[]).max(1e-3)
+}
+
+fn same_on_all(group: &ProcessGroup, tensors: &[Tensor]) -> Result<()> {
+    for tensor in tensors.iter().filter(|tensor| tensor.numel() > 0) {
+        let all = group.all_gather_tensor(tensor)?;
+        for rank in 0..group.world_size() as i64 {
+            ensure!(all.get(rank) == *tensor, "rank {rank} has another gradient");
+        }
+    }
+    Ok(())
+}
+
+/// Trains three steps; each gradient must be as near to the mean as `tolerance` says for its index.
+fn near_the_mean<H: CommHook>(
+    group: &ProcessGroup,
+    hook: impl Fn() -> H,
+    tolerance: impl Fn(Kind, usize) -> f64,
+) -> Result<()> {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+        for view in [false, true] {
+            let model = Model::new(group, kind, view, hook())?;
+            for step in 0..3 {
+                let own = gradients(kind);
+                let reduced = model.backward(&own)?;
+                same_on_all(group, &reduced)?;
+                let expected = means(group, &own)?;
+                for (index, (reduced, expected)) in reduced.iter().zip(&expected).enumerate() {
+                    ensure!(reduced.kind() == kind && reduced.size() == expected.size());
+                    let distance = distance(reduced, expected);
+                    ensure!(
+                        distance <= tolerance(kind, index),
+                        "{kind:?}, step {step}, w{index}: wrong by {distance}"
+                    );
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn rounding(kind: Kind) -> f64 {
+    match kind {
+        Kind::Double => 1e-12,
+        Kind::Float => 1e-5,
+        Kind::Half => 2e-3,
+        _ => 2e-2,
+    }
+}
+
+/// What is sent whole, or at full rank, is the mean. So is everything before the start.
+pub fn exact(group: &ProcessGroup) -> Result<()> {
+    near_the_mean(group, || PowerSgd::new(1), |kind, _| rounding(kind))?;
+    let full = || PowerSgd::new(100).start_iter(1).min_compression_rate(0.0);
+    near_the_mean(group, full, |kind, _| 20.0 * rounding(kind))?;
+    near_the_mean(group, || TopK::new(1.0), |kind, _| rounding(kind))?;
+    // A small one is never compressed.
+    let some = || PowerSgd::new(1).start_iter(0);
+    let small =
+        |kind, index| if [0, 5, 7].contains(&index) { f64::INFINITY } else { rounding(kind) };
+    near_the_mean(group, some, small)
+}
+
+/// A byte is as near as half a step of the range. Ranges of one channel are at most those of all.
+pub fn quantized(group: &ProcessGroup) -> Result<()> {
+    // Normal numbers of all ranks lie within 12; the largest mean may be as small as 1e-3 of that.
+    for hook in [Quantize::per_tensor(), Quantize::per_channel(1), Quantize::per_channel(100)] {
+        for step in 0..3 {
+            let model = Model::new(group, Kind::Double, step == 1, hook)?;
+            let own = gradients(Kind::Double);
+            let reduced = model.backward(&own)?;
+            same_on_all(group, &reduced)?;
+            for (reduced, expected) in reduced.iter().zip(means(group, &own)?) {
+                if reduced.numel() > 0 {
+                    let difference = (reduced - expected).abs().max().double_value(&[]);
+                    ensure!(difference <= 12.0 / 255.0 / 2.0 + 1e-6, "wrong by {difference}");
+                }
+            }
+        }
+    }
+    let constant = Model::new(group, Kind::Float, false, Quantize::per_channel(1))?;
+    let own: Vec<Tensor> = gradients(Kind::Float).iter().map(|g| g.full_like(0.1)).collect();
+    for reduced in constant.backward(&own)? {
+        ensure!(distance(&reduced, &reduced.full_like(0.1).to_kind(Kind::Double)) < 1e-6);
+    }
+    Ok(())
+}
+
+/// What a step leaves out comes later: over many steps of one gradient, the sum of what is applied
+/// falls short of the sum of means by no more than what is left out now, which stays bounded.
+pub fn feedback(group: &ProcessGroup) -> Result<()> {
+    feedback_of(group, "PowerSgd", || PowerSgd::new(1).start_iter(0))?;
+    feedback_of(group, "PowerSgd, cold", || PowerSgd::new(1).start_iter(0).warm_start(false))?;
+    feedback_of(group, "TopK", || TopK::new(0.05))
+}
+
+fn feedback_of<H: CommHook>(group: &ProcessGroup, what: &str, hook: impl Fn() -> H) -> Result<()> {
+    const STEPS: usize = 200;
+    let model = Model::new(group, Kind::Double, false, hook())?;
+    let own = gradients(Kind::Double);
+    let means = means(group, &own)?;
+    let mut sums: Vec<Tensor> = means.iter().map(Tensor::zeros_like).collect();
+    for _ in 0..STEPS {
+        for (sum, reduced) in sums.iter_mut().zip(model.backward(&own)?) {
+            *sum += reduced;
+        }
+    }
+    for (index, (sum, mean)) in sums.iter().zip(&means).enumerate() {
+        let distance = distance(&(sum / STEPS as f64), mean);
+        ensure!(distance < 0.3, "{what}: w{index} is wrong by {distance} after {STEPS} steps");
+    }
+    Ok(())
+}
+
+/// A gradient that overflows once is gone in the next step but one.
+pub fn overflow(group: &ProcessGroup) -> Result<()> {
+    let full = || PowerSgd::new(100).start_iter(0).min_compression_rate(0.0);
+    overflow_of(group, full()).context("PowerSgd")?;
+    overflow_of(group, TopK::new(0.5)).context("TopK")?;
+    overflow_of(group, Quantize::per_tensor()).context("Quantize")
+}
+
+fn overflow_of(group: &ProcessGroup, hook: impl CommHook) -> Result<()> {
+    let model = Model::new(group, Kind::Double, false, hook)?;
+    let ones: Vec<Tensor> = gradients(Kind::Double).iter().map(Tensor::ones_like).collect();
+    model.backward(&ones)?;
+    let endless: Vec<Tensor> = ones.iter().map(|g| g.full_like(f64::INFINITY)).collect();
+    let reduced = model.backward(&endless)?;
+    let is_finite = |tensor: &Tensor| bool::try_from(tensor.isfinite().all());
+    for tensor in reduced.iter().filter(|tensor| tensor.numel() > 0) {
+        ensure!(!is_finite(tensor)?, "an overflow is lost");
+    }
+    for _ in 0..2 {
+        for tensor in model.backward(&ones)? {
+            ensure!(is_finite(&tensor)?, "an overflow comes again");
+        }
+    }
+    Ok(())
+}
