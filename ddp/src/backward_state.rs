@@ -98,7 +98,7 @@ impl ScheduledBucket {
             let mut gradient = self
                 .memory
                 .reduced_grad(slot)
-                .map_or_else(|| parameter.tensor.grad(), Tensor::shallow_clone);
+                .map_or_else(|| parameter.grad(), Tensor::shallow_clone);
             tch::no_grad(|| gradient.copy_(&part));
             start = end;
         }
@@ -261,7 +261,7 @@ impl BackwardState {
         let Some(place) = place.filter(|place| place.kind() == parameter.kind) else {
             return Ok(());
         };
-        flow_autograd::set_grad(&parameter.tensor, Some(place))
+        parameter.set_grad(place)
     }
 
     /// Makes `.grad` the reduced gradient, unless it was reduced where it is. `bucket_view`: a new
@@ -275,7 +275,7 @@ impl BackwardState {
         let (bucket, slot) = self.slots[index];
         let Some(place) = self.buckets[bucket].memory.reduced_grad(slot) else { return Ok(()) };
         let parameter = &self.parameters[index];
-        let mut gradient = parameter.tensor.grad();
+        let mut gradient = parameter.grad();
         if path.grads_are_views() {
             // A tensor without elements has no address, as one that is not defined.
             if gradient.defined()
@@ -283,7 +283,7 @@ impl BackwardState {
             {
                 return Ok(());
             }
-            return flow_autograd::set_grad(&parameter.tensor, Some(place));
+            return parameter.set_grad(place);
         }
         if !gradient.defined() {
             let fresh = if bucket_view && place.kind() == parameter.kind {
@@ -291,7 +291,7 @@ impl BackwardState {
             } else {
                 place.to_kind(parameter.kind).copy()
             };
-            return flow_autograd::set_grad(&parameter.tensor, Some(&fresh));
+            return parameter.set_grad(&fresh);
         }
         if flow_autograd::data_ptr(&gradient) != flow_autograd::data_ptr(place) {
             tch::no_grad(|| gradient.copy_(place));
@@ -302,9 +302,9 @@ impl BackwardState {
     /// Gives gradients memory of their own. Views of buckets would keep the buckets' memory.
     pub fn keep_grads_apart(&self) -> Result<(), flow_autograd::Error> {
         for parameter in &self.parameters {
-            let gradient = parameter.tensor.grad();
+            let gradient = parameter.grad();
             if gradient.defined() {
-                flow_autograd::set_grad(&parameter.tensor, Some(&gradient.copy()))?;
+                parameter.set_grad(&gradient.copy())?;
             }
         }
         Ok(())

@@ -163,10 +163,12 @@ pub(crate) fn check(
                 "{first} is on {device:?} and {name} on {other:?}: a model must be on one device"
             ));
         }
-        if tensor.requires_grad() && !can_be_averaged(tensor.kind()) {
+        let kind = tensor.kind();
+        let is_complex = matches!(kind, Kind::ComplexFloat | Kind::ComplexDouble);
+        if tensor.requires_grad() && !is_complex && !can_be_averaged(kind) {
             return Err(format!(
-                "{name} is {:?}: parameters must be Float, Double, Half or BFloat16",
-                tensor.kind()
+                "{name} is {kind:?}: parameters must be Float, Double, Half, BFloat16, ComplexFloat \
+                 or ComplexDouble"
             ));
         }
     }

@@ -10,6 +10,8 @@ pub(crate) struct Parameter {
     pub position: usize,
     pub name: String,
     pub tensor: Tensor,
+    /// The shape of its gradients. Complex ones are reduced as real ones that have one dimension
+    /// more: `view_as_real`.
     pub shape: Vec<i64>,
     pub kind: Kind,
     /// The layout of its gradients, the same on all ranks.
@@ -19,19 +21,57 @@ pub(crate) struct Parameter {
 impl Parameter {
     /// Returns the parameter of this name and place.
     pub fn new(position: usize, name: String, tensor: Tensor) -> Self {
+        let real = as_real(tensor.detach());
         Self {
             position,
             name,
-            shape: tensor.size(),
-            kind: tensor.kind(),
-            layout: GradLayout::of(&tensor),
+            shape: real.size(),
+            kind: real.kind(),
+            layout: GradLayout::of(&real),
             tensor,
         }
+    }
+
+    /// Returns `.grad`, which may be undefined, once [`Parameter::resolved`] has seen it.
+    pub fn grad(&self) -> Tensor {
+        as_real(self.tensor.grad())
+    }
+
+    /// Makes a tensor of [`Parameter::shape`] `.grad`.
+    pub fn set_grad(&self, gradient: &Tensor) -> Result<(), flow_autograd::Error> {
+        if is_complex(&self.tensor) {
+            return flow_autograd::set_grad(&self.tensor, Some(&gradient.view_as_complex()));
+        }
+        flow_autograd::set_grad(&self.tensor, Some(gradient))
+    }
+
+    /// Returns `.grad` as it is reduced, and whether that is the memory of `gradient`, which `.grad`
+    /// is. A conjugate that is computed when it is read (`is_conj`) is computed, and becomes `.grad`.
+    pub fn resolved(&self, gradient: &Tensor) -> Result<(Tensor, bool), flow_autograd::Error> {
+        if !gradient.is_conj() {
+            return Ok((as_real(gradient.detach()), true));
+        }
+        let own = gradient.detach().resolve_conj();
+        flow_autograd::set_grad(&self.tensor, Some(&own))?;
+        Ok((as_real(own), false))
     }
 
     /// Returns the number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
+    }
+}
+
+fn is_complex(tensor: &Tensor) -> bool {
+    matches!(tensor.kind(), Kind::ComplexFloat | Kind::ComplexDouble)
+}
+
+/// Returns the real view of a complex tensor, and another tensor as it is.
+fn as_real(tensor: Tensor) -> Tensor {
+    if tensor.defined() && is_complex(&tensor) {
+        tensor.resolve_conj().view_as_real()
+    } else {
+        tensor
     }
 }
 

@@ -251,12 +251,15 @@ impl Reducer {
         exclusive: bool,
     ) -> Result<()> {
         state.arrived[index] = true;
+        let parameter = &state.parameters[index];
         if let Some(reason) = flow_autograd::unsendable(gradient) {
-            let name = &state.parameters[index].name;
+            let name = &parameter.name;
             return Err(self.model_error(format!("the gradient of {name} {reason}")));
         }
+        let resolved = parameter.resolved(gradient).map_err(|error| self.in_backward(error))?;
+        let (gradient, stays) = resolved;
         let (bucket, slot) = state.slots[index];
-        let in_place = state.buckets[bucket].mark_ready(slot, gradient, exclusive)?;
+        let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive && stays)?;
         if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
             state.alias_grad_to_bucket(index).map_err(|error| self.in_backward(error))?;
         }
@@ -451,15 +454,18 @@ impl Reducer {
     fn fill_in(&self, state: &mut BackwardState, missing: &[usize]) -> Result<()> {
         for &index in missing {
             let (bucket, slot) = state.slots[index];
-            let gradient = state.parameters[index].tensor.grad();
+            let parameter = &state.parameters[index];
+            let gradient = parameter.tensor.grad();
             if !gradient.defined() {
                 state.buckets[bucket].mark_unused(slot)?;
                 continue;
             }
+            let resolved =
+                parameter.resolved(&gradient).map_err(|error| self.in_backward(error))?;
+            let gradient = resolved.0;
             if self.options.bucket_view || self.path.grads_are_views() {
                 let apart = gradient.copy();
-                flow_autograd::set_grad(&state.parameters[index].tensor, Some(&apart))
-                    .map_err(|error| self.in_backward(error))?;
+                parameter.set_grad(&apart).map_err(|error| self.in_backward(error))?;
             }
             // Not in place: `.grad` must not change before all ranks agree which were used.
             state.buckets[bucket].mark_ready(slot, &gradient, false)?;

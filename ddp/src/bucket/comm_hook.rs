@@ -81,7 +81,8 @@ impl GradBucket<'_> {
         })
     }
 
-    /// Returns this rank's gradients, of the shapes of [`GradBucket::parameters`]. What is written
+    /// Returns this rank's gradients, of the shapes of [`GradBucket::parameters`], but that complex
+    /// ones are real with one dimension more (`view_as_real`). What is written
     /// into them is what [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take.
     ///
     /// # Errors
@@ -93,7 +94,7 @@ impl GradBucket<'_> {
         for (slot, &member) in self.members.iter().enumerate() {
             gradients.push(match self.memory.gradient(slot) {
                 Some(gradient) => gradient.shallow_clone(),
-                None => self.parameters[member].tensor.grad(),
+                None => self.parameters[member].grad(),
             });
         }
         Ok(gradients)

@@ -90,6 +90,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("sampler", lifecycle::sampler, ALL),
     scenario("alone", lifecycle::alone, ALL),
     scenario("kinds", options::kinds, ALL),
+    scenario("complex", options::complex, ALL),
     scenario("communication_kinds", options::communication_kinds, ALL),
     scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
     scenario("ready_order", options::ready_order, ALL_AND_NODES),

@@ -4,8 +4,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use flow_comm::ProcessGroup;
-use flow_ddp::Ddp;
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_ddp::{Ddp, TensorCollectives};
 use tch::nn::{self, ModuleT, OptimizerConfig};
 use tch::{Kind, Tensor};
 
@@ -57,6 +57,68 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(group, &store)?;
         ensure!(copies() || on_gpu() || in_place(&model.stats()) > 0, "{:?}", model.stats());
+    }
+    Ok(())
+}
+
+/// Complex parameters beside real ones, large and small, transposed, empty and of one element. Some
+/// gradients come as conjugates that are computed only when they are read. Each rank's gradients are
+/// those of the bare model.
+pub fn complex(group: &ProcessGroup) -> Result<()> {
+    let kinds = [Kind::ComplexFloat, Kind::ComplexDouble, Kind::Float];
+    let sizes: [&[i64]; 5] = [&[200, 100], &[3, 2], &[], &[0, 3], &[5]];
+    let make = || -> Vec<Tensor> {
+        let mut all = Vec::new();
+        for kind in kinds {
+            for size in sizes {
+                let tensor = Tensor::ones(size, (kind, device()));
+                let tensor = if size.len() == 2 { tensor.tr() } else { tensor };
+                all.push(tensor.set_requires_grad(true));
+            }
+        }
+        all
+    };
+    for (view, is_static) in [(false, false), (true, false), (true, true)] {
+        let (wrapped, bare) = (make(), make());
+        let named = wrapped.iter().enumerate();
+        let named = named.map(|(index, w)| (format!("w{index}"), w.shallow_clone())).collect();
+        let builder = Ddp::builder(group).gradient_as_bucket_view(view).static_graph(is_static);
+        let _model = builder.bucket_cap_mb(0.01).wrap_tensors((), named, vec![])?;
+        for step in 0..4 {
+            let mut losses = [&wrapped, &bare].map(|_| Tensor::zeros([], (Kind::Double, device())));
+            for (index, (w, other)) in wrapped.iter().zip(&bare).enumerate() {
+                if step != 2 {
+                    flow_autograd::set_grad(w, None)?;
+                    flow_autograd::set_grad(other, None)?;
+                }
+                let mut factor = Tensor::randn(w.size(), (w.kind(), device()));
+                if index % 2 == 1 {
+                    factor = factor.conj();
+                }
+                for (loss, w) in losses.iter_mut().zip([w, other]) {
+                    let product = w * &factor;
+                    let product = if product.is_complex() { product.real() } else { product };
+                    *loss += product.sum(Kind::Double);
+                }
+            }
+            losses.iter().try_for_each(Tensor::f_backward)?;
+            for (index, (w, other)) in wrapped.iter().zip(&bare).enumerate() {
+                let mut expected = other.grad().resolve_conj();
+                let (gradient, mut real) = (w.grad(), expected.shallow_clone());
+                if expected.is_complex() {
+                    real = expected.view_as_real();
+                }
+                group.all_reduce_tensor(&mut real, ReduceOp::Avg)?;
+                if expected.is_complex() {
+                    expected = real.view_as_complex();
+                }
+                ensure!(gradient.kind() == w.kind() && gradient.size() == w.size());
+                let is_close = gradient.allclose(&expected, 1e-5, 1e-6, false);
+                ensure!(is_close, "step {step}, w{index}: {gradient} instead of {expected}");
+                // The next step adds to them.
+                flow_autograd::set_grad(other, Some(&expected.copy()))?;
+            }
+        }
     }
     Ok(())
 }

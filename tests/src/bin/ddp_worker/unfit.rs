@@ -76,7 +76,7 @@ fn unfit() -> Vec<Unfit> {
             "has the layout SparseCsr: make it dense by to_dense()",
         ),
         never("quantized", matrix().quantize_per_tensor(0.5, 0, Kind::QInt8), "is quantized"),
-        odd(Kind::ComplexFloat, "ComplexFloat"),
+        Unfit { trained: None, ..odd(Kind::ComplexFloat, "ComplexFloat") },
         odd(Kind::Bool, "Bool"),
         odd(Kind::Int16, "Int16"),
         read_only("expanded", ones(&[1, 3], Kind::Float).expand([2, 3], false)),
