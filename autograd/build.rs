@@ -14,6 +14,7 @@ const UNITS: [(&str, &[&str]); 2] = [
             "graph.cpp",
             "random.cpp",
             "function.cpp",
+            "batch_norm.cpp",
             "memory.cpp",
             "allocator.cpp",
             "optimizer.cpp",

@@ -93,6 +93,40 @@ pub struct GradientClosure {
     pub drop: unsafe extern "C" fn(data: *mut c_void),
 }
 
+/// A batch norm in training: see `batch_norm.cpp`. Null stands for a tensor that it does not have.
+#[repr(C)]
+pub struct BatchNormView {
+    /// The batch, never null.
+    pub input: *const C_tensor,
+    /// The factor of each channel.
+    pub weight: *const C_tensor,
+    /// What is added to each channel.
+    pub bias: *const C_tensor,
+    /// The mean over past batches.
+    pub running_mean: *const C_tensor,
+    /// The variance over past batches.
+    pub running_var: *const C_tensor,
+    /// The weight of this batch in the running statistics.
+    pub momentum: f64,
+    /// What is added to the variance.
+    pub eps: f64,
+}
+
+/// Computes batch norms: see `batch_norm.cpp`.
+#[repr(C)]
+pub struct BatchNormClosure {
+    /// The closure itself.
+    pub data: *mut c_void,
+    /// Calls the closure; `result` is C++'s from then on.
+    pub call: unsafe extern "C" fn(
+        data: *mut c_void,
+        norm: *const BatchNormView,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char,
+    /// Frees the closure.
+    pub drop: unsafe extern "C" fn(data: *mut c_void),
+}
+
 /// Memory for a tensor, freed by dropping its owner.
 #[repr(C)]
 pub struct RawBlock {
@@ -142,6 +176,23 @@ unsafe extern "C" {
         backward: FunctionClosure,
         outputs: *mut c_void,
         push: PushTensor,
+    ) -> *mut c_char;
+    /// Returns whether operations on this thread record a graph.
+    pub fn flow_grad_enabled() -> bool;
+    /// Has a closure compute the batch norms with a running mean.
+    pub fn flow_replace_batch_norm(
+        running_mean: *const C_tensor,
+        closure: BatchNormClosure,
+    ) -> *mut c_char;
+    /// Computes the gradients of a batch norm's weight and bias.
+    pub fn flow_batch_norm_sums(
+        gradient: *const C_tensor,
+        input: *const C_tensor,
+        mean: *const C_tensor,
+        variance: *const C_tensor,
+        eps: f64,
+        of_weight: *mut *mut C_tensor,
+        of_bias: *mut *mut C_tensor,
     ) -> *mut c_char;
     /// Finds the data of a parameter's hook; null if it has none.
     pub fn flow_grad_hook(parameter: *const C_tensor, data: *mut *mut c_void) -> *mut c_char;

@@ -64,6 +64,13 @@ where
     custom_function_of_needed(inputs, forward, move |saved, grads, _| backward(saved, grads))
 }
 
+/// Returns whether operations on this thread record a graph: `torch.is_grad_enabled()`. In the
+/// backward of a [`custom_function`] it says whether the gradients are to have gradients.
+pub fn grad_enabled() -> bool {
+    // SAFETY: it reads a flag of this thread.
+    unsafe { ffi::flow_grad_enabled() }
+}
+
 /// Does what [`custom_function`] does, and tells `backward` whether each input's gradient is
 /// needed: `ctx.needs_input_grad`, for this backward.
 pub(crate) fn custom_function_of_needed<F, B>(

@@ -18,6 +18,7 @@
 //! | compare the identity of two handles | [`identity`] |
 //! | make a tensor of given memory | [`tensor_from_memory`], [`tensor_from_raw`] |
 //! | give libtorch's large tensors other memory | [`set_cpu_allocator`] |
+//! | compute a layer's batch norm in training another way | [`replace_batch_norm`] |
 //! | keep an optimizer's state in a checkpoint | [`OptimizerState`] |
 //! | have tensors whose operations are carried out in Rust | [`global`] |
 //! | compute on GPUs | [`load_cuda`], [`CudaTensor`], [`current_stream`] |
@@ -29,6 +30,7 @@
 
 mod allocated;
 mod allocator;
+mod batch_norm;
 mod cuda;
 mod error;
 mod ffi;
@@ -44,9 +46,10 @@ mod recompute;
 
 pub use allocated::allocated_by;
 pub use allocator::{Block, BlockAllocator, set_cpu_allocator};
+pub use batch_norm::{BatchNorm, batch_norm_sums, replace_batch_norm};
 pub use cuda::{CudaTensor, current_stream, load_cuda, tensor_from_device_memory, torch_device};
 pub use error::{BoxError, Error};
-pub use function::{Forward, custom_function};
+pub use function::{Forward, custom_function, grad_enabled};
 pub use gradient::map_gradient;
 pub use graph::{Graph, WeightGraph};
 pub use hook::{GradHook, at_end_of_backward, grad_is_exclusive, on_backward};

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`ProcessGroup::from_env`] | `torch.distributed.init_process_group` |
 //! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
+//! | [`convert_sync_batchnorm`] | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
@@ -47,6 +48,7 @@ mod settings;
 mod static_graph;
 mod stats;
 mod steps;
+mod sync_batchnorm;
 
 pub use bucket::comm_hook::{CommHook, GradBucket};
 pub use bucket::pending::Pending;
@@ -62,3 +64,4 @@ pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
 pub use optimizer::TryBackwardStep;
 pub use stats::{BucketStats, BucketTimes, Stats};
+pub use sync_batchnorm::convert_sync_batchnorm;

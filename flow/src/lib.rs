@@ -47,7 +47,7 @@ pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
-        ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
+        ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep, convert_sync_batchnorm,
     };
     #[cfg(feature = "global")]
     pub use flow_global::{self as global, B, GlobalTensor, GradScaler, P, Placement, S, Sbp};

@@ -290,8 +290,8 @@ pub fn batch_send_recv(group: &ProcessGroup, ops: &[P2pOp<&Tensor>]) -> Result<V
         group,
         "batch_send_recv",
         &inputs,
-        |inputs| batch_forward(group, ops, inputs),
-        move |group, grads| batch_backward(group, &answers, grads),
+        |inputs| Ok(Forward { outputs: batch_forward(group, ops, inputs)?, saved: Vec::new() }),
+        move |group, _, grads| batch_backward(group, &answers, grads),
     )
 }
 
@@ -396,9 +396,9 @@ fn function(
         |inputs| {
             let result = forward(&inputs[0])?;
             let _ = result_of_forward.set(TensorMeta::of(&result));
-            Ok(vec![result])
+            Ok(Forward { outputs: vec![result], saved: Vec::new() })
         },
-        move |group, grads| {
+        move |group, _, grads| {
             let Some(meta) = meta.get() else {
                 return Err(failed(group, operation)("backward before forward".into()));
             };
@@ -409,29 +409,29 @@ fn function(
 }
 
 /// A gradient for each input, if it has one.
-type Gradients = Vec<Option<Tensor>>;
+pub(crate) type Gradients = Vec<Option<Tensor>>;
 
-/// Runs `forward` on tensors, with `backward` from the results' gradients to the tensors'.
-fn functions(
+/// Runs `forward` on tensors, with `backward` from what it has saved and the results' gradients to
+/// the tensors'.
+pub(crate) fn functions(
     group: &ProcessGroup,
     operation: &'static str,
     tensors: &[&Tensor],
-    forward: impl FnOnce(&[Tensor]) -> Result<Vec<Tensor>>,
-    backward: impl Fn(&ProcessGroup, &[Option<Tensor>]) -> Result<Gradients> + Send + 'static,
+    forward: impl FnOnce(&[Tensor]) -> Result<Forward>,
+    backward: impl Fn(&ProcessGroup, &[Tensor], &[Option<Tensor>]) -> Result<Gradients> + Send + 'static,
 ) -> Result<Vec<Tensor>> {
     let group_of_backward = group.clone();
     let mut error_of_forward = None;
     let result = custom_function(
         tensors,
-        |inputs| match forward(inputs) {
-            Ok(outputs) => Ok(Forward { outputs, saved: Vec::new() }),
-            Err(error) => {
+        |inputs| {
+            forward(inputs).map_err(|error| {
                 let text = error.to_string();
                 error_of_forward = Some(error);
-                Err(text.into())
-            }
+                text.into()
+            })
         },
-        move |_, grads| Ok(backward(&group_of_backward, grads)?),
+        move |saved, grads| Ok(backward(&group_of_backward, saved, grads)?),
     );
     if let Some(error) = error_of_forward {
         return Err(error);

@@ -14,6 +14,7 @@
 //! | the same with `_async`, and [`Work`] | `async_op=True`, `isend`, `irecv`, and `Work` |
 //! | [`ProcessGroup::barrier`] | `barrier` |
 //! | [`functional`] | `torch.distributed.nn.functional` |
+//! | [`sync_batch_norm`] | the `forward` of `torch.nn.SyncBatchNorm` |
 //! | [`TensorCollectives::all_reduce_coalesced`] | `all_reduce_coalesced` |
 //! | [`CoalescedBroadcast`] | `_broadcast_coalesced` |
 //! | [`TensorCollectives::use_device`] | `torch.cuda.set_device(local_rank)` |
@@ -49,6 +50,7 @@ mod nonblocking;
 mod operation;
 mod prepared;
 mod rows;
+mod sync_batch_norm;
 mod tensors;
 
 pub use allocator::ArenaAllocatorGuard;
@@ -56,6 +58,8 @@ pub use coalesced::CoalescedBroadcast;
 pub use collectives::TensorCollectives;
 pub use device::DeviceKind;
 pub use error::{Error, Result};
+pub use flow_autograd::BatchNorm;
 pub use flow_comm::{P2pOp, ProcessGroup, ReduceOp};
 pub use nonblocking::Work;
+pub use sync_batch_norm::sync_batch_norm;
 pub use tensors::{HostTensor, OVERLAPS, cuda_group, cuda_tensor, current_stream, overlaps};

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -102,6 +103,11 @@ extern "C" {
 // Appends a copy of the handle, or an undefined tensor if null, to what a closure returns.
 char* flow_push_tensor(variable_list* tensors, const at::Tensor* tensor) {
     return guarded([&] { tensors->push_back(tensor ? *tensor : at::Tensor()); });
+}
+
+// Whether operations on this thread record a graph.
+bool flow_grad_enabled() {
+    return at::GradMode::is_enabled();
 }
 
 // Runs `forward` on the inputs, without a graph inside, and appends its outputs to `outputs` by

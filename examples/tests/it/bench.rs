@@ -39,6 +39,14 @@ fn steps_are_measured() {
 }
 
 #[test]
+fn sync_batchnorm_is_measured() {
+    let arguments = ["sync-batchnorm", "--blocks", "1", "--steps", "1", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["without_ms", "with_ms", "ratio", "ranks"]);
+}
+
+#[test]
 fn global_tensors_are_measured() {
     let measured =
         lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));
@@ -82,7 +90,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

@@ -18,6 +18,7 @@ mod pipeline;
 mod sbp;
 mod sizes;
 mod step;
+mod sync_batchnorm;
 mod timeline;
 mod timing;
 
@@ -37,6 +38,8 @@ enum Command {
     Limit(sizes::Sizes),
     /// A training step without and with Ddp, on all ranks
     Step(step::Options),
+    /// A training step with Ddp, without and with SyncBatchNorm, on all ranks
+    SyncBatchnorm(sync_batchnorm::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
         Command::Allreduce(options) => allreduce::run(options),
         Command::Limit(sizes) => limit::run(sizes),
         Command::Step(options) => step::run(options),
+        Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),

@@ -4,8 +4,8 @@ use std::collections::btree_map::{BTreeMap, Entry};
 
 use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
-use flow_ddp::{Ddp, TensorCollectives};
-use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT};
+use flow_ddp::{Ddp, TensorCollectives, convert_sync_batchnorm};
+use tch::nn::{self, ModuleT, OptimizerConfig, Path, SequentialT, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::helpers::{
@@ -45,11 +45,25 @@ pub fn linear(group: &ProcessGroup) -> Result<()> {
 }
 
 pub fn mlp(group: &ProcessGroup) -> Result<()> {
-    against_one_process(group, &[6, 784], models::mlp)
+    against_one_process(group, &[6, 784], models::mlp, 4, |_| Ok(()))
 }
 
 pub fn lenet(group: &ProcessGroup) -> Result<()> {
-    against_one_process(group, &[3, 1, 28, 28], models::lenet)
+    against_one_process(group, &[3, 1, 28, 28], models::lenet, 4, |_| Ok(()))
+}
+
+/// With the statistics of all ranks, running ones too, which come to stay when the kind changes.
+pub fn sync_batchnorm(group: &ProcessGroup) -> Result<()> {
+    let build = |path: &Path| {
+        models::batchnorm(&(path / "norms"))
+            .add(nn::linear(path / "wide", 10, 2048, Default::default()))
+            .add(nn::linear(path / "fc", 2048, 10, Default::default()))
+    };
+    against_one_process(group, &[4, 3, 8, 8], build, 20, |store| {
+        let layers = convert_sync_batchnorm(store, group)?;
+        ensure!(layers == 2, "{layers} layers");
+        Ok(())
+    })
 }
 
 /// A loss that has the gradient of another loss in it (a gradient penalty): each rank's gradients,
@@ -94,6 +108,8 @@ fn against_one_process(
     group: &ProcessGroup,
     shape: &[i64],
     build: fn(&Path) -> SequentialT,
+    steps: i64,
+    prepare: impl Fn(&VarStore) -> Result<()>,
 ) -> Result<()> {
     let mut joined = shape.to_vec();
     joined[0] *= group.world_size() as i64;
@@ -105,13 +121,14 @@ fn against_one_process(
         let alone = build(&alone_store.root());
         tch::manual_seed(1 + group.rank() as i64); // rank 0's weights are those that count
         let net = build(&store.root());
+        prepare(&store)?;
         alone_store.set_kind(kind);
         store.set_kind(kind);
         let model = Ddp::builder(group).gradient_as_bucket_view(view).wrap(net, &store)?;
         let optimizer = || nn::sgd(0.9, 0.0, 0.0, false);
         let mut alone_optimizer = optimizer().build(&alone_store, 0.05)?;
         let mut optimizer = optimizer().build(&store, 0.05)?;
-        for step in 0..4 {
+        for step in 0..steps {
             tch::manual_seed(100 + step);
             let (x, y) = (
                 Tensor::randn(&joined, (kind, device())),

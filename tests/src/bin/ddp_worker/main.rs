@@ -51,6 +51,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
     scenario("mlp", equivalence::mlp, ALL_AND_NODES),
     scenario("lenet", equivalence::lenet, ALL),
+    scenario("sync_batchnorm", equivalence::sync_batchnorm, ALL_AND_NODES),
     scenario("mobilenet", equivalence::mobilenet, ALL),
     scenario("gradient_penalty", equivalence::gradient_penalty, ALL),
     scenario("shared_gradients", equivalence::shared_gradients, ALL),

@@ -59,7 +59,7 @@ pub fn batchnorm(path: &Path) -> SequentialT {
         .add_fn(|x| x.relu())
         .add(nn::conv2d(path / "conv2", 8, 16, 3, conv(2)))
         .add(nn::batch_norm2d(path / "bn2", 16, ones))
-        .add_fn(|x| x.relu().mean_dim([2i64, 3].as_slice(), false, Kind::Float))
+        .add_fn(|x| x.relu().mean_dim([2i64, 3].as_slice(), false, x.kind()))
         .add(nn::linear(path / "fc", 16, 10, Default::default()))
 }
 

@@ -6,6 +6,7 @@ mod grid;
 mod misuse;
 mod nonblocking;
 mod pipelines;
+mod sync_batch_norm;
 
 use flow_tests::registry::{Job, Scenario, by_hand, launched, scenario};
 
@@ -26,6 +27,8 @@ const SEVERAL: &[Job] = &[
     SEVERAL_GPUS[0],
     SEVERAL_GPUS[1],
 ];
+const BATCHES: &[Job] =
+    &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], ALL[6], ALL[7], STAGES[2]];
 const STAGES: &[Job] = &[
     launched(2).shared(),
     launched(3).shared(),
@@ -53,6 +56,11 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("batch_gradients", gradients::batch, SEVERAL),
     scenario("one_forward_one_backward", pipelines::blocking, STAGES),
     scenario("one_forward_one_backward_async", pipelines::nonblocking, STAGES),
+    scenario("sync_batch_norm", sync_batch_norm::first, BATCHES),
+    scenario("sync_batch_norm_twice", sync_batch_norm::second, BATCHES),
+    scenario("sync_batch_norm_converted", sync_batch_norm::converted, BATCHES),
+    scenario("sync_batch_norm_misuse", sync_batch_norm::misuse, BATCHES),
+    scenario("sync_batch_norm_layers", sync_batch_norm::other_layers, &[launched(2)]),
     scenario("coalesced_broadcast", coalesced::broadcast, ALL),
     scenario("coalesced_all_reduce", coalesced::all_reduce, ALL),
     scenario("allocator", coalesced::allocator, CPU),
