@@ -14,7 +14,7 @@ def _autoload():
 import torch
 import torch.distributed as dist
 
-__all__ = ["DistributedDataParallel", "is_shared"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "is_shared"]
 
 _CPU = torch.device("cpu")
 
@@ -71,6 +71,7 @@ def is_shared(tensor, group=None):
 if dist.is_available():
     # What a program registers later, to run at its end, runs before what this module has registered.
     from . import library
+    from .batchnorm import SyncBatchNorm
     from .ddp import DistributedDataParallel
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):

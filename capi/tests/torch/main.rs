@@ -142,6 +142,19 @@ fn what_only_flows_ddp_does() {
     }
 }
 
+/// Three ranks, one of which has an empty batch, against one process.
+#[test]
+fn batch_norms_take_the_statistics_of_all_ranks() {
+    if is_skipped() {
+        return;
+    }
+    for part in PARTS {
+        let finished = launch("3", part, "batchnorm.py", &["flow"]);
+        let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
+        assert!(finished.code == Some(0) && good == 3 * 9, "{finished:?}");
+    }
+}
+
 /// Three ranks: gradients are divided before they are summed up.
 #[test]
 fn flows_ddp_on_three_ranks() {

@@ -55,8 +55,8 @@ impl Case {
             shape.push(1 + numbers.below(4));
         }
         let mut of_channels = || numbers.tensor(group, &[channels]);
-        let affine = (seed % 3 > 0).then(|| [of_channels(), of_channels()]);
-        let running = (seed % 4 > 0).then(|| [of_channels(), of_channels() + 2]);
+        let affine = (!seed.is_multiple_of(3)).then(|| [of_channels(), of_channels()]);
+        let running = (!seed.is_multiple_of(4)).then(|| [of_channels(), of_channels() + 2]);
         let kind = [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half][seed as usize / 2 % 4];
         let rounded = |tensor: Tensor| tensor.to_kind(kind).to_kind(Kind::Double);
         Self {
