@@ -59,7 +59,8 @@ fn check(norm: &BatchNorm<'_>) -> Result<(), String> {
         ("running_mean", norm.running_mean),
         ("running_var", norm.running_var),
     ] {
-        let size = tensor.map_or_else(|| vec![channels], Tensor::size);
+        let Some(tensor) = tensor else { continue };
+        let size = tensor.size();
         if size != [channels] {
             return Err(format!("{name} has the size {size:?}, the input {channels} channels"));
         }
@@ -194,13 +195,13 @@ impl Layer {
         } else {
             batch.gradients(group, mean, variance, self.input_requires_grad)?
         };
-        let mut gradients = vec![of_input.map(|gradient| gradient.to_kind(kind))];
-        let parameter_kind = weight.map_or(kind, Tensor::kind);
+        // libtorch makes them of their tensors' kinds.
+        let mut gradients = vec![of_input];
         if self.has_weight {
-            gradients.push(Some(of_weight.to_kind(parameter_kind)));
+            gradients.push(Some(of_weight));
         }
         if self.has_bias {
-            gradients.push(Some(of_bias.to_kind(parameter_kind)));
+            gradients.push(Some(of_bias));
         }
         Ok(gradients)
     }
