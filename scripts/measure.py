@@ -102,6 +102,9 @@ class Figures(dict):
                 for name in ("sbp", "ddp"):
                     self.add((who, name, line["model"]), line[f"{name}_ms"] * 1e3)
                 self.add((who, "sbp", line["model"], "ratio"), line["ddp_ms"] / line["sbp_ms"])
+            elif line["bench"] == "sync_batchnorm":
+                for name in ("with", "without"):
+                    self.add((who, f"{name} SyncBatchNorm", line["model"]), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "limit":
                 self.add((who, "limit", line["bytes"]), line["median_us"])
             elif line["bench"] == "step" and line.get("ranks") == 1:
