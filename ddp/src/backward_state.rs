@@ -1,6 +1,6 @@
 //! The state of a backward: its buckets, and the gradients that have come.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::time::Instant;
 
 use flow_autograd::BoxError;
@@ -10,7 +10,7 @@ use crate::bucket::assignment::{Item, assign};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
-use crate::options::Options;
+use crate::options::{Delayed, Options};
 use crate::parameter::{Parameter, by_training};
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
@@ -135,6 +135,11 @@ pub(crate) struct BackwardState {
     pub in_backward: bool,
     /// Parameters whose final gradient has come in this backward.
     pub arrived: Vec<bool>,
+    /// Parameters whose gradients wait for that of `delayed_until`.
+    pub delayed: Vec<bool>,
+    pub delayed_until: Option<usize>,
+    /// Delayed parameters whose gradients have come in this backward.
+    pub waiting: BTreeSet<usize>,
     /// What is known of the graph, if it is the same in each backward.
     pub graph: Option<StaticGraph>,
     /// Parameters that got a gradient since the last reduction, under `no_sync` too.
@@ -160,7 +165,12 @@ impl BackwardState {
     /// Returns the state before the first backward, without buckets.
     pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>, options: &Options) -> Self {
         let count = parameters.len();
+        let Delayed { names, until } = &options.delayed;
+        let delayed = parameters.iter().map(|parameter| names.contains(&parameter.name)).collect();
         Self {
+            delayed,
+            delayed_until: parameters.iter().position(|parameter| parameter.name == *until),
+            waiting: BTreeSet::new(),
             parameters,
             frozen,
             buckets: Vec::new(),
@@ -188,6 +198,7 @@ impl BackwardState {
         self.began = Instant::now();
         self.peer_misses_grads = false;
         self.arrived.fill(false);
+        self.waiting.clear();
         self.ready_order.clear();
         if let Some(graph) = &mut self.graph {
             graph.begin();
@@ -198,6 +209,23 @@ impl BackwardState {
         }
     }
 
+    /// Describes parameters for bucketing.
+    fn items(&self, options: &Options) -> Vec<Item> {
+        let mut classes: Vec<(Kind, bool)> = Vec::new();
+        let mut items = Vec::with_capacity(self.parameters.len());
+        for (parameter, &is_delayed) in self.parameters.iter().zip(&self.delayed) {
+            let own = (parameter.kind, is_delayed);
+            let class = classes.iter().position(|&class| class == own).unwrap_or(classes.len());
+            if class == classes.len() {
+                classes.push(own);
+            }
+            let sent = options.communication.unwrap_or(parameter.kind);
+            let bytes = parameter.elements() * sent.elt_size_in_bytes();
+            items.push(Item { bytes, class: class as u8 });
+        }
+        items
+    }
+
     /// Makes the buckets anew, for gradients that come in `order`.
     pub fn build(
         &mut self,
@@ -205,7 +233,7 @@ impl BackwardState {
         options: &Options,
         order: &[usize],
     ) -> Result<()> {
-        let assigned = assign(&items(&self.parameters, options), order, &options.caps);
+        let assigned = assign(&self.items(options), order, &options.caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -350,20 +378,4 @@ impl BackwardState {
         }
         stats
     }
-}
-
-/// Describes parameters for bucketing.
-fn items(parameters: &[Parameter], options: &Options) -> Vec<Item> {
-    let mut kinds: Vec<Kind> = Vec::new();
-    let mut items = Vec::with_capacity(parameters.len());
-    for parameter in parameters {
-        let class = kinds.iter().position(|&kind| kind == parameter.kind).unwrap_or(kinds.len());
-        if class == kinds.len() {
-            kinds.push(parameter.kind);
-        }
-        let sent = options.communication.unwrap_or(parameter.kind);
-        let bytes = parameter.elements() * sent.elt_size_in_bytes();
-        items.push(Item { bytes, class: class as u8 });
-    }
-    items
 }

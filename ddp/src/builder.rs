@@ -19,7 +19,7 @@ use crate::comm_hooks::AllReduce;
 use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
-use crate::options::Options;
+use crate::options::{Delayed, Options};
 use crate::parameter::{by_training, numbered};
 use crate::reducer::Reducer;
 use crate::settings::Settings;
@@ -103,6 +103,7 @@ impl DdpBuilder {
             bucket_view: false,
             communication: None,
             op: ReduceOp::Avg,
+            delayed: Delayed::default(),
         };
         Self {
             group: group.clone(),
@@ -156,6 +157,16 @@ impl DdpBuilder {
     /// gradients by then fail in their next backward.
     pub fn static_graph(mut self, is_static: bool) -> Self {
         self.options.static_graph = is_static;
+        self
+    }
+
+    /// Has the gradients of these parameters reduced once that of `param_to_hook` has come, in buckets
+    /// of their own. Until then they may come several times in a backward, as where checkpointed
+    /// blocks share a parameter. If that of `param_to_hook` does not come, they are reduced at the end
+    /// of backward.
+    pub fn delay_all_reduce_named_params(mut self, names: &[&str], param_to_hook: &str) -> Self {
+        let names = names.iter().map(|&name| name.into()).collect();
+        self.options.delayed = Delayed { names, until: param_to_hook.into() };
         self
     }
 

@@ -13,7 +13,7 @@ use crate::builder::{Allocator, reduce_path};
 use crate::comm_hooks::AllReduce;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, describe, first_mismatch};
-use crate::options::Options;
+use crate::options::{Delayed, Options};
 use crate::parameter::numbered;
 use crate::reducer::Reducer;
 use crate::settings::Settings;
@@ -60,6 +60,7 @@ impl GradReducer {
             bucket_view: false,
             communication: None,
             op: ReduceOp::Sum,
+            delayed: Delayed::default(),
         };
         let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, job_rank};
 use crate::grad_layout::GradLayout;
-use crate::options::Options;
+use crate::options::{Delayed, Options};
 
 /// Compares this rank's lines, one for each thing that must be equal, with all ranks'. `Some` is the
 /// first difference, in the same words on every rank.
@@ -150,6 +150,21 @@ pub(crate) fn check(
         return Err(
             "the model has no parameter that requires a gradient: there is nothing to wrap".into(),
         );
+    }
+    let Delayed { names, until } = &options.delayed;
+    for wanted in names.iter().chain(Some(until).filter(|_| !names.is_empty())) {
+        if !parameters.iter().any(|(name, _)| name == wanted) {
+            return Err(format!(
+                "delay_all_reduce_named_params names {wanted}, which is no parameter: {} is one",
+                parameters[0].0
+            ));
+        }
+    }
+    if names.contains(until) {
+        return Err(format!(
+            "delay_all_reduce_named_params delays {until} until its own gradient has come: name \
+             another parameter to wait for"
+        ));
     }
     if !options.caps.are_positive() {
         return Err("bucket caps must be positive, and there must be at least one".into());

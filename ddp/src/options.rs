@@ -17,4 +17,12 @@ pub(crate) struct Options {
     pub communication: Option<Kind>,
     /// Avg or Sum.
     pub op: ReduceOp,
+    pub delayed: Delayed,
+}
+
+/// Parameters whose gradients are reduced once another's has come, by name.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Delayed {
+    pub names: Vec<String>,
+    pub until: String,
 }

@@ -231,11 +231,18 @@ impl Reducer {
                 state.parameters[index].name
             )));
         }
+        if state.delayed[index] && is_final {
+            state.waiting.insert(index);
+            return Ok(());
+        }
         state.ready_order.push(index);
         if !is_final {
             return Ok(());
         }
         self.take(state, index, gradient, exclusive)?;
+        if state.delayed_until == Some(index) {
+            self.take_waiting(state)?;
+        }
         self.defer_missing_grads(state, |state| {
             self.launch(state)?;
             Ok(self.path.progress()?)
@@ -392,6 +399,7 @@ impl Reducer {
         if learns {
             self.take_all(state)?;
         }
+        self.take_waiting(state)?;
         let missing = match state.graph.as_ref().filter(|graph| graph.is_learnt()) {
             Some(graph) => graph.lacking(),
             None => (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect(),
@@ -432,6 +440,16 @@ impl Reducer {
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         Ok(missing)
+    }
+
+    /// Gives the delayed gradients that have come to their buckets.
+    fn take_waiting(&self, state: &mut BackwardState) -> Result<()> {
+        for index in std::mem::take(&mut state.waiting) {
+            let gradient = state.parameters[index].tensor.grad();
+            self.take(state, index, &gradient, false)?;
+            state.ready_order.push(index);
+        }
+        Ok(())
     }
 
     /// Gives all gradients that have come to their buckets, in the order in which they came last.

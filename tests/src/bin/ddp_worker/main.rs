@@ -64,6 +64,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("unused_everywhere", unused::everywhere, ALL),
     scenario("unused_accumulated", unused::accumulated, ALL),
     scenario("nested", nested::reduced, ALL),
+    scenario("nested_delayed", nested::delayed, ALL_AND_NODES),
     scenario("nested_unused", nested::unused, ALL),
     scenario("nested_twice", nested::twice, ALL),
     scenario("static_graph_random", static_graph::random, ALL_AND_NODES),

@@ -104,3 +104,48 @@ pub fn twice(group: &ProcessGroup) -> Result<()> {
     let loss = nest(&model, &[0, 1, 0], &factor())?;
     says(&error(loss().f_backward())?, &["w0 got its gradient twice in one backward"])
 }
+
+/// Delayed ones may come several times, before another comes; or another does not come. What comes
+/// after it is too late.
+pub fn delayed(group: &ProcessGroup) -> Result<()> {
+    let own = |rank: usize| (rank + 1) as f64;
+    for (graph, is_static) in
+        [(&[0, 1, 0, 2][..], false), (&[1, 0, 0], false), (&[0, 1, 0, 2, 0], true)]
+    {
+        let store = store();
+        let builder = Ddp::builder(group).bucket_cap_mb(0.01).static_graph(is_static);
+        let model = builder
+            .find_unused_parameters(true)
+            .delay_all_reduce_named_params(&["w0", "w3"], "w2")
+            .wrap(Vectors::new(&store, &[40_000, 10, 10, 10]), &store)?;
+        let factor = factor();
+        let _ = factor.shallow_clone().fill_(own(group.rank()));
+        let loss = nest(&model, graph, &factor)?;
+        for _ in 0..4 {
+            model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            loss().f_backward()?;
+            for (index, vector) in model.0.iter().enumerate() {
+                let times = graph.iter().filter(|&&other| other == index).count() as f64;
+                if times > 0.0 {
+                    gradient_is(vector, times * mean(group, own))?;
+                }
+            }
+        }
+        let stats = model.stats();
+        let bucket = stats.buckets.iter().find(|bucket| bucket.parameters.contains(&"w0".into()));
+        let names = &bucket.context("w0 is reduced")?.parameters;
+        ensure!(names.iter().all(|name| name == "w0" || name == "w3"), "{names:?}");
+    }
+    let builder = || Ddp::builder(group).delay_all_reduce_named_params(&["w0"], "w1");
+    let store = store();
+    let model = builder().wrap(Vectors::new(&store, &[10, 10]), &store)?;
+    let loss = nest(&model, &[0, 1, 0], &factor())?;
+    says(&error(loss().f_backward())?, &["w0 got its gradient twice in one backward"])?;
+    drop(model);
+    let vectors = || Vectors::new(&crate::models::store(), &[10]).0.remove(0);
+    let named = |name: &str| vec![(name.to_owned(), vectors())];
+    let text = error(builder().wrap_tensors((), named("w0"), vec![]))?;
+    says(&text, &["names w1, which is no parameter"])?;
+    let builder = Ddp::builder(group).delay_all_reduce_named_params(&["w0"], "w0");
+    says(&error(builder.wrap_tensors((), named("w0"), vec![]))?, &["name another parameter"])
+}
