@@ -275,7 +275,8 @@ pub fn converted(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Errors of what ranks give alike.
+/// Errors of what ranks give alike. A batch that is empty on all ranks is none, and changes
+/// nothing.
 pub fn misuse(group: &ProcessGroup) -> Result<()> {
     let ones = |shape: &[i64]| Tensor::ones(shape, (Kind::Float, group.device()));
     let norm = |input: &Tensor, weight: Option<&Tensor>| {
@@ -296,12 +297,30 @@ pub fn misuse(group: &ProcessGroup) -> Result<()> {
     says(&norm(&ones(&[3, 2]), Some(&ones(&[4])))?, &[&rank, "weight", "[4]", "2 channels"])?;
     let rows = i64::from(group.rank() == 0);
     says(&norm(&ones(&[rows, 2, 1]), None)?, &[&rank, "more than 1 value per channel"])?;
+    let (nothing, running) = (ones(&[0, 2, 1]).set_requires_grad(true), ones(&[2]));
+    let norm = BatchNorm {
+        input: &nothing,
+        weight: None,
+        bias: None,
+        running_mean: Some(&running),
+        running_var: Some(&running),
+        momentum: MOMENTUM,
+        eps: EPS,
+    };
+    sync_batch_norm(group, &norm)?.sum(Kind::Float).f_backward()?;
+    ensure!(nothing.grad().size() == [0, 2, 1] && running == ones(&[2]), "{running}");
     Ok(())
 }
 
-/// Ranks that are in layers of the same size, but not in the same one.
+/// Ranks whose layers have other sizes, and ranks that are in layers of the same size, but not in
+/// the same one.
 pub fn other_layers(group: &ProcessGroup) -> Result<()> {
     let group = &group.duplicate()?;
+    let other_sizes = store();
+    nn::batch_norm1d(other_sizes.root() / "c", 3 + group.rank() as i64, Default::default());
+    let text = error(convert_sync_batchnorm(&other_sizes, group))?;
+    says(&text, &["c.running_mean [3]", "rank 1 has buffer c.running_mean [4]"])?;
+
     let vs = store();
     let layers = ["a", "b"]
         .map(|name| nn::batch_norm1d(vs.root() / name, 3, Default::default()).running_mean);
