@@ -229,8 +229,10 @@ fn torchs_timers_kill_a_worker_that_is_late() {
     if !have("torch") {
         return;
     }
-    let finished =
-        run(launch("--nproc-per-node 2", "timer.py").env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = launch("--nproc-per-node 2", "timer.py");
+    command.arg(folder.path().join("rank-0-was-in-time"));
+    let finished = run(command.env("TORCHELASTIC_ENABLE_FILE_TIMER", "1"));
     assert_eq!(
         (finished.code, finished.stdout.as_str()),
         (Some(137), "in time\nin time\n"),
