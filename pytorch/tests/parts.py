@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ if os.environ["RANK"] == "1":
     os.environ.update(argument.split("=", 1) for argument in sys.argv[1:])
 import flow_torch
 
+warnings.simplefilter("default")
 try:
     dist.init_process_group("gloo" if os.environ.get("FLOW_TORCH") == "1" else "flow")
     ones = torch.ones(3)

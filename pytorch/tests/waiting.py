@@ -1,5 +1,6 @@
 """When the main thread waits."""
 
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ def when_main_waits(code, then):
         while looks < 10:
             time.sleep(0.005)
             frame = sys._current_frames()[MAIN.ident]
-            state = Path(f"/proc/self/task/{MAIN.native_id}/stat").read_text().rpartition(") ")[2][0]
+            state = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(") ")[2][0]
             place, is_in_call = (id(frame), frame.f_lasti), False
             while frame is not None:
                 is_in_call |= frame.f_code is code

@@ -2,11 +2,12 @@
 
 use std::process::Command;
 
-use flow_harness::net::{Net, ipv4};
+use flow_harness::net::{Agent, Net, ipv4};
 use flow_harness::python::python;
-use flow_harness::{Process, TEST_TIMEOUT, assert_contains, job};
+use flow_harness::{Process, TEST_TIMEOUT, job};
 
-use crate::{PARTS, is_skipped, script, with_flow, with_part};
+use crate::several::Several;
+use crate::{PARTS, is_named, is_skipped, killed, script, with_flow};
 
 /// A rank of `machines.py`.
 fn rank(number: usize, store: &str) -> Command {
@@ -50,26 +51,29 @@ fn what_is_over_gloo_is_the_same_on_two_machines() {
     if is_skipped() {
         return;
     }
-    for (part, (name, ranks, line, lines)) in PARTS.into_iter().flat_map(|part| {
-        [("collectives.py", 3, "same", 1), ("limits.py", 2, ": good", 5)].map(|of| (part, of))
-    }) {
+    for (name, ranks, line, lines) in
+        [("collectives.py", 3, "same", 1), ("limits.py", 2, ": good", 5)]
+    {
         let Some(net) = Net::new(2) else { return };
+        let mut several = Several::new();
+        for (part, port) in PARTS.into_iter().zip(["29512", "29513"]) {
+            several.add(part, &[("MASTER_PORT", port)], name, &[]);
+        }
         let start = |number: usize| {
             let mut command = Command::new(python());
-            let (number_, ranks) = (number.to_string(), ranks.to_string());
             let variables = [
-                ("RANK", number_.as_str()),
-                ("WORLD_SIZE", &ranks),
-                ("MASTER_ADDR", &ipv4(0)),
-                ("MASTER_PORT", "29512"),
-                ("GLOO_SOCKET_IFNAME", "eth0"),
+                ("RANK", number.to_string()),
+                ("WORLD_SIZE", ranks.to_string()),
+                ("MASTER_ADDR", ipv4(0)),
+                ("GLOO_SOCKET_IFNAME", "eth0".into()),
             ];
-            net.start(number % 2, with_part(command.arg(script(name)), part).envs(variables))
+            net.start(number % 2, with_flow(command.args(several.words())).envs(variables))
         };
-        for agent in (0..ranks).map(start).collect::<Vec<_>>() {
-            let finished = agent.finish();
-            let good = finished.stdout.lines().filter(|printed| printed.ends_with(line)).count();
-            assert!(finished.code == Some(0) && good == lines, "{name}: {finished:?}");
+        let agents: Vec<_> = (0..ranks).map(start).collect();
+        agents.into_iter().for_each(|agent| several.is_good(ranks, agent.finish()));
+        for printed in several.printed(ranks) {
+            let good = printed.stdout.lines().filter(|printed| printed.ends_with(line)).count();
+            assert_eq!(good, ranks * lines, "{name}: {printed:?}");
         }
     }
 }
@@ -80,21 +84,14 @@ fn a_rank_that_is_killed_on_another_machine() {
     if is_skipped() {
         return;
     }
-    for how in ["backward", "ddp"] {
-        let Some(net) = Net::new(2) else { return };
-        let store = std::env::temp_dir().join(job());
-        let start = |number: usize| {
-            let mut command = Command::new(python());
-            command.args([&script("killed.py"), how, store.to_str().unwrap(), &number.to_string()]);
-            net.start(number, with_flow(&mut command).env("MASTER_ADDR", ipv4(0)))
-        };
-        let [first, second] = [0, 1].map(start);
-        let first = first.finish();
-        second.finish();
-        assert_eq!(first.code, Some(3), "{first:?}");
-        assert_contains(&first.stdout, &["rank 0: all_reduce #", " failed: rank 1 (pid ", "node1"]);
-        let _ = std::fs::remove_file(store);
-    }
+    let Some(net) = Net::new(2) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let cases = ["backward", "ddp"];
+    let start = |number: usize| {
+        let mut command = killed(&folder.path().join("store"), number, &cases);
+        net.start(number, command.env("MASTER_ADDR", ipv4(0)))
+    };
+    is_named([0, 1].map(start).map(Agent::finish), &cases, "node1");
 }
 
 /// Two machines, and MASTER_ADDR is not the one of rank 0.

@@ -5,21 +5,25 @@
 //! |---|---|
 //! | `main` | what the ranks compute, with the part in C++ and with that in Python |
 //! | `parts` | ranks that lack something; programs that ask for gloo |
+//! | `several` | programs that share a job |
 //! | `machines` | how ranks on several machines meet |
 //! | `wheel` | the wheel, installed, under each launcher and library |
 
 mod machines;
 mod parts;
+mod several;
 mod wheel;
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
-use flow_harness::python::{have, python};
+use flow_harness::python::{have, python, startup};
 use flow_harness::{
     Finished, Process, TEST_TIMEOUT, assert_contains, job, once_in_a_run, program, root,
 };
+use several::{Several, words_of};
 
 /// Who does the communication.
 #[derive(Clone, Copy, PartialEq)]
@@ -66,18 +70,29 @@ fn with_flow(command: &mut Command) -> &mut Command {
 }
 
 fn with_part(command: &mut Command, part: Part) -> &mut Command {
-    let library = program("libflow_comm.so");
-    let cache = library.ancestors().nth(2).unwrap().join("tmp/flow_torch");
-    if part == Part::Python {
-        command.env("CXX", "/nonexistent/c++").env("FLOW_CACHE", cache.join("nothing"));
-    } else {
-        command.env("FLOW_CACHE", cache);
-    }
+    let path = [startup(), root().join("pytorch")];
     command
-        .env("FLOW_COMM_LIBRARY", library)
-        .env("PYTHONPATH", root().join("pytorch"))
+        .env("FLOW_CACHE", cache())
+        .env("FLOW_COMM_LIBRARY", program("libflow_comm.so"))
+        .env("PYTHONPATH", std::env::join_paths(path).unwrap())
         .env("OMP_NUM_THREADS", "1")
         .env("PYTHONWARNINGS", "ignore")
+        .envs(variables(part))
+}
+
+/// What a program has that gets this part.
+fn variables(part: Part) -> Vec<(&'static str, PathBuf)> {
+    match part {
+        Part::Cpp => vec![],
+        Part::Python => {
+            vec![("CXX", "/nonexistent/c++".into()), ("FLOW_CACHE", cache().join("nothing"))]
+        }
+    }
+}
+
+/// Where the part in C++ is kept.
+fn cache() -> PathBuf {
+    program("libflow_comm.so").ancestors().nth(2).unwrap().join("tmp/flow_torch")
 }
 
 /// For two ranks.
@@ -89,18 +104,19 @@ fn torchrun() -> Command {
     command
 }
 
-/// The script on so many ranks under flow-launch.
-fn launch(ranks: &str, part: Part, name: &str, arguments: &[&str]) -> Finished {
-    let (python, script) = (python(), script(name));
-    let flags = ["--nproc-per-node", ranks, "--no-python", &python, &script];
-    run(with_part(launcher(&flags).args(arguments), part))
+/// What the programs print, each with both parts, on so many ranks under flow-launch.
+fn with_both_parts(ranks: usize, programs: &[(&str, &[&str])]) -> Vec<Finished> {
+    let mut several = Several::new();
+    for (name, arguments) in programs {
+        PARTS.into_iter().for_each(|part| several.add(part, &[], name, arguments));
+    }
+    several.launched(ranks)
 }
 
-/// That the script ends well on two ranks, and each says of so many cases that they are good.
-fn all_good(part: Part, name: &str, arguments: &[&str], cases: usize) {
-    let finished = launch("2", part, name, arguments);
-    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
-    assert!(finished.code == Some(0) && good == 2 * cases, "{finished:?}");
+/// That each of so many ranks says of so many cases that they are good.
+fn all_good(printed: &Finished, ranks: usize, cases: usize) {
+    let good = printed.stdout.lines().filter(|line| line.ends_with(": good")).count();
+    assert_eq!(good, ranks * cases, "{printed:?}");
 }
 
 #[test]
@@ -108,10 +124,8 @@ fn collectives_and_messages_are_gloos() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let finished = launch("3", part, "collectives.py", &[]);
-        let is_same = finished.stdout == "same\nsame\nsame\n";
-        assert!(finished.code == Some(0) && is_same, "{finished:?}");
+    for printed in with_both_parts(3, &[("collectives.py", &[])]) {
+        assert_eq!(printed.stdout, "same\n".repeat(3), "{printed:?}");
     }
 }
 
@@ -120,25 +134,12 @@ fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let finished = run(with_part(torchrun().arg(script("training.py")), part));
-        assert!(finished.code == Some(0), "{finished:?}");
-        let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
-        assert_eq!(same.count(), 11, "{finished:?}");
-    }
-}
-
-#[test]
-fn flows_ddp_trains_as_torchs_over_gloo() {
-    if !is_skipped() {
-        all_good(Part::Cpp, "ddp.py", &[], 44);
-    }
-}
-
-#[test]
-fn what_only_flows_ddp_does() {
-    if !is_skipped() {
-        all_good(Part::Cpp, "ddp_alone.py", &[], 16);
+    let mut several = Several::new();
+    PARTS.into_iter().for_each(|part| several.add(part, &[], "training.py", &[]));
+    several.is_good(2, run(with_flow(torchrun().args(several.words()))));
+    for printed in several.printed(2) {
+        let same = printed.stdout.lines().filter(|line| line.ends_with(": same bits"));
+        assert_eq!(same.count(), 11, "{printed:?}");
     }
 }
 
@@ -162,65 +163,70 @@ fn flows_ddp_on_three_ranks() {
         return;
     }
     let cases = ["many buckets", "types", "layouts", "gradients of every kind"];
-    let finished = launch("3", Part::Cpp, "ddp.py", &cases);
-    let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
-    assert!(finished.code == Some(0) && good == 3 * cases.len(), "{finished:?}");
+    let mut several = Several::new();
+    several.add(Part::Cpp, &[], "ddp.py", &cases);
+    all_good(&several.launched(3)[0], 3, cases.len());
 }
 
+/// What flow's own DDP does as PyTorch's over gloo and what only it does; and what could go wrong
+/// with shared memory.
 #[test]
-fn forks_and_memory() {
-    if !is_skipped() {
-        all_good(Part::Cpp, "forks.py", &[], 8);
+fn flows_ddp_and_its_memory() {
+    if is_skipped() {
+        return;
+    }
+    let programs = [("ddp.py", 44), ("ddp_alone.py", 16), ("forks.py", 8)];
+    let mut several = Several::new();
+    for (name, _) in programs {
+        several.add(Part::Cpp, &[], name, &[]);
+    }
+    for (printed, (_, cases)) in several.launched(2).iter().zip(programs) {
+        all_good(printed, 2, cases);
     }
 }
 
 #[test]
 fn what_would_hang_or_give_wrong_data() {
-    if !is_skipped() {
-        PARTS.into_iter().for_each(|part| all_good(part, "hazards.py", &[], 15));
-    }
-}
-
-#[test]
-fn ranks_that_disagree_where_bytes_are_moved() {
-    if !is_skipped() {
-        PARTS.into_iter().for_each(|part| all_good(part, "disagreements.py", &[], 18));
-    }
-}
-
-#[test]
-fn interrupts_come_at_once() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let folder = tempfile::tempdir().unwrap();
-        all_good(part, "interrupts.py", &[folder.path().to_str().unwrap()], 27);
+    let programs = [("hazards.py", 15), ("disagreements.py", 18), ("limits.py", 5)];
+    let printed = with_both_parts(2, &programs.map(|(name, _)| (name, &[][..])));
+    for (printed, (_, cases)) in printed.chunks(PARTS.len()).zip(programs) {
+        printed.iter().for_each(|printed| all_good(printed, 2, cases));
     }
 }
 
-/// Without `destroy_process_group`: each rank prints a line in a callback that runs, or begins,
+/// Also without `destroy_process_group`: each rank prints a line in a callback that runs, or begins,
 /// after the program's last line.
 #[test]
-fn the_end_of_the_program_waits_for_callbacks() {
+fn interrupts_come_at_once_and_the_end_waits_for_callbacks() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        for (case, said) in [
-            ("callback_that_sends", "has answered"),
-            ("callback_that_begins_late", "has 2"),
-            ("receive_without_a_partner", ""),
-            ("callback_that_asks_others", "was asked"),
-            ("end_that_is_interrupted", "has ended"),
-        ] {
-            let finished = launch("2", part, "ending.py", &[case]);
+    let folders = PARTS.map(|_| tempfile::tempdir().unwrap());
+    let ends = [
+        ("callback_that_sends", "has answered"),
+        ("callback_that_begins_late", "has 2"),
+        ("receive_without_a_partner", ""),
+        ("callback_that_asks_others", "was asked"),
+        ("end_that_is_interrupted", "has ended"),
+    ];
+    let mut several = Several::new();
+    for (part, folder) in PARTS.into_iter().zip(&folders) {
+        several.add(part, &[], "interrupts.py", &[folder.path().to_str().unwrap()]);
+        for (case, _) in ends {
+            several.add(part, &[], "ending.py", &[case]);
+        }
+    }
+    for printed in several.launched(2).chunks(1 + ends.len()) {
+        all_good(&printed[0], 2, 27);
+        for (printed, (case, said)) in printed[1..].iter().zip(ends) {
             let expected = match said {
                 "" => vec![],
                 said => [0, 1].map(|rank| format!("rank {rank} {said}")).to_vec(),
             };
-            let is_right = finished.code == Some(0) && finished.sorted_lines() == expected;
-            assert!(is_right, "{case}: {finished:?}");
+            assert_eq!(printed.sorted_lines(), expected, "{case}: {printed:?}");
         }
     }
 }
@@ -230,19 +236,12 @@ fn ranks_meet_however_often_they_have_tried() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let folder = tempfile::tempdir().unwrap();
-        let finished = launch("2", part, "joining.py", &[folder.path().to_str().unwrap()]);
-        let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
-        assert!(finished.code == Some(0) && good == 2 * 6, "{finished:?}");
+    let folders = PARTS.map(|_| tempfile::tempdir().unwrap());
+    let mut several = Several::new();
+    for (part, folder) in PARTS.into_iter().zip(&folders) {
+        several.add(part, &[], "joining.py", &[folder.path().to_str().unwrap()]);
     }
-}
-
-#[test]
-fn timeouts_and_monitored_barrier() {
-    if !is_skipped() {
-        PARTS.into_iter().for_each(|part| all_good(part, "limits.py", &[], 5));
-    }
+    several.launched(2).iter().for_each(|printed| all_good(printed, 2, 6));
 }
 
 #[test]
@@ -250,11 +249,14 @@ fn distributed_checkpoint() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let folder = tempfile::tempdir().unwrap();
-        let finished = launch("2", part, "checkpoint.py", &[folder.path().to_str().unwrap()]);
-        let same = finished.stdout.lines().filter(|line| line.ends_with(": same bits"));
-        assert!(finished.code == Some(0) && same.count() == 4, "{finished:?}");
+    let folders = PARTS.map(|_| tempfile::tempdir().unwrap());
+    let mut several = Several::new();
+    for (part, folder) in PARTS.into_iter().zip(&folders) {
+        several.add(part, &[], "checkpoint.py", &[folder.path().to_str().unwrap()]);
+    }
+    for printed in several.launched(2) {
+        let same = printed.stdout.lines().filter(|line| line.ends_with(": same bits"));
+        assert_eq!(same.count(), 4, "{printed:?}");
     }
 }
 
@@ -289,26 +291,39 @@ fn ranks_that_are_started_again_go_on() {
     }
 }
 
-/// By `MASTER_ADDR`, without a launcher: a launcher would end the other rank.
+/// `killed.py` as this rank, with these cases.
+fn killed(store: &Path, rank: usize, cases: &[&str]) -> Command {
+    let mut command = Command::new(python());
+    command.arg(script("killed.py")).arg(store).arg(rank.to_string()).args(cases);
+    with_flow(&mut command);
+    command
+}
+
+/// That the first rank has named the second in each of these cases, and said this of it.
+fn is_named([first, second]: [Finished; 2], cases: &[&str], said: &str) {
+    let mut rest = first.stdout.as_str();
+    for how in cases {
+        let (error, after) =
+            rest.split_once(&format!("{how}: 3\n")).unwrap_or_else(|| panic!("{how}: {first:?}"));
+        assert_contains(error, &["rank 0: all_reduce #", " failed: rank 1 (pid ", said]);
+        rest = after;
+    }
+    let ends: String = cases.iter().map(|how| format!("{how}: -9\n")).collect();
+    assert_eq!(second.stdout, ends, "{second:?}");
+}
+
+/// By a file, without a launcher: a launcher would end the other rank.
 #[test]
 fn a_rank_that_is_killed_is_named() {
     if is_skipped() {
         return;
     }
-    let cpp = ["async", "backward", "ddp"].map(|how| (how, Part::Cpp));
-    for (how, part) in cpp.into_iter().chain([("backward", Part::Python)]) {
-        let store = std::env::temp_dir().join(job());
-        let rank = |rank: &str| {
-            let mut command = Command::new(python());
-            command.arg(script("killed.py")).args([how, store.to_str().unwrap(), rank]);
-            with_part(&mut command, part);
-            Process::start(command)
-        };
-        let [first, second] = ["0", "1"].map(rank);
-        let first = first.finish(TEST_TIMEOUT);
-        assert_eq!(second.finish(TEST_TIMEOUT).code, None);
-        assert_eq!(first.code, Some(3), "{first:?}");
-        assert_contains(&first.stdout, &["rank 0: all_reduce #", " failed: rank 1 (pid ", "died"]);
-        let _ = std::fs::remove_file(store);
-    }
+    let folder = tempfile::tempdir().unwrap();
+    let of_python = words_of(Part::Python);
+    let cases = ["async", "backward", "ddp", "backward"];
+    let mut words = cases.to_vec();
+    words.splice(3..3, of_python.iter().map(String::as_str));
+    let ranks =
+        [0, 1].map(|rank| Process::start(killed(&folder.path().join("store"), rank, &words)));
+    is_named(ranks.map(|rank| rank.finish(TEST_TIMEOUT)), &cases, "died");
 }

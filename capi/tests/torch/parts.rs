@@ -4,50 +4,44 @@ use flow_harness::cli::{launcher, run};
 use flow_harness::python::python;
 use flow_harness::{Finished, executable};
 
-use crate::{is_skipped, script, with_flow};
+use crate::several::Several;
+use crate::{Part, is_skipped, script, with_flow};
 
-/// `parts.py` on so many ranks, with these variables of the first and others of rank 1.
-fn parts(ranks: &str, all: &[(&str, &str)], second: &[&str]) -> Finished {
-    let (python, script) = (python(), script("parts.py"));
-    let flags = ["--nproc-per-node", ranks, "--no-python", &python, &script];
-    let mut job = launcher(&flags);
-    run(with_flow(job.args(second)).envs(all.iter().copied()))
-}
+const RANKS: usize = 3;
 
 /// That all ranks use the part in Python, of which one line says why: these words.
-fn is_pythons(finished: &Finished, ranks: usize, reason: &str) {
-    let expected = "flow_torch.fallback [2.0, 2.0, 2.0]\n".replace("2.0", &format!("{ranks}.0"));
-    assert_eq!(finished.stdout, expected.repeat(ranks), "{finished:?}");
+fn is_pythons(printed: &Finished, reason: &str) {
+    let expected = "flow_torch.fallback [3.0, 3.0, 3.0]\n".repeat(RANKS);
+    assert_eq!(printed.stdout, expected, "{printed:?}");
     let said = "flow_torch: all ranks use the slower part in Python: rank ";
-    assert_eq!(finished.stderr.matches(said).count(), 1, "{finished:?}");
-    assert!(finished.stderr.contains(reason), "{finished:?}");
+    assert_eq!(printed.stderr.matches(said).count(), 1, "{printed:?}");
+    assert!(printed.stderr.contains(reason), "{printed:?}");
 }
 
-#[test]
-fn a_rank_without_a_compiler() {
-    if is_skipped() {
-        return;
-    }
-    let cache = tempfile::tempdir().unwrap();
-    let cache = format!("FLOW_CACHE={}", cache.path().display());
-    let finished = parts("2", &[], &["CXX=/nonexistent/c++ -pipe", &cache]);
-    is_pythons(
-        &finished,
-        2,
-        "rank 1: its C++ part is compiled at first use, and there is no /none",
-    );
-    let finished = parts("2", &[], &["FLOW_CACHE=here"]);
-    is_pythons(&finished, 2, "rank 1: there is no folder for its C++ part: FLOW_CACHE is to be an");
+/// That no rank joins without the library.
+fn is_an_error(printed: &Finished) {
+    let reason = "flow_torch: rank 1 cannot join: /nonexistent/libflow_comm.so is missing: ";
+    assert_eq!(printed.stdout.matches(reason).count(), RANKS, "{printed:?}");
 }
 
-/// A compiler that fails when all ranks wait for it. It is not tried again.
+/// That what asked for gloo gets it without the library.
+fn is_gloo(printed: &Finished) {
+    let expected = "torch.distributed.distributed_c10d [3.0, 3.0, 3.0]\n".repeat(RANKS);
+    assert_eq!(printed.stdout, expected, "{printed:?}");
+    let said = "FLOW_TORCH=1 has no effect, gloo is used: flow_torch: rank 1";
+    assert_eq!(printed.stderr.matches(said).count(), 1, "{printed:?}");
+}
+
+/// A compiler, the library, a folder to compile in. A compiler that fails does so when all ranks wait
+/// for it, and is not tried again.
 #[test]
-fn a_compiler_that_fails() {
+fn ranks_that_lack_something() {
     if is_skipped() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let compiler = folder.path().join("c++");
+    let (compiler, cache, empty) =
+        (folder.path().join("c++"), folder.path().join("cache"), folder.path().join("empty"));
     let wait =
         "until [ $(ls -l /proc/[0-9]*/fd 2>/dev/null | grep -c \"$FLOW_CACHE.*/lock\") -ge 3 ]";
     executable(
@@ -57,34 +51,30 @@ fn a_compiler_that_fails() {
              exit 1\n"
         ),
     );
-    let cache = folder.path().join("cache");
-    let variables = [("CXX", &compiler), ("FLOW_CACHE", &cache)];
-    let finished = parts("3", &variables.map(|(name, path)| (name, path.to_str().unwrap())), &[]);
+    let fails = [("CXX", compiler.to_str().unwrap()), ("FLOW_CACHE", cache.to_str().unwrap())];
+    let empty = format!("FLOW_CACHE={}", empty.display());
+    let missing = "FLOW_COMM_LIBRARY=/nonexistent/libflow_comm.so";
+
+    let mut several = Several::new();
+    let mut add = |all: &[(&str, &str)], second: &[&str]| {
+        several.add(Part::Cpp, all, "parts.py", second);
+    };
+    add(&[], &["CXX=/nonexistent/c++ -pipe", &empty]);
+    add(&[], &["FLOW_CACHE=here"]);
+    add(&fails, &[]);
+    add(&[], &[missing]);
+    add(&[("FLOW_TORCH", "1")], &[missing]);
+    let printed = several.launched(RANKS);
+
+    is_pythons(&printed[0], "rank 1: its C++ part is compiled at first use, and there is no /none");
+    is_pythons(&printed[1], "rank 1: there is no folder for its C++ part: FLOW_CACHE is to be an");
     is_pythons(
-        &finished,
-        3,
+        &printed[2],
         "rank 0: its C++ part does not compile: a.h: error: nothing (all that ",
     );
     assert_eq!(std::fs::read_to_string(folder.path().join("c++.log")).unwrap(), "tried\n");
-}
-
-#[test]
-fn a_rank_without_the_library() {
-    if is_skipped() {
-        return;
-    }
-    let missing = "FLOW_COMM_LIBRARY=/nonexistent/libflow_comm.so";
-    let reason = "flow_torch: rank 1 cannot join: /nonexistent/libflow_comm.so is missing: ";
-    let finished = parts("2", &[], &[missing]);
-    assert_eq!(finished.stdout.matches(reason).count(), 2, "{finished:?}");
-    // What asked for gloo gets it.
-    let variables = [("FLOW_TORCH", "1"), ("PYTHONWARNINGS", "default")];
-    let finished = parts("2", &variables, &[missing]);
-    let expected = "torch.distributed.distributed_c10d [2.0, 2.0, 2.0]\n".repeat(2);
-    assert_eq!(finished.stdout, expected, "{finished:?}");
-    let said =
-        finished.stderr.matches("FLOW_TORCH=1 has no effect, gloo is used: flow_torch: rank 1");
-    assert_eq!(said.count(), 1, "{finished:?}");
+    is_an_error(&printed[3]);
+    is_gloo(&printed[4]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use flow_tests::{Process, TEST_TIMEOUT, assert_contains, program};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains, program, python};
 
 /// The end of OneFlow's documented example, which takes two ranks that found each other.
 fn trains(mut command: Command) {
@@ -14,14 +14,9 @@ fn trains(mut command: Command) {
     );
 }
 
-/// Whether a command is there and ends well.
-fn works(program: &str, arguments: &[&str]) -> bool {
-    Command::new(program).args(arguments).output().is_ok_and(|output| output.status.success())
-}
-
 #[test]
 fn by_mpirun() {
-    if !works("mpirun", &["--version"]) {
+    if Command::new("mpirun").arg("--version").output().is_err() {
         println!(
             "SKIPPED: starting by mpirun: there is none (Debian, Ubuntu: apt-get install \
              openmpi-bin)"
@@ -42,14 +37,11 @@ fn by_mpirun() {
 
 #[test]
 fn by_torchrun() {
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    if !works(&python, &["-c", "import torch.distributed.run"]) {
-        println!(
-            "SKIPPED: starting by torchrun: {python} has no PyTorch (set PYTHON to one that has)"
-        );
+    if !python::have("torch") {
         return;
     }
-    let mut command = Command::new(python);
+    let mut command = Command::new(python::python());
+    command.env("PYTHONPATH", python::startup());
     command.args([
         "-m",
         "torch.distributed.run",

@@ -2,7 +2,7 @@
 
 use flow_harness::Finished;
 use flow_harness::cli::{Running, children, run, script, until, until_gone};
-use flow_harness::python::{have, python};
+use flow_harness::python::{have, python, startup};
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -284,7 +284,7 @@ fn torchs_record_is_understood() {
                    @record\ndef main():\n    raise ValueError('boom')\nmain()\n";
     fs::write(folder.path().join("train.py"), program).unwrap();
     let text = format!("exec {python} {}", folder.path().join("train.py").display());
-    let finished = run(&mut script("", &text));
+    let finished = run(script("", &text).env("PYTHONPATH", startup()));
     assert_eq!(finished.code, Some(1));
     assert!(finished.stderr.contains("lines of the error it recorded:\n"), "{}", finished.stderr);
     assert!(finished.stderr.contains("flow-launch:   | ValueError: boom\n"), "{}", finished.stderr);

@@ -2,7 +2,7 @@
 //! torchrun's own cases. PYTHON names an interpreter that has PyTorch, if python3 has none.
 
 use flow_harness::cli::{Running, finish, launcher, run, until_gone};
-use flow_harness::python::{have, python};
+use flow_harness::python::{have, python, startup};
 use flow_harness::{Finished, free_port};
 
 use std::fs;
@@ -20,7 +20,7 @@ fn launch(flags: &str, script: &str) -> Command {
     let arguments: Vec<_> =
         flags.split_whitespace().chain([script.as_str()]).chain(words).collect();
     let mut command = launcher(&arguments);
-    command.env("PYTHON_EXEC", python());
+    command.env("PYTHON_EXEC", python()).env("PYTHONPATH", startup());
     command
 }
 
@@ -79,7 +79,8 @@ for action in get_args_parser()._actions:
     value = '' if action.nargs == 0 else (action.choices or [action.default or 1])[0]
     for flag in action.option_strings:
         print(flag, value)";
-    let flags = run(Command::new(python()).args(["-c", program])).success();
+    let flags =
+        run(Command::new(python()).args(["-c", program]).env("PYTHONPATH", startup())).success();
     assert!(flags.contains("--nproc-per-node 1\n--nproc_per_node 1\n"), "{flags}");
     for line in flags.lines() {
         let words: Vec<_> = line.split_whitespace().collect();

@@ -3,7 +3,7 @@
 
 use std::process::{Child, Command, Output, Stdio};
 
-use flow_harness::python::{have, python};
+use flow_harness::python::{have, python, startup};
 use flow_store::{Address, Server, TcpStoreServer};
 
 /// A store for PyTorch's clients, and its port.
@@ -20,6 +20,7 @@ fn serve() -> (Server, TcpStoreServer, String) {
 fn script(name: &str, arguments: &[&str]) -> Command {
     let mut command = Command::new(python());
     command.arg(format!("{}/tests/pytorch/{name}", env!("CARGO_MANIFEST_DIR"))).args(arguments);
+    command.env("PYTHONPATH", startup());
     command
 }
 

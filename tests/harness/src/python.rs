@@ -22,10 +22,17 @@ fn packages() -> String {
         .map_or(String::new(), |output| String::from_utf8(output.stdout).unwrap().trim_end().into())
 }
 
+/// The folder of what Python begins with where PYTHONPATH has it: with it, PyTorch is imported
+/// sooner.
+pub fn startup() -> PathBuf {
+    root().join("tests/harness/startup")
+}
+
 /// What goes to PYTHONPATH for PyTorch, and for the libraries that
 /// `scripts/setup --python-libraries` gets.
 pub fn python_path() -> String {
-    format!("{}:{}", root().join(".python-libraries").display(), packages())
+    let libraries = root().join(".python-libraries");
+    format!("{}:{}:{}", startup().display(), libraries.display(), packages())
 }
 
 /// Whether there is such a module; says so if not.

@@ -1,7 +1,7 @@
 //! Prompts of workers, and what is typed at them.
 
 use flow_harness::cli::{launcher, until};
-use flow_harness::python::have;
+use flow_harness::python::{have, startup};
 
 use std::fs;
 use std::process::Command;
@@ -118,11 +118,8 @@ fn pytorchs_breakpoint_works() {
                 dist.get_rank() + 41\n\
                 dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
     let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
-    let Some(mut terminal) =
-        Terminal::start(command.env("PYTHON_EXEC", flow_harness::python::python()))
-    else {
-        return;
-    };
+    command.env("PYTHON_EXEC", flow_harness::python::python()).env("PYTHONPATH", startup());
+    let Some(mut terminal) = Terminal::start(&mut command) else { return };
     terminal.until_it_shows("(Pdb) ");
     terminal.types("up\n");
     terminal.until_it_shows("program.py(4)");

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_harness::python::{have, python};
+use flow_harness::python::{have, python, startup};
 use flow_harness::raise_file_limit;
 use flow_store::{Address, Error, Server, Store, TcpStoreServer};
 use rustix::process::{Resource, Rlimit, setrlimit};

@@ -89,7 +89,9 @@ sys.stdin.read()
     if !have("torch") {
         return;
     }
-    let (mut child, address) = start_server(Command::new(python()).args(["-c", SERVER]));
+    let mut server = Command::new(python());
+    let (mut child, address) =
+        start_server(server.args(["-c", SERVER]).env("PYTHONPATH", startup()));
     let mut client = Client::at(&address);
     for (sent, reply) in conversation() {
         // Not before 2.13.

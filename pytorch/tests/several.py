@@ -1,0 +1,53 @@
+"""Runs programs of this folder one after the other, each in a child of this process, which has imported PyTorch for all of them.
+
+usage: several.py FOLDER [NAME=VALUE]... PROGRAM [ARGUMENT]... [-- [NAME=VALUE]... PROGRAM [ARGUMENT]...]...
+
+What the program of number N, from 0 on, prints on rank R is in FOLDER/N.R.out and FOLDER/N.R.err. The first that fails is the last.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+FOLDER, RANK = sys.argv[1], os.environ["RANK"]
+
+
+def programs():
+    program = []
+    for word in [*sys.argv[2:], "--"]:
+        if word != "--":
+            program.append(word)
+            continue
+        yield program
+        program = []
+
+
+def become(number, words):
+    """A process that prints to files, with the variables and arguments of a program. Returns its path."""
+    for descriptor, name in (1, "out"), (2, "err"):
+        os.dup2(os.open(f"{FOLDER}/{number}.{RANK}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+    # The launcher's store for PyTorch has the keys of earlier programs.
+    rendezvous = sys.modules["torch.distributed.rendezvous"]
+    create = rendezvous._create_c10d_store
+    rendezvous._create_c10d_store = lambda *place: dist.PrefixStore(f"program {number}", create(*place))
+    while "=" in words[0]:
+        name, value = words.pop(0).split("=", 1)
+        os.environ[name] = value
+    sys.argv = [str(Path(__file__).with_name(words[0])), *words[1:]]
+    return sys.argv[0]
+
+
+for number, words in enumerate(programs()):
+    child = os.fork()
+    if not child:
+        break
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(code if code > 0 else 128 - code)
+else:
+    sys.exit()
+
+# The child goes on here, as if this file were the program's.
+__file__ = become(number, words)
+exec(compile(Path(__file__).read_text(), __file__, "exec"))
