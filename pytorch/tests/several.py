@@ -5,12 +5,15 @@ usage: several.py FOLDER [NAME=VALUE]... PROGRAM [ARGUMENT]... [-- [NAME=VALUE].
 What the program of number N, from 0 on, prints on rank R is in FOLDER/N.R.out and FOLDER/N.R.err. The first that fails is the last.
 """
 
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
+PR_SET_PDEATHSIG = 1
 FOLDER, RANK = sys.argv[1], os.environ["RANK"]
 
 
@@ -25,7 +28,8 @@ def programs():
 
 
 def become(number, words):
-    """A process that prints to files, with the variables and arguments of a program. Returns its path."""
+    """A process that ends with its parent and prints to files, with the variables and arguments of a program. Returns its path."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for descriptor, name in (1, "out"), (2, "err"):
         os.dup2(os.open(f"{FOLDER}/{number}.{RANK}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     # The launcher's store for PyTorch has the keys of earlier programs.

@@ -66,10 +66,6 @@ fn script(name: &str) -> String {
 
 /// With flow_torch as it is in the checkout, compiled once for all tests.
 fn with_flow(command: &mut Command) -> &mut Command {
-    with_part(command, Part::Cpp)
-}
-
-fn with_part(command: &mut Command, part: Part) -> &mut Command {
     let path = [startup(), root().join("pytorch")];
     command
         .env("FLOW_CACHE", cache())
@@ -77,10 +73,9 @@ fn with_part(command: &mut Command, part: Part) -> &mut Command {
         .env("PYTHONPATH", std::env::join_paths(path).unwrap())
         .env("OMP_NUM_THREADS", "1")
         .env("PYTHONWARNINGS", "ignore")
-        .envs(variables(part))
 }
 
-/// What a program has that gets this part.
+/// What a program has, beside that, for this part.
 fn variables(part: Part) -> Vec<(&'static str, PathBuf)> {
     match part {
         Part::Cpp => vec![],

@@ -80,16 +80,16 @@ fn one_rank_goes_on_for_two_and_learns() {
     let Some(data) = data("one rank that goes on where two were killed") else { return };
     let folder = Folder::new();
     let checkpoint = folder.path("checkpoint");
-    let steps = ["--data", &data, "--epochs", "1", "--steps", "500"];
-    let saved = ["--checkpoint", &checkpoint, "--checkpoint-every", "50"];
+    let steps = ["--data", &data, "--epochs", "1", "--steps", "200"];
+    let saved = ["--checkpoint", &checkpoint, "--checkpoint-every", "20"];
     let arguments = [&steps[..], &saved[..]].concat();
     let owned: Vec<String> = arguments.iter().map(|&text| text.to_owned()).collect();
-    folder.killed_after(150, 2, &owned);
+    folder.killed_after(60, 2, &owned);
     let training = Process::start(launcher(1, &[], "mnist", &arguments));
     let output = training.finish(LONG).success();
     assert_contains(&output, &["going on in epoch 1 after "]);
     let accuracy = accuracies(&output)[0];
-    assert!((80.0..100.0).contains(&accuracy), "{output}");
+    assert!((70.0..100.0).contains(&accuracy), "{output}");
 }
 
 /// Two nodes with a rank each; one is lost.

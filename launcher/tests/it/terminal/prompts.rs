@@ -119,7 +119,7 @@ fn pytorchs_breakpoint_works() {
                 dist.breakpoint(0)\nprint('x is', x)\ndist.destroy_process_group()";
     let mut command = launcher(&["--nproc_per_node", "2", &python(&folder, text)]);
     command.env("PYTHON_EXEC", flow_harness::python::python()).env("PYTHONPATH", startup());
-    let Some(mut terminal) = Terminal::start(&mut command) else { return };
+    let Some(mut terminal) = Terminal::start(&command) else { return };
     terminal.until_it_shows("(Pdb) ");
     terminal.types("up\n");
     terminal.until_it_shows("program.py(4)");
