@@ -144,11 +144,8 @@ fn batch_norms_take_the_statistics_of_all_ranks() {
     if is_skipped() {
         return;
     }
-    for part in PARTS {
-        let finished = launch("3", part, "batchnorm.py", &["flow"]);
-        let good = finished.stdout.lines().filter(|line| line.ends_with(": good")).count();
-        assert!(finished.code == Some(0) && good == 3 * 9, "{finished:?}");
-    }
+    let printed = with_both_parts(3, &[("batchnorm.py", &["flow"])]);
+    printed.iter().for_each(|printed| all_good(printed, 3, 9));
 }
 
 /// Three ranks: gradients are divided before they are summed up.
