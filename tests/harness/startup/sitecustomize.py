@@ -1,6 +1,6 @@
 """Python begins with this where its folder is on PYTHONPATH: PyTorch then costs a test a third less.
 
-`import torch` makes a million objects that live until the end. The garbage collector does not look at them: not while they are made,
+`import torch` makes some 240,000 objects that live until the end. The garbage collector does not look at them: not while they are made,
 not later, and not at the end of the program.
 """
 
