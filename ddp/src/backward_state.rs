@@ -11,7 +11,7 @@ use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::options::{Delayed, Options};
-use crate::parameter::{Parameter, by_training};
+use crate::parameter::{Parameter, by_training, numbered};
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
 
@@ -22,6 +22,8 @@ pub(crate) struct ScheduledBucket {
     pub memory: Box<dyn Bucket>,
     /// Gradients still to come in this backward.
     pub missing: usize,
+    /// The slots whose parameters this rank has not used since the last reduction.
+    pub unused: Vec<bool>,
     /// The reduction, once it is launched.
     pub pending: Option<Pending>,
     /// The reduced gradients, if a communication hook returned them in a tensor of its own.
@@ -37,6 +39,7 @@ impl ScheduledBucket {
     fn new(memory: Box<dyn Bucket>, members: Vec<usize>) -> Self {
         Self {
             missing: members.len(),
+            unused: vec![false; members.len()],
             members,
             memory,
             pending: None,
@@ -115,6 +118,7 @@ impl ScheduledBucket {
 
     fn begin(&mut self, step: u32) {
         self.memory.set_step(step);
+        self.unused.fill(false);
         self.in_place_bytes = 0;
         self.ready = None;
         self.done = None;
@@ -260,17 +264,22 @@ impl BackwardState {
         named.map(|parameter| (parameter.name.clone(), parameter.tensor.shallow_clone())).collect()
     }
 
-    /// Returns the parameters that got a gradient since the last reduction.
+    /// Returns the parameters that have got a gradient since the last reduction, and still have it.
     pub fn used(&self) -> impl Iterator<Item = &Parameter> {
-        self.parameters.iter().zip(&self.used).filter(|(_, used)| **used).map(|(p, _)| p)
+        let indices = 0..self.parameters.len();
+        indices.filter(|&index| self.is_used(index)).map(|index| &self.parameters[index])
     }
 
-    /// Trains the parameters that require gradients now. The buckets are still to be built.
-    pub fn train_anew(&mut self, options: &Options) {
+    /// Returns whether a parameter has got a gradient since the last reduction, and still has it.
+    pub fn is_used(&self, index: usize) -> bool {
+        self.used[index] && self.parameters[index].tensor.grad().defined()
+    }
+
+    /// Returns the state that trains the parameters that require gradients now. This one stays as it
+    /// is.
+    pub fn trained_anew(&self, path: &dyn ReducePath, options: &Options) -> Result<Self> {
         let used: HashSet<usize> = self.used().map(|parameter| parameter.position).collect();
-        let mut parameters = std::mem::take(&mut self.parameters);
-        parameters.append(&mut self.frozen);
-        let (trained, frozen) = by_training(parameters);
+        let (trained, frozen) = by_training(numbered(self.named()));
         let mut fresh = Self::new(trained, frozen, options);
         for (index, parameter) in fresh.parameters.iter().enumerate() {
             fresh.used[index] = used.contains(&parameter.position);
@@ -278,7 +287,9 @@ impl BackwardState {
         fresh.local = self.local;
         fresh.step = self.step;
         fresh.stats.backwards = self.stats.backwards;
-        *self = fresh;
+        let order: Vec<usize> = (0..fresh.parameters.len()).rev().collect();
+        fresh.build(path, options, &order)?;
+        Ok(fresh)
     }
 
     /// Makes `.grad` of a parameter its place in the bucket, if the type is the same.

@@ -234,6 +234,7 @@ impl DdpBuilder {
     ) -> Result<Ddp<M>> {
         let Self { group, mut options, broadcast_buffers, forward_sync_buffers, comm_hook } = self;
         options.communication = comm_hook.kind();
+        options.delayed = options.delayed.by_first_names(&parameters);
         let rank = job_rank(&group);
         let fit = check(&parameters, &buffers, &options, broadcast_buffers);
         if group.world_size() == 1 {

@@ -55,9 +55,10 @@ use crate::stats::Stats;
 /// another in a collective of `group`), this is detected by the timeout, not immediately.
 ///
 /// Parameters are those that require gradients when the model is wrapped. Freeze and unfreeze
-/// before, or call [`Ddp::refresh`] after. One that the `VarStore` gets later is an error of the next backward. One tensor under
-/// several names (tied weights) is one parameter, of the first name. Buffers are the tensors that
-/// they are when the model is wrapped: write into them. One that the model has replaced
+/// before, or call [`Ddp::refresh`] after. One that the `VarStore` gets later is an error of the
+/// next backward. One tensor under several names (tied weights) is one parameter, of the first
+/// name. Buffers are the tensors that they are when the model is wrapped: write into them. One that
+/// the model has replaced
 /// (`model.norm.running_mean = ...`) is an error of the next forward that would broadcast it. It is
 /// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
@@ -187,6 +188,10 @@ impl<M> Ddp<M> {
 impl<M: ModuleT> Ddp<M> {
     /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers.
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        if train && self.reducer.is_some() && self.hooks.is_empty() {
+            let reason = "a refresh has failed half-way: wrap the model again".to_owned();
+            return Err(Error::Model { rank: job_rank(&self.group), reason });
+        }
         if train && self.forward_sync_buffers {
             self.sync_buffers()?;
         }

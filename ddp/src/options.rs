@@ -1,7 +1,7 @@
 //! Options of a reducer.
 
 use flow_comm::ReduceOp;
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::bucket::assignment::Caps;
 
@@ -25,4 +25,21 @@ pub(crate) struct Options {
 pub(crate) struct Delayed {
     pub names: Vec<String>,
     pub until: String,
+}
+
+impl Delayed {
+    /// Returns the same with the first name of each tensor that has several, in alphabetical order.
+    pub fn by_first_names(&self, parameters: &[(String, Tensor)]) -> Self {
+        let first = |wanted: &String| {
+            let found = parameters.iter().find(|(name, _)| name == wanted);
+            let tensor = found.map(|(_, tensor)| flow_autograd::identity(tensor));
+            let mut tied = parameters.iter();
+            let first = tied.find(|(_, other)| Some(flow_autograd::identity(other)) == tensor);
+            first.map_or_else(|| wanted.clone(), |(name, _)| name.clone())
+        };
+        let mut names: Vec<String> = self.names.iter().map(first).collect();
+        names.sort_unstable();
+        names.dedup();
+        Self { names, until: first(&self.until) }
+    }
 }

@@ -36,6 +36,8 @@ pub(crate) struct Reducer {
     added: OnceLock<Added>,
     state: ForkSafe<Mutex<BackwardState>>,
     comm_hook: ForkSafe<Mutex<Box<dyn CommHook>>>,
+    /// The hook waits for other ranks.
+    launches_at_end: bool,
 }
 
 impl Reducer {
@@ -58,6 +60,7 @@ impl Reducer {
             steps: Arc::new(Steps::new()),
             added: OnceLock::new(),
             state: ForkSafe::new(Mutex::new(state)),
+            launches_at_end: comm_hook.waits_for_ranks(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
         }))
     }
@@ -82,18 +85,28 @@ impl Reducer {
         Ok(hooks)
     }
 
-    /// Trains the parameters that require gradients now. Their hooks are to be installed anew: the
-    /// caller has dropped the old ones.
-    pub fn train_anew(self: &Arc<Self>) -> Result<Vec<GradHook>> {
-        let mut state = self.state();
+    /// Returns the state that trains the parameters that require gradients now.
+    pub fn trained_anew(&self) -> Result<BackwardState> {
+        let state = self.state();
         if self.path.grads_are_views() || self.options.bucket_view {
             state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
         }
-        state.train_anew(&self.options);
-        let order: Vec<usize> = (0..state.parameters.len()).rev().collect();
-        state.build(&**self.path, &self.options, &order)?;
-        drop(state);
+        state.trained_anew(&**self.path, &self.options)
+    }
+
+    /// Goes on with another state. Returns its hooks; the caller has dropped the old ones.
+    pub fn go_on(self: &Arc<Self>, state: BackwardState) -> Result<Vec<GradHook>> {
+        *self.state() = state;
         self.install_hooks()
+    }
+
+    /// Returns the parameters that require gradients now, and did not before.
+    pub fn unfrozen(&self) -> Vec<(String, Tensor)> {
+        let state = self.state();
+        let unfrozen = state.frozen.iter().filter(|parameter| parameter.tensor.requires_grad());
+        unfrozen
+            .map(|parameter| (parameter.name.clone(), parameter.tensor.shallow_clone()))
+            .collect()
     }
 
     /// Returns all parameters of the model, in its order.
@@ -101,11 +114,17 @@ impl Reducer {
         self.state().named()
     }
 
-    /// Returns a parameter that is frozen now and has a gradient that is not reduced yet.
-    pub fn frozen_before_reduction(&self) -> Option<String> {
+    /// Checks that no parameter is frozen that has a gradient which is not reduced yet.
+    pub fn check_reduced(&self) -> Result<(), String> {
         let state = self.state();
-        let frozen = state.used().find(|parameter| !parameter.tensor.requires_grad());
-        frozen.map(|parameter| parameter.name.clone())
+        match state.used().find(|parameter| !parameter.tensor.requires_grad()) {
+            None => Ok(()),
+            Some(parameter) => Err(format!(
+                "{} was frozen with a gradient that is not reduced yet: freeze it after the backward \
+                 that ends no_sync",
+                parameter.name
+            )),
+        }
     }
 
     pub fn options(&self) -> &Options {
@@ -244,7 +263,9 @@ impl Reducer {
             self.take_waiting(state)?;
         }
         self.defer_missing_grads(state, |state| {
-            self.launch(state)?;
+            if !self.launches_at_end {
+                self.launch(state)?;
+            }
             Ok(self.path.progress()?)
         })
     }
@@ -319,6 +340,7 @@ impl Reducer {
                 is_last: state.next == last,
                 memory: &mut *scheduled.memory,
                 members: &scheduled.members,
+                unused: &scheduled.unused,
                 parameters: &state.parameters,
                 path: &**self.path,
                 group: &self.group,
@@ -410,7 +432,8 @@ impl Reducer {
         } else if !missing.is_empty() {
             state.peer_misses_grads = true;
         }
-        let mut used: Vec<u8> = state.used.iter().map(|&used| u8::from(used)).collect();
+        let indices = 0..state.parameters.len();
+        let mut used: Vec<u8> = indices.map(|index| u8::from(state.is_used(index))).collect();
         self.defer_missing_grads(state, |state| {
             self.launch(state)?;
             self.wait(state)?;
@@ -472,6 +495,7 @@ impl Reducer {
     fn fill_in(&self, state: &mut BackwardState, missing: &[usize]) -> Result<()> {
         for &index in missing {
             let (bucket, slot) = state.slots[index];
+            state.buckets[bucket].unused[slot] = !state.is_used(index);
             let parameter = &state.parameters[index];
             let gradient = parameter.tensor.grad();
             if !gradient.defined() {
@@ -517,10 +541,11 @@ impl Reducer {
         let lines: Vec<String> =
             of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
         let advice = if state.graph.is_some() {
-            "the graph is not that of the first backward: build without static_graph(true)"
+            "the graph is not that of the first backward: build without static_graph(true), or call \
+             refresh where parameters were frozen"
         } else {
-            "use every parameter in computing the loss, or freeze those parameters before wrapping, \
-             or build with find_unused_parameters(true)"
+            "use every parameter in computing the loss, or freeze those parameters before wrapping \
+             or call refresh after, or build with find_unused_parameters(true)"
         };
         Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; "), advice }
     }

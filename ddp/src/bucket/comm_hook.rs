@@ -44,6 +44,14 @@ pub trait CommHook: Send + 'static {
         None
     }
 
+    /// Returns whether `launch` waits for other ranks, as blocking collectives do (default: no). Then
+    /// it is called at the end of backward, in which ranks may wait for each other in other
+    /// collectives: those of [`convert_sync_batchnorm`](crate::convert_sync_batchnorm), for instance.
+    /// Where ranks use different parameters, they would wait for ever in the middle of it.
+    fn waits_for_ranks(&self) -> bool {
+        false
+    }
+
     /// Returns the hook's identity: all ranks must have the same.
     fn name(&self) -> String {
         std::any::type_name::<Self>().into()
@@ -56,6 +64,7 @@ pub struct GradBucket<'a> {
     pub(crate) is_last: bool,
     pub(crate) memory: &'a mut dyn Bucket,
     pub(crate) members: &'a [usize],
+    pub(crate) unused: &'a [bool],
     pub(crate) parameters: &'a [Parameter],
     pub(crate) path: &'a dyn ReducePath,
     pub(crate) group: &'a ProcessGroup,
@@ -81,9 +90,15 @@ impl GradBucket<'_> {
         })
     }
 
-    /// Returns this rank's gradients, of the shapes of [`GradBucket::parameters`], but that complex
-    /// ones are real with one dimension more (`view_as_real`). What is written
-    /// into them is what [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take.
+    /// Returns for each of [`GradBucket::parameters`] whether this rank has used it since the last
+    /// reduction. The gradient of one that it has not used is zeros, or what `.grad` had before.
+    pub fn used(&self) -> impl Iterator<Item = bool> {
+        self.unused.iter().map(|unused| !unused)
+    }
+
+    /// Returns this rank's gradients, of the shapes of [`GradBucket::parameters`]. Complex ones are
+    /// real here, with one dimension more (`view_as_real`). A hook may write into the gradients:
+    /// [`GradBucket::all_reduce`] and [`GradBucket::buffer`] take what is there then.
     ///
     /// # Errors
     ///

@@ -1,6 +1,6 @@
 //! Gradients as products of two thin matrices.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use flow_autograd::BoxError;
 use flow_comm::{ReduceOp, digest};
@@ -20,7 +20,9 @@ use crate::bucket::pending::Pending;
 /// next step's gradient (error feedback). Vectors, and matrices that would not shrink enough, are
 /// averaged as they are. So is everything in the first steps, in which gradients change fast.
 ///
-/// Two operations a bucket wait for all ranks, inside backward: this pays where the network is slow.
+/// Two operations a bucket wait for all ranks, at the end of backward: this pays where the network is
+/// slow. Each rank makes its left matrix orthonormal on its own: let all have processors, or GPUs, of
+/// one kind, so that all get the same numbers.
 ///
 /// It is PyTorch's `powerSGD_hook`, and so are the names and defaults. But errors and matrices are
 /// kept by parameter: they outlive the rebuilding of the buckets, and a start in the first step is
@@ -45,6 +47,8 @@ pub struct PowerSgd {
     /// The steps so far.
     iteration: u64,
     memories: HashMap<String, Memory>,
+    /// The compressed parameters of this step.
+    seen: HashSet<String>,
 }
 
 /// What is kept of a parameter from one step to the next.
@@ -62,7 +66,9 @@ enum Part {
     Whole(Tensor),
     LowRank {
         name: String,
-        /// The gradient, with the error of the last step: `n` times `m`.
+        is_used: bool,
+        /// The gradient, with the error of the last step if this rank uses the parameter: `n` times
+        /// `m`.
         matrix: Tensor,
         /// `m` times `r`, orthonormal.
         right: Tensor,
@@ -82,6 +88,7 @@ impl PowerSgd {
             seed: 0,
             iteration: 0,
             memories: HashMap::new(),
+            seen: HashSet::new(),
         }
     }
 
@@ -116,7 +123,7 @@ impl PowerSgd {
         self
     }
 
-    fn part(&mut self, name: &str, gradient: &Tensor) -> Result<Part, TchError> {
+    fn part(&mut self, name: &str, gradient: &Tensor, is_used: bool) -> Result<Part, TchError> {
         let size = gradient.size();
         let rows = size.first().copied().unwrap_or(1);
         let columns = size.iter().skip(1).product::<i64>();
@@ -128,8 +135,12 @@ impl PowerSgd {
         }
         let memory = self.memories.entry(name.to_owned()).or_default();
         let mut matrix = gradient.f_reshape([rows, columns])?.f_to_kind(wide(gradient.kind()))?;
-        if let Some(error) = memory.error.take().filter(|error| error.size() == matrix.size()) {
-            matrix = matrix.f_add(&error)?;
+        self.seen.insert(name.to_owned());
+        // An error that comes where no rank uses the parameter would be lost.
+        if let Some(error) =
+            memory.error.as_ref().filter(|error| is_used && error.size() == [rows, columns])
+        {
+            matrix = matrix.f_add(error)?;
         }
         let right = match memory.right.take().filter(|_| self.warm_start) {
             Some(right) if right.size() == [columns, rank] => right,
@@ -140,7 +151,8 @@ impl PowerSgd {
                     .f_to_kind(matrix.kind())?
             }
         };
-        Ok(Part::LowRank { name: name.to_owned(), matrix, right: orthonormal(&right)? })
+        let right = orthonormal(&right)?;
+        Ok(Part::LowRank { name: name.to_owned(), is_used, matrix, right })
     }
 
     /// Makes the gradient that all ranks get of a reduced part.
@@ -150,13 +162,15 @@ impl PowerSgd {
         left: Tensor,
         rights: &mut impl Iterator<Item = Tensor>,
     ) -> Result<Tensor, TchError> {
-        let Part::LowRank { name, matrix, .. } = part else { return Ok(left) };
+        let Part::LowRank { name, is_used, matrix, .. } = part else { return Ok(left) };
         let Some(right) = rights.next() else { return Ok(left) };
         let approximation = left.f_matmul(&right.f_tr()?)?;
         let memory = self.memories.entry(name).or_default();
         // A gradient that overflows, of which a GradScaler makes nothing, must not come again.
         if bool::try_from(right.f_isfinite()?.f_all()?)? {
-            memory.error = self.error_feedback.then(|| matrix.f_sub(&approximation)).transpose()?;
+            if self.error_feedback && is_used {
+                memory.error = Some(matrix.f_sub(&approximation)?);
+            }
             memory.right = Some(right);
         }
         approximation.f_view([-1])
@@ -175,8 +189,10 @@ impl CommHook for PowerSgd {
         let _guard = tch::no_grad_guard();
         let gradients = bucket.gradients()?;
         let mut parts = Vec::with_capacity(gradients.len());
-        for ((name, _), gradient) in bucket.parameters().zip(&gradients) {
-            parts.push(self.part(name, gradient)?);
+        for (((name, _), gradient), is_used) in
+            bucket.parameters().zip(&gradients).zip(bucket.used())
+        {
+            parts.push(self.part(name, gradient, is_used)?);
         }
         let mut lefts = Vec::with_capacity(parts.len());
         for part in &parts {
@@ -203,7 +219,15 @@ impl CommHook for PowerSgd {
         for (part, left) in parts.into_iter().zip(lefts) {
             reduced.push(self.reduced(part, left, &mut rights)?.f_to_kind(kind)?);
         }
+        if bucket.is_last() {
+            let seen = std::mem::take(&mut self.seen);
+            self.memories.retain(|name, _| seen.contains(name));
+        }
         Ok(Pending::ready(Tensor::f_cat(&reduced, 0)?))
+    }
+
+    fn waits_for_ranks(&self) -> bool {
+        true
     }
 
     fn name(&self) -> String {

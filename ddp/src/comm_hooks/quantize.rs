@@ -35,7 +35,8 @@ impl Quantize {
     /// Returns the bytes of each channel, and the smallest element and the step of each.
     fn quantized(&self, flat: &Tensor) -> Result<(Tensor, Tensor), TchError> {
         let length = flat.numel() as i64;
-        let channel = self.channel.map_or(length, |channel| channel as i64).clamp(1, length.max(1));
+        let channel =
+            self.channel.map_or(length, |channel| channel.min(flat.numel()) as i64).max(1);
         let padding = (channel - length % channel) % channel;
         // The last element once more: zeros would widen the last channel's range.
         let last = flat.f_narrow(0, length - 1, 1)?.f_expand([padding], false)?;
@@ -66,6 +67,10 @@ impl CommHook for Quantize {
         let values = bytes.f_to_kind(ranges.kind())?.f_mul(&step)?.f_add(&smallest)?;
         let mean = values.f_mean_dim(0i64, false, ranges.kind())?;
         Ok(Pending::ready(mean.f_view([-1])?.f_narrow(0, 0, length)?.f_to_kind(kind)?))
+    }
+
+    fn waits_for_ranks(&self) -> bool {
+        true
     }
 
     fn name(&self) -> String {

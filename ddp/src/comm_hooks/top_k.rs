@@ -1,6 +1,6 @@
 //! The largest elements of gradients.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use flow_autograd::BoxError;
 use flow_tensor::TensorCollectives;
@@ -21,13 +21,15 @@ pub struct TopK {
     share: f64,
     /// What each parameter's gradients have left unsent.
     errors: HashMap<String, Tensor>,
+    /// The parameters of this step.
+    seen: HashSet<String>,
 }
 
 impl TopK {
     /// Returns the hook that sends this share of elements, above 0 and at most 1. At least one element
     /// of each gradient is sent.
     pub fn new(share: f64) -> Self {
-        Self { share: share.clamp(0.0, 1.0), errors: HashMap::new() }
+        Self { share: share.clamp(0.0, 1.0), errors: HashMap::new(), seen: HashSet::new() }
     }
 }
 
@@ -39,10 +41,14 @@ impl CommHook for TopK {
         let mut values = Vec::with_capacity(gradients.len());
         let mut places = Vec::with_capacity(gradients.len());
         let mut start = 0;
-        for ((name, _), gradient) in bucket.parameters().zip(&gradients) {
+        for (((name, _), gradient), is_used) in
+            bucket.parameters().zip(&gradients).zip(bucket.used())
+        {
             let mut flat = gradient.f_reshape([-1])?.f_to_kind(wide(kind))?;
-            if let Some(error) = self.errors.remove(name) {
-                flat = flat.f_add(&error)?;
+            self.seen.insert(name.to_owned());
+            // An error that comes where no rank uses the parameter would be lost.
+            if let Some(error) = self.errors.get(name).filter(|_| is_used) {
+                flat = flat.f_add(error)?;
             }
             let length = flat.numel() as i64;
             let sent = ((length as f64 * self.share).ceil() as i64).clamp(length.min(1), length);
@@ -51,8 +57,14 @@ impl CommHook for TopK {
             places.push(indices.f_add_scalar(start)?);
             // A gradient that overflows, of which a GradScaler makes nothing, must not come again.
             let rest = flat.f_index_fill(0, &indices, 0.0)?.f_nan_to_num(0.0, 0.0, 0.0)?;
-            self.errors.insert(name.to_owned(), rest);
+            if is_used {
+                self.errors.insert(name.to_owned(), rest);
+            }
             start += length;
+        }
+        if bucket.is_last() {
+            let seen = std::mem::take(&mut self.seen);
+            self.errors.retain(|name, _| seen.contains(name));
         }
         let group = bucket.group();
         let values = group.all_gather_tensor(&Tensor::f_cat(&values, 0)?)?;
@@ -64,6 +76,10 @@ impl CommHook for TopK {
         }
         let mean = sum.f_div_scalar(group.world_size() as i64)?;
         Ok(Pending::ready(mean.f_to_kind(kind)?))
+    }
+
+    fn waits_for_ranks(&self) -> bool {
+        true
     }
 
     fn name(&self) -> String {

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::comm_hooks::{PowerSgd, Quantize, TopK};
-use flow_ddp::{CommHook, Ddp, TensorCollectives};
-use tch::nn::VarStore;
+use flow_ddp::{CommHook, Ddp, TensorCollectives, convert_sync_batchnorm};
+use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::models::{device, store};
@@ -200,6 +200,75 @@ fn overflow_of(group: &ProcessGroup, hook: impl CommHook) -> Result<()> {
         for tensor in model.backward(&ones)? {
             ensure!(is_finite(&tensor)?, "an overflow comes again");
         }
+    }
+    Ok(())
+}
+
+/// What a step leaves out is not lost in steps in which no rank uses the parameter.
+pub fn unused(group: &ProcessGroup) -> Result<()> {
+    unused_of(group, TopK::new(0.06)).context("TopK")?;
+    unused_of(group, PowerSgd::new(1).start_iter(0).min_compression_rate(0.0)).context("PowerSgd")
+}
+
+fn unused_of(group: &ProcessGroup, hook: impl CommHook) -> Result<()> {
+    const USES: i32 = 4;
+    let store = store();
+    let weight = store.root().ones("weight", &[4, 4]);
+    let other = store.root().ones("other", &[2]);
+    let builder = Ddp::builder(group).find_unused_parameters(true).comm_hook(hook);
+    let _model = builder.wrap((), &store)?;
+    let gradient = Tensor::arange(16, (Kind::Float, device())).view([4, 4]) + 1.0;
+    let mut sum = gradient.zeros_like();
+    for step in 0..60 {
+        flow_autograd::set_grad(&weight, None)?;
+        let mut loss = other.sum(Kind::Float);
+        if step >= 2 * USES {
+            // What is left over comes now.
+            loss += (&weight * 0.0).sum(Kind::Float);
+        } else if step % 2 == 0 {
+            loss += (&weight * &gradient).sum(Kind::Float);
+        }
+        loss.f_backward()?;
+        if weight.grad().defined() {
+            sum += weight.grad();
+        }
+    }
+    let expected = &gradient * f64::from(USES);
+    let distance = distance(&sum, &expected.to_kind(Kind::Double));
+    ensure!(distance < 1e-3, "the sum is wrong by {distance}");
+    Ok(())
+}
+
+/// Ranks use different parameters, and wait for each other in a layer's collective in the middle of
+/// backward.
+pub fn beside_batch_norm(group: &ProcessGroup) -> Result<()> {
+    for is_static in [false, true] {
+        beside_batch_norm_with(group, is_static, Quantize::per_tensor())?;
+        beside_batch_norm_with(group, is_static, TopK::new(0.1))?;
+        beside_batch_norm_with(group, is_static, PowerSgd::new(1).start_iter(0))?;
+    }
+    Ok(())
+}
+
+fn beside_batch_norm_with(
+    group: &ProcessGroup,
+    is_static: bool,
+    hook: impl CommHook,
+) -> Result<()> {
+    let store = store();
+    let norm = nn::batch_norm1d(store.root() / "norm", 3, Default::default());
+    let own = store.root().ones("own", &[100, 300]);
+    let first = store.root().ones("first", &[3]);
+    convert_sync_batchnorm(&store, group)?;
+    let builder = Ddp::builder(group).find_unused_parameters(!is_static).static_graph(is_static);
+    let model = builder.bucket_cap_mb(0.01).comm_hook(hook).wrap(norm, &store)?;
+    for _ in 0..3 {
+        let x = Tensor::randn([4, 3], (Kind::Float, device())) * &first;
+        let mut loss = model.try_forward_t(&x, true)?.square().sum(Kind::Float);
+        if group.rank() == 0 {
+            loss += own.sum(Kind::Float);
+        }
+        loss.f_backward()?;
     }
     Ok(())
 }

@@ -313,8 +313,7 @@ fn all_errors_are_final(test: &Test) {
 
 fn names_the_thawed(test: &Test) {
     let ranks = finish(test);
-    let reason =
-        "frozen.weight was frozen when the model was wrapped and is not now: wrap it again";
+    let reason = "frozen.weight was frozen when the model was wrapped and is not now: call refresh, or wrap it again";
     let own = format!("step 5: Model: rank 1: Ddp: {reason}");
     assert_contains(&ranks[1].stderr, &[&own, "again: Poisoned: "]);
     for rank in [0, 2] {

@@ -91,6 +91,36 @@ pub fn refreshed(group: &ProcessGroup) -> Result<()> {
         model.forward(&input).f_backward()?;
         model.0.iter().try_for_each(|w| gradient_is(w, 2.0 * expected))?;
 
+        // A gradient that was dropped is none.
+        model.without_sync(|model| model.forward(&input).f_backward())?;
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        let _ = model.0[0].set_requires_grad(false);
+        model.refresh()?;
+
+        // Rank 0's values, as when a model is wrapped, of what was frozen.
+        let _ = tch::no_grad(|| model.0[0].shallow_clone().fill_(group.rank() as f64 + 3.0));
+        let _ = model.0[0].set_requires_grad(true);
+        model.refresh()?;
+        ensure!(model.0[0].detach() == Tensor::full_like(&model.0[0].detach(), 3.0));
+
+        // Another one's: this one goes on as before.
+        let _ = model.0[2].set_requires_grad(false);
+        model.refresh()?;
+        let _ = model.0[2].set_requires_grad(true);
+        let named = vec![("w2".to_owned(), model.0[2].shallow_clone())];
+        let other = Ddp::from_tensors((), named, vec![], group)?;
+        says(&error(model.refresh())?, &["parameter w2 is wrapped in a Ddp already"])?;
+        drop(other);
+        let _ = model.0[2].set_requires_grad(false);
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        model.forward(&input).f_backward()?;
+        model.0[..2].iter().try_for_each(|w| gradient_is(w, expected))?;
+        let _ = model.0[2].set_requires_grad(true);
+        model.refresh()?;
+        model.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        model.forward(&input).f_backward()?;
+        model.forward(&input).f_backward()?;
+
         // Not all ranks, or nothing.
         let _ = model.0[1].set_requires_grad(group.rank() != 1);
         says(&error(model.refresh())?, &["w1", "rank 0", "rank 1", "requires_grad=false"])?;

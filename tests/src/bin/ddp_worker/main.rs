@@ -107,6 +107,8 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_quantized", compression::quantized, ALL),
     scenario("compression_feedback", compression::feedback, ALL),
     scenario("compression_overflow", compression::overflow, ALL),
+    scenario("compression_unused", compression::unused, ALL),
+    scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
     scenario("differing_hooks", hooks::differing, ALL),
 ];
 

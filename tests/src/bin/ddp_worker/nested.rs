@@ -136,6 +136,24 @@ pub fn delayed(group: &ProcessGroup) -> Result<()> {
         let names = &bucket.context("w0 is reduced")?.parameters;
         ensure!(names.iter().all(|name| name == "w0" || name == "w3"), "{names:?}");
     }
+    // Names in any order, and of a tensor that has two.
+    let vectors = Vectors::new(&store(), &[40_000, 10, 10]);
+    let mut named = Vec::new();
+    for (name, index) in [("a", 0), ("also a", 0), ("b", 1), ("also b", 1), ("c", 2)] {
+        named.push((name.to_owned(), vectors.0[index].shallow_clone()));
+    }
+    let names = if group.rank() == 0 { ["c", "also a"] } else { ["also a", "c"] };
+    let builder = Ddp::builder(group).delay_all_reduce_named_params(&names, "also b");
+    let mut model = builder.wrap_tensors((), named, vec![])?;
+    for _ in 0..2 {
+        vectors.0.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        nest(&vectors, &[0, 2, 0, 1], &factor())?().f_backward()?;
+        let times = [2.0, 1.0, 1.0];
+        vectors.0.iter().zip(times).try_for_each(|(w, times)| gradient_is(w, times))?;
+        model.refresh()?;
+    }
+    drop(model);
+
     let builder = || Ddp::builder(group).delay_all_reduce_named_params(&["w0"], "w1");
     let store = store();
     let model = builder().wrap(Vectors::new(&store, &[10, 10]), &store)?;
