@@ -432,8 +432,10 @@ impl Reducer {
         } else if !missing.is_empty() {
             state.peer_misses_grads = true;
         }
-        let indices = 0..state.parameters.len();
-        let mut used: Vec<u8> = indices.map(|index| u8::from(state.is_used(index))).collect();
+        let mut used = Vec::with_capacity(state.parameters.len());
+        for (index, &arrived) in state.arrived.iter().enumerate() {
+            used.push(u8::from(arrived || state.is_used(index)));
+        }
         self.defer_missing_grads(state, |state| {
             self.launch(state)?;
             self.wait(state)?;
