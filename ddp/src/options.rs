@@ -30,16 +30,21 @@ pub(crate) struct Delayed {
 impl Delayed {
     /// Returns the same with the first name of each tensor that has several, in alphabetical order.
     pub fn by_first_names(&self, parameters: &[(String, Tensor)]) -> Self {
-        let first = |wanted: &String| {
-            let found = parameters.iter().find(|(name, _)| name == wanted);
-            let tensor = found.map(|(_, tensor)| flow_autograd::identity(tensor));
-            let mut tied = parameters.iter();
-            let first = tied.find(|(_, other)| Some(flow_autograd::identity(other)) == tensor);
-            first.map_or_else(|| wanted.clone(), |(name, _)| name.clone())
-        };
-        let mut names: Vec<String> = self.names.iter().map(first).collect();
+        let mut names: Vec<String> =
+            self.names.iter().map(|name| first_name(parameters, name)).collect();
         names.sort_unstable();
         names.dedup();
-        Self { names, until: first(&self.until) }
+        Self { names, until: first_name(parameters, &self.until) }
     }
+}
+
+/// Returns the first name of the tensor that has this one, or this one if no tensor has it.
+fn first_name(parameters: &[(String, Tensor)], wanted: &str) -> String {
+    let Some((_, tensor)) = parameters.iter().find(|(name, _)| name == wanted) else {
+        return wanted.to_owned();
+    };
+    let identity = flow_autograd::identity(tensor);
+    let mut names = parameters.iter();
+    let first = names.find(|(_, other)| flow_autograd::identity(other) == identity);
+    first.map_or_else(|| wanted.to_owned(), |(name, _)| name.clone())
 }

@@ -127,10 +127,12 @@ impl Reducer {
         }
     }
 
+    /// Returns the options that all ranks have.
     pub fn options(&self) -> &Options {
         &self.options
     }
 
+    /// Returns the reducer's own group.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }

@@ -252,8 +252,10 @@ fn orthonormal(matrix: &Tensor) -> Result<Tensor, TchError> {
 /// Returns a matrix of numbers from -1 to 1, the same on all ranks.
 fn random(rows: i64, columns: i64, seed: u32) -> Tensor {
     let mut generator = Mt::new(seed);
-    let mut number = || f64::from(generator.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0;
-    let numbers: Vec<f64> = (0..rows * columns).map(|_| number()).collect();
+    let mut numbers = Vec::new();
+    for _ in 0..rows * columns {
+        numbers.push(f64::from(generator.next_u32()) / f64::from(u32::MAX) * 2.0 - 1.0);
+    }
     Tensor::from_slice(&numbers).view([rows, columns])
 }
 
