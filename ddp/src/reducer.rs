@@ -6,20 +6,22 @@
 //! what is under way and writes back what was copied. After the first backward the buckets are
 //! built anew, in the order in which rank 0's gradients came.
 
+mod end_of_backward;
+
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
-use flow_comm::{ForkSafe, ProcessGroup, ReduceOp, trace};
+use flow_comm::{ForkSafe, ProcessGroup, trace};
 use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
+use self::end_of_backward::EndOfBackward;
 use crate::backward_state::BackwardState;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
 use crate::bucket::{BackwardEvent, ReducePath};
 use crate::error::{Error, Result, job_rank};
 use crate::options::Options;
-use crate::parameter::{Parameter, names_of};
+use crate::parameter::Parameter;
 use crate::static_graph::StaticGraph;
 use crate::stats::Stats;
 use crate::steps::Steps;
@@ -296,6 +298,31 @@ impl Reducer {
         Ok(())
     }
 
+    /// Gives the delayed gradients that have come to their buckets.
+    fn take_waiting(&self, state: &mut BackwardState) -> Result<()> {
+        for index in std::mem::take(&mut state.waiting) {
+            let gradient = state.parameters[index].tensor.grad();
+            self.take(state, index, &gradient, false)?;
+            state.ready_order.push(index);
+        }
+        Ok(())
+    }
+
+    /// Gives all gradients that have come to their buckets, in the order in which they came last.
+    fn take_all(&self, state: &mut BackwardState) -> Result<()> {
+        let mut order = Vec::with_capacity(state.parameters.len());
+        for index in std::mem::take(&mut state.ready_order).into_iter().rev() {
+            if !state.arrived[index] {
+                let gradient = state.parameters[index].tensor.grad();
+                self.take(state, index, &gradient, false)?;
+                order.push(index);
+            }
+        }
+        order.reverse();
+        state.ready_order = order;
+        Ok(())
+    }
+
     /// Begins a backward with its first gradient, and queues what is done at its end.
     fn begin_backward<'a>(
         self: &'a Arc<Self>,
@@ -305,13 +332,7 @@ impl Reducer {
         state.begin(step);
         // Unlocked: if the callback is refused it is dropped, and locks the state for that.
         drop(state);
-        let end = EndOfBackward {
-            reducer: Arc::clone(self),
-            reached: false,
-            _phase: trace::phase(trace::Phase::Backward, step.into()),
-        };
-        flow_autograd::at_end_of_backward(move || end.run())
-            .map_err(|error| self.in_backward(error))?;
+        EndOfBackward::queue(self, step).map_err(|error| self.in_backward(error))?;
         let mut state = self.state();
         // From here on an error of this rank alone reaches the others.
         self.path.record(BackwardEvent::FirstGradient)?;
@@ -356,30 +377,6 @@ impl Reducer {
         Ok(())
     }
 
-    /// Waits until all launched buckets are reduced.
-    fn wait(&self, state: &mut BackwardState) -> Result<()> {
-        for (index, bucket) in state.buckets.iter_mut().enumerate() {
-            let _wait = trace::wait(state.step.into(), index as u32);
-            bucket.wait().map_err(|error| Error::of_hook(&self.group, index, error))?;
-        }
-        Ok(())
-    }
-
-    /// Puts what the communication hook has made of buckets where reduced gradients are.
-    fn scatter(&self, state: &mut BackwardState) -> Result<()> {
-        for (bucket, scheduled) in state.buckets.iter_mut().enumerate() {
-            scheduled.scatter(&state.parameters).map_err(|expected| Error::CommHook {
-                rank: job_rank(&self.group),
-                bucket,
-                reason: format!(
-                    "it must return a tensor of one dimension and {expected} elements, as \
-                     buffer() does"
-                ),
-            })?;
-        }
-        Ok(())
-    }
-
     /// Runs `communicate`. If it fails because another rank misses gradients, that is noted and
     /// reported at the end of backward. This rank knows by then which ones it misses itself.
     fn defer_missing_grads(
@@ -396,102 +393,6 @@ impl Reducer {
             return Ok(());
         }
         result
-    }
-
-    /// Ends a backward: all gradients of this rank are there, or will not come.
-    fn finish(&self) -> Result<()> {
-        let mut state = self.state();
-        let result = self.finish_buckets(&mut state);
-        state.in_backward = false;
-        // Also after an error: gradients must not be kept alive.
-        self.drop_grads(&mut state, result.is_ok());
-        let missing = result?;
-        self.steps.end();
-        if state.rebuilt {
-            return Ok(());
-        }
-        state.rebuilt = true;
-        self.rebuild(&mut state, missing)
-    }
-
-    /// Waits for all buckets and gives the reduced gradients to the parameters. Returns the
-    /// parameters without a gradient.
-    fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
-        let backward_end = Instant::now();
-        self.path.record(BackwardEvent::EndOfBackward)?;
-        let learns = state.graph.as_ref().is_some_and(|graph| !graph.is_learnt());
-        if learns {
-            self.take_all(state)?;
-        }
-        self.take_waiting(state)?;
-        let missing = match state.graph.as_ref().filter(|graph| graph.is_learnt()) {
-            Some(graph) => graph.lacking(),
-            None => (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect(),
-        };
-        let finds_unused = learns || (self.options.find_unused && state.graph.is_none());
-        if finds_unused {
-            self.fill_in(state, &missing)?;
-        } else if !missing.is_empty() {
-            state.peer_misses_grads = true;
-        }
-        let mut used = Vec::with_capacity(state.parameters.len());
-        for (index, &arrived) in state.arrived.iter().enumerate() {
-            used.push(u8::from(arrived || state.is_used(index)));
-        }
-        self.defer_missing_grads(state, |state| {
-            self.launch(state)?;
-            self.wait(state)?;
-            if finds_unused {
-                let _wait = trace::wait(state.step.into(), None);
-                self.group.all_reduce(&mut used, ReduceOp::Max)?;
-            }
-            Ok(())
-        })?;
-        if state.peer_misses_grads {
-            return Err(self.missing_gradients(state, &missing));
-        }
-        self.path.join()?;
-        self.scatter(state)?;
-        let mut used: Vec<bool> = used.into_iter().map(|used| used != 0).collect();
-        if let Some(graph) = &mut state.graph {
-            used = graph.learn(used).to_vec();
-        }
-        for (index, &used) in used.iter().enumerate() {
-            if used {
-                state
-                    .write_back(index, &**self.path, self.options.bucket_view)
-                    .map_err(|error| self.in_backward(error))?;
-            }
-        }
-        state.used.fill(false);
-        self.path.record(BackwardEvent::EndOfReduction)?;
-        state.record(backward_end);
-        Ok(missing)
-    }
-
-    /// Gives the delayed gradients that have come to their buckets.
-    fn take_waiting(&self, state: &mut BackwardState) -> Result<()> {
-        for index in std::mem::take(&mut state.waiting) {
-            let gradient = state.parameters[index].tensor.grad();
-            self.take(state, index, &gradient, false)?;
-            state.ready_order.push(index);
-        }
-        Ok(())
-    }
-
-    /// Gives all gradients that have come to their buckets, in the order in which they came last.
-    fn take_all(&self, state: &mut BackwardState) -> Result<()> {
-        let mut order = Vec::with_capacity(state.parameters.len());
-        for index in std::mem::take(&mut state.ready_order).into_iter().rev() {
-            if !state.arrived[index] {
-                let gradient = state.parameters[index].tensor.grad();
-                self.take(state, index, &gradient, false)?;
-                order.push(index);
-            }
-        }
-        order.reverse();
-        state.ready_order = order;
-        Ok(())
     }
 
     /// Marks parameters ready that got no gradient in this backward: with what earlier backwards
@@ -519,13 +420,6 @@ impl Reducer {
         Ok(())
     }
 
-    /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for
-    /// everything that reads it: `stream_joined`.
-    fn drop_grads(&self, state: &mut BackwardState, stream_joined: bool) {
-        let stream_joined = stream_joined || self.path.join().is_ok();
-        state.buckets.iter_mut().for_each(|bucket| bucket.reset(stream_joined));
-    }
-
     /// Fails this rank's backward and, with it, the group: no rank is to wait for gradients that
     /// will not come.
     fn fail(&self, error: Error) -> BoxError {
@@ -536,49 +430,6 @@ impl Reducer {
             self.group.abort(&error.to_string());
         }
         error.end_backward()
-    }
-
-    /// Collects the parameters without a gradient of all ranks, which all call this, into an error.
-    fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
-        let of_this_rank = names_of(&state.parameters, missing);
-        let of_ranks = self.group.fail_and_collect("parameters got no gradient", &of_this_rank);
-        let lines: Vec<String> =
-            of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
-        let advice = if state.graph.is_some() {
-            "the graph is not that of the first backward: build without static_graph(true), or call \
-             refresh where parameters were frozen"
-        } else {
-            "use every parameter in computing the loss, or freeze those parameters before wrapping \
-             or call refresh after, or build with find_unused_parameters(true)"
-        };
-        Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; "), advice }
-    }
-
-    /// Makes the buckets anew, in the order in which rank 0's gradients came; unused parameters are
-    /// last.
-    fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
-        let mut order: Vec<i32> = Vec::with_capacity(state.parameters.len());
-        for &index in state.ready_order.iter().chain(&missing) {
-            if !state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
-                order.push(index as i32);
-            }
-        }
-        self.defer_missing_grads(state, |state| {
-            let _wait = trace::wait(state.step.into(), None);
-            self.group.broadcast(&mut order, 0)?;
-            // A rank that went on and failed would else take from slower ones what this backward
-            // has done.
-            Ok(self.group.barrier()?)
-        })?;
-        // On a GPU, a rank learns only here that another has failed in this backward.
-        if state.peer_misses_grads {
-            return Err(self.missing_gradients(state, &missing));
-        }
-        let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
-        if self.path.grads_are_views() {
-            state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
-        }
-        state.build(&**self.path, &self.options, &order)
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {
@@ -603,42 +454,5 @@ impl Reducer {
 
     fn torch(&self, operation: &'static str, reason: String) -> Error {
         Error::Torch { rank: job_rank(&self.group), operation, reason }
-    }
-}
-
-/// A callback at the end of a backward, queued in its first hook. If backward fails before its end,
-/// the group fails too.
-struct EndOfBackward {
-    reducer: Arc<Reducer>,
-    reached: bool,
-    /// In the timeline, from the first gradient until this is dropped.
-    _phase: trace::Span,
-}
-
-impl EndOfBackward {
-    fn run(mut self) -> Result<(), BoxError> {
-        let finished = self.reducer.finish();
-        // Not if that panics, in a hook of the user's for instance: then the group fails.
-        self.reached = true;
-        finished.map_err(|error| self.reducer.fail(error))
-    }
-}
-
-impl Drop for EndOfBackward {
-    fn drop(&mut self) {
-        if !self.reached {
-            let mut state = self.reducer.state();
-            // If a hook of ours has failed, the group knows why. Any other error of a backward is
-            // known to its caller alone.
-            if !state.unusable {
-                self.reducer.group.abort(
-                    "its backward failed before all gradients were there, see its own error; to \
-                     go on, all ranks drop their Ddp and wrap the model again",
-                );
-            }
-            state.unusable = true;
-            state.in_backward = false;
-            self.reducer.drop_grads(&mut state, false);
-        }
     }
 }

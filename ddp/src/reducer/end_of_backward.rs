@@ -1,0 +1,208 @@
+//! What the end of a backward does: waits for the buckets, gives the reduced gradients to the
+//! parameters, and after the first backward builds the buckets anew.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use flow_autograd::BoxError;
+use flow_comm::{ReduceOp, trace};
+
+use super::Reducer;
+use crate::backward_state::BackwardState;
+use crate::bucket::BackwardEvent;
+use crate::error::{Error, Result, job_rank};
+use crate::parameter::names_of;
+
+/// A callback at the end of a backward, queued in its first hook. If backward fails before its end,
+/// the group fails too.
+pub(super) struct EndOfBackward {
+    reducer: Arc<Reducer>,
+    reached: bool,
+    /// In the timeline, from the first gradient until this is dropped.
+    _phase: trace::Span,
+}
+
+impl EndOfBackward {
+    /// Queues the callback, in the first hook of the backward of `step`.
+    pub(super) fn queue(reducer: &Arc<Reducer>, step: u32) -> Result<(), flow_autograd::Error> {
+        let end = Self {
+            reducer: Arc::clone(reducer),
+            reached: false,
+            _phase: trace::phase(trace::Phase::Backward, step.into()),
+        };
+        flow_autograd::at_end_of_backward(move || end.run())
+    }
+
+    fn run(mut self) -> Result<(), BoxError> {
+        let finished = self.reducer.finish();
+        // Not if that panics, in a hook of the user's for instance: then the group fails.
+        self.reached = true;
+        finished.map_err(|error| self.reducer.fail(error))
+    }
+}
+
+impl Drop for EndOfBackward {
+    fn drop(&mut self) {
+        if !self.reached {
+            let mut state = self.reducer.state();
+            // If a hook of ours has failed, the group knows why. Any other error of a backward is
+            // known to its caller alone.
+            if !state.unusable {
+                self.reducer.group.abort(
+                    "its backward failed before all gradients were there, see its own error; to \
+                     go on, all ranks drop their Ddp and wrap the model again",
+                );
+            }
+            state.unusable = true;
+            state.in_backward = false;
+            self.reducer.drop_grads(&mut state, false);
+        }
+    }
+}
+
+impl Reducer {
+    /// Ends a backward: all gradients of this rank are there, or will not come.
+    fn finish(&self) -> Result<()> {
+        let mut state = self.state();
+        let result = self.finish_buckets(&mut state);
+        state.in_backward = false;
+        // Also after an error: gradients must not be kept alive.
+        self.drop_grads(&mut state, result.is_ok());
+        let missing = result?;
+        self.steps.end();
+        if state.rebuilt {
+            return Ok(());
+        }
+        state.rebuilt = true;
+        self.rebuild(&mut state, missing)
+    }
+
+    /// Waits for all buckets and gives the reduced gradients to the parameters. Returns the
+    /// parameters without a gradient.
+    fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
+        let backward_end = Instant::now();
+        self.path.record(BackwardEvent::EndOfBackward)?;
+        let learns = state.graph.as_ref().is_some_and(|graph| !graph.is_learnt());
+        if learns {
+            self.take_all(state)?;
+        }
+        self.take_waiting(state)?;
+        let missing = match state.graph.as_ref().filter(|graph| graph.is_learnt()) {
+            Some(graph) => graph.lacking(),
+            None => (0..state.arrived.len()).filter(|&i| !state.arrived[i]).collect(),
+        };
+        let finds_unused = learns || (self.options.find_unused && state.graph.is_none());
+        if finds_unused {
+            self.fill_in(state, &missing)?;
+        } else if !missing.is_empty() {
+            state.peer_misses_grads = true;
+        }
+        let mut used = Vec::with_capacity(state.parameters.len());
+        for (index, &arrived) in state.arrived.iter().enumerate() {
+            used.push(u8::from(arrived || state.is_used(index)));
+        }
+        self.defer_missing_grads(state, |state| {
+            self.launch(state)?;
+            self.wait(state)?;
+            if finds_unused {
+                let _wait = trace::wait(state.step.into(), None);
+                self.group.all_reduce(&mut used, ReduceOp::Max)?;
+            }
+            Ok(())
+        })?;
+        if state.peer_misses_grads {
+            return Err(self.missing_gradients(state, &missing));
+        }
+        self.path.join()?;
+        self.scatter(state)?;
+        let mut used: Vec<bool> = used.into_iter().map(|used| used != 0).collect();
+        if let Some(graph) = &mut state.graph {
+            used = graph.learn(used).to_vec();
+        }
+        for (index, &used) in used.iter().enumerate() {
+            if used {
+                state
+                    .write_back(index, &**self.path, self.options.bucket_view)
+                    .map_err(|error| self.in_backward(error))?;
+            }
+        }
+        state.used.fill(false);
+        self.path.record(BackwardEvent::EndOfReduction)?;
+        state.record(backward_end);
+        Ok(missing)
+    }
+
+    /// Waits until all launched buckets are reduced.
+    fn wait(&self, state: &mut BackwardState) -> Result<()> {
+        for (index, bucket) in state.buckets.iter_mut().enumerate() {
+            let _wait = trace::wait(state.step.into(), index as u32);
+            bucket.wait().map_err(|error| Error::of_hook(&self.group, index, error))?;
+        }
+        Ok(())
+    }
+
+    /// Puts what the communication hook has made of buckets where reduced gradients are.
+    fn scatter(&self, state: &mut BackwardState) -> Result<()> {
+        for (bucket, scheduled) in state.buckets.iter_mut().enumerate() {
+            scheduled.scatter(&state.parameters).map_err(|expected| Error::CommHook {
+                rank: job_rank(&self.group),
+                bucket,
+                reason: format!(
+                    "it must return a tensor of one dimension and {expected} elements, as \
+                     buffer() does"
+                ),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Collects the parameters without a gradient of all ranks, which all call this, into an error.
+    fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
+        let of_this_rank = names_of(&state.parameters, missing);
+        let of_ranks = self.group.fail_and_collect("parameters got no gradient", &of_this_rank);
+        let lines: Vec<String> =
+            of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
+        let advice = if state.graph.is_some() {
+            "the graph is not that of the first backward: build without static_graph(true), or call \
+             refresh where parameters were frozen"
+        } else {
+            "use every parameter in computing the loss, or freeze those parameters before wrapping \
+             or call refresh after, or build with find_unused_parameters(true)"
+        };
+        Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; "), advice }
+    }
+
+    /// Makes the buckets anew, in the order in which rank 0's gradients came; unused parameters are
+    /// last.
+    fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
+        let mut order: Vec<i32> = Vec::with_capacity(state.parameters.len());
+        for &index in state.ready_order.iter().chain(&missing) {
+            if !state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
+                order.push(index as i32);
+            }
+        }
+        self.defer_missing_grads(state, |state| {
+            let _wait = trace::wait(state.step.into(), None);
+            self.group.broadcast(&mut order, 0)?;
+            // A rank that went on and failed would else take from slower ones what this backward
+            // has done.
+            Ok(self.group.barrier()?)
+        })?;
+        // On a GPU, a rank learns only here that another has failed in this backward.
+        if state.peer_misses_grads {
+            return Err(self.missing_gradients(state, &missing));
+        }
+        let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
+        if self.path.grads_are_views() {
+            state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
+        }
+        state.build(&**self.path, &self.options, &order)
+    }
+
+    /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for
+    /// everything that reads it: `stream_joined`.
+    fn drop_grads(&self, state: &mut BackwardState, stream_joined: bool) {
+        let stream_joined = stream_joined || self.path.join().is_ok();
+        state.buckets.iter_mut().for_each(|bucket| bucket.reset(stream_joined));
+    }
+}
