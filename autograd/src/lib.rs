@@ -54,8 +54,8 @@ pub use gradient::map_gradient;
 pub use graph::{Graph, WeightGraph};
 pub use hook::{GradHook, at_end_of_backward, grad_is_exclusive, on_backward};
 pub use memory::{
-    bytes, bytes_mut, data_ptr, dtype, identity, set_grad, tensor_from_memory, tensor_from_raw,
-    unsendable, use_count,
+    bytes, bytes_mut, data_ptr, dtype, identity, resolved, set_grad, tensor_from_memory,
+    tensor_from_raw, unsendable, use_count,
 };
 pub use optimizer::{OptimizerState, StateDict};
 pub use random::{RngState, with_rng_state};

@@ -50,6 +50,16 @@ pub fn unsendable(tensor: &Tensor) -> Option<String> {
     }
 }
 
+/// Returns a copy of a tensor whose elements libtorch computes only when they are read: conjugates,
+/// negatives, and zeros that have no memory, as `sgn` makes them in backward. None if all elements
+/// are in memory as they are.
+pub fn resolved(tensor: &Tensor) -> Option<Tensor> {
+    if tensor.internal_is_zerotensor() {
+        return Some(tensor.zeros_like());
+    }
+    (tensor.is_conj() || tensor.is_neg()).then(|| tensor.resolve_conj().resolve_neg())
+}
+
 /// Returns a number that is the same for all handles to one tensor (`shallow_clone`), and different
 /// for all other live tensors. A view shares the memory but is a tensor of its own.
 pub fn identity(tensor: &Tensor) -> usize {

@@ -46,12 +46,12 @@ impl Parameter {
     }
 
     /// Returns `.grad` as it is reduced, and whether that is the memory of `gradient`, which `.grad`
-    /// is. A conjugate that is computed when it is read (`is_conj`) is computed, and becomes `.grad`.
+    /// is. A gradient that is computed when it is read is computed, and becomes `.grad`.
     pub fn resolved(&self, gradient: &Tensor) -> Result<(Tensor, bool), flow_autograd::Error> {
-        if !gradient.is_conj() {
-            return Ok((as_real(gradient.detach()), true));
-        }
-        let own = gradient.detach().resolve_conj();
+        let gradient = gradient.detach();
+        let Some(own) = flow_autograd::resolved(&gradient) else {
+            return Ok((as_real(gradient), true));
+        };
         flow_autograd::set_grad(&self.tensor, Some(&own))?;
         Ok((as_real(own), false))
     }

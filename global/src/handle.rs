@@ -6,7 +6,6 @@ use flow_autograd::global::Globals;
 use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
-use crate::boxing::memory::resolved;
 use crate::boxing::plan::TensorLayout;
 use crate::error::{Error, Result};
 use crate::region::shape;
@@ -46,8 +45,13 @@ pub fn wrap(
     sizes: &[i64],
 ) -> Result<Tensor> {
     let shares = spec.sbp().iter().all(|&sbp| sbp == B);
-    let local = local.map(resolved);
-    Ok(globals()?.wrap(local.as_ref(), &resolved(like), spec, sizes, shares)?)
+    let local = local.map(in_memory);
+    Ok(globals()?.wrap(local.as_ref(), &in_memory(like), spec, sizes, shares)?)
+}
+
+/// Returns the tensor, or a copy of it if its elements are not in memory as they are.
+pub fn in_memory(tensor: &Tensor) -> Tensor {
+    flow_autograd::resolved(tensor).unwrap_or_else(|| tensor.shallow_clone())
 }
 
 /// Returns a plain tensor of the kind of a global one, without elements.

@@ -167,7 +167,7 @@ pub fn local_of(tensor: &Tensor) -> Outcome<Tensor> {
 pub fn sent(tensor: &Tensor, by_host: bool) -> Outcome<Tensor> {
     let local = local_of(tensor)?.detach();
     let local = if by_host { local.f_to_device(Device::Cpu)? } else { local };
-    Ok(local.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?)
+    Ok(flow_autograd::resolved(&local).unwrap_or(local).f_contiguous()?)
 }
 
 /// The outputs of each stage in the first micro-batch of a step. Those of the others have to be alike.

@@ -70,10 +70,7 @@ pub fn current_stream(group: &ProcessGroup, cuda: &CudaGroup) -> Result<Stream> 
 /// Returns the tensor itself, without its history, or a contiguous copy of it.
 pub(crate) fn contiguous(tensor: &Tensor) -> Tensor {
     let tensor = tensor.detach();
-    if tensor.is_neg() || tensor.is_conj() {
-        return tensor.resolve_conj().resolve_neg().contiguous();
-    }
-    tensor.contiguous()
+    flow_autograd::resolved(&tensor).unwrap_or(tensor).contiguous()
 }
 
 /// Writes what [`contiguous`] returned back to the tensor, unless it is the tensor itself.

@@ -65,7 +65,8 @@ char* flow_memory(const at::Tensor* tensor, TensorMemory* memory) {
         if (tensor->layout() != c10::kStrided || !tensor->has_storage()) return;
         memory->data = tensor->data_ptr();
         memory->bytes = tensor->nbytes();
-        memory->dense_contiguous = tensor->is_contiguous() && !tensor->is_neg() && !tensor->is_conj();
+        const bool is_lazy = tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor();
+        memory->dense_contiguous = tensor->is_contiguous() && !is_lazy;
     });
 }
 

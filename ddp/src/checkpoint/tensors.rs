@@ -35,7 +35,7 @@ fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
     tensor
         .f_detach()
         .and_then(|tensor| tensor.f_to_device(Device::Cpu))
-        .and_then(|tensor| tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous())
+        .and_then(|tensor| flow_autograd::resolved(&tensor).unwrap_or(tensor).f_contiguous())
         .map_err(|error| error.to_string())
 }
 

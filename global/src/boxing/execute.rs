@@ -10,13 +10,14 @@ use std::sync::{Arc, OnceLock};
 use flow_comm::{Buffer, Peers, ReduceOp, digest};
 use tch::{Device, Kind, Tensor};
 
-use super::memory::{self, Part, resolved, runs, view};
+use super::memory::{self, Part, runs, view};
 use super::packed;
 use super::phases::{Exchange, Reduce, Shares};
 use super::plan::{BoxingPlan, TensorLayout};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
+use crate::handle::in_memory;
 use crate::kinds::real;
 use crate::placement::Placement;
 use crate::region::{Region, regions};
@@ -196,7 +197,7 @@ impl Boxing {
         local: Option<&Tensor>,
     ) -> Result<Option<Tensor>> {
         self.check_kind(kind)?;
-        let local = local.map(resolved);
+        let local = local.map(in_memory);
         let local = local.as_ref();
         if self.adds() && real(kind) != kind {
             let parts = local.map(Tensor::view_as_real);

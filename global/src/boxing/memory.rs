@@ -76,15 +76,6 @@ pub fn view(tensor: &Tensor, whole: &Region, region: &Region) -> Tensor {
     )
 }
 
-/// Returns the tensor if its memory is its values; else a copy without conj and neg bits.
-pub fn resolved(tensor: &Tensor) -> Tensor {
-    if tensor.is_conj() || tensor.is_neg() {
-        tensor.resolve_conj().resolve_neg()
-    } else {
-        tensor.shallow_clone()
-    }
-}
-
 /// Copies a region between the memories of two regions that have it, of elements of `size` bytes.
 pub fn copy(
     region: &Region,

@@ -100,7 +100,7 @@ pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Re
 /// Returns the tensor in memory of the CPU without gaps.
 fn plain(tensor: &Tensor) -> std::result::Result<Tensor, TchError> {
     let plain = tensor.detach().f_to_device(Device::Cpu)?;
-    plain.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()
+    flow_autograd::resolved(&plain).unwrap_or(plain).f_contiguous()
 }
 
 fn unfit(name: &str, reason: impl ToString) -> CheckpointError {

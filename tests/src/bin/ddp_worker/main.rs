@@ -93,6 +93,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("alone", lifecycle::alone, ALL),
     scenario("kinds", options::kinds, ALL),
     scenario("complex", options::complex, ALL),
+    scenario("zeros_without_memory", options::zeros_without_memory, ALL),
     scenario("communication_kinds", options::communication_kinds, ALL),
     scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
     scenario("ready_order", options::ready_order, ALL_AND_NODES),

@@ -123,6 +123,34 @@ pub fn complex(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// The gradient of a sign is zeros that have no memory. On some ranks it is a usual one.
+pub fn zeros_without_memory(group: &ProcessGroup) -> Result<()> {
+    let bare = Tensor::ones([300], (Kind::Float, device())).set_requires_grad(true);
+    bare.sgn().sum(Kind::Float).f_backward()?;
+    ensure!(bare.grad().internal_is_zerotensor());
+    for view in [false, true] {
+        let make = || Tensor::ones([300], (Kind::Float, device())).set_requires_grad(true);
+        let tensors = [make(), make()];
+        let named = ["sign", "mixed"].map(String::from).into_iter();
+        let named = named.zip(tensors.iter().map(Tensor::shallow_clone)).collect();
+        let builder = Ddp::builder(group).gradient_as_bucket_view(view);
+        let _model = builder.wrap_tensors((), named, vec![])?;
+        let [sign, mixed] = &tensors;
+        for step in 0..4 {
+            if step != 2 {
+                tensors.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+            }
+            let is_sign = group.rank().is_multiple_of(2);
+            let second = if is_sign { mixed.sgn() } else { mixed * 4 };
+            (sign.sgn() + second).sum(Kind::Float).f_backward()?;
+            let once = mean(group, |rank| if rank.is_multiple_of(2) { 0.0 } else { 4.0 });
+            gradient_is(sign, 0.0)?;
+            gradient_is(mixed, if step == 2 { 2.0 * once } else { once })?;
+        }
+    }
+    Ok(())
+}
+
 /// Gradients sent with fewer bits are exact to that type's rounding, and the optimizer sees their
 /// own type.
 pub fn communication_kinds(group: &ProcessGroup) -> Result<()> {
