@@ -112,6 +112,45 @@ fn files_that_the_pages_name_exist() {
     }
 }
 
+/// Whether a test of this name is in a file with this text, or is the file.
+fn is_test(name: &str, file: &str, text: &str) -> bool {
+    file.ends_with(&format!("/{name}"))
+        || text.contains(&format!("scenario(\"{name}\""))
+        || text.contains(&format!("\"{name}\":"))
+}
+
+#[test]
+fn the_table_of_features_names_their_tests() {
+    let page = fs::read_to_string(root().join("docs/from-pytorch.md")).unwrap();
+    let (_, table) = page.split_once("\n## Every feature of DistributedDataParallel\n").unwrap();
+    let files = code(&[".rs", ".py"]).into_iter().filter(|file| file.contains("tests/"));
+    let mut tests = Vec::new();
+    for file in files {
+        let text = fs::read_to_string(root().join(&file)).unwrap();
+        tests.push((file, text));
+    }
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for row in table.lines().filter(|line| line.starts_with("| ")).skip(1) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, feature, ours, our_test, torchs, torch_test, _] = cells[..] else {
+            panic!("{row} has not five cells");
+        };
+        for (state, test) in [(ours, our_test), (torchs, torch_test)] {
+            count += 1;
+            if state.starts_with("yes") && quoted(test).next().is_none() {
+                wrong.push(format!("{feature} ({state}) names no test"));
+            }
+            for name in quoted(test) {
+                if !tests.iter().any(|(file, text)| is_test(name, file, text)) {
+                    wrong.push(format!("{feature}: there is no test {name}"));
+                }
+            }
+        }
+    }
+    assert!(count > 40 && wrong.is_empty(), "{count} cells: {wrong:#?}");
+}
+
 #[test]
 fn links_lead_to_files_and_headings() {
     let mut pages = files(&root().join("docs"), &[".md"]);
