@@ -17,16 +17,15 @@ use rustix::process::{Signal, getpid, kill_process};
 use crate::registry::{Job, Scenario, Test, mpirun, process, scenario};
 
 const NODES: &[Job] = &[mpirun(&[2, 2])];
-const SHORT: &[Job] = &[mpirun(&[2, 2]).env(&[("FLOW_TIMEOUT", "3")])];
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("the_death_of_a_leader_ends_the_job", |group| killed(group, 2), NODES)
         .checked_by(death_ends_the_job),
     scenario("the_death_of_another_rank_ends_the_job", |group| killed(group, 3), NODES)
         .checked_by(death_ends_the_job),
-    scenario("a_timeout_names_a_missing_leader", |group| late(group, 2), SHORT)
+    scenario("a_timeout_names_a_missing_leader", |group| late(group, 2), NODES)
         .checked_by(|test| timeout_names(test, 2)),
-    scenario("a_timeout_names_another_missing_rank", |group| late(group, 3), SHORT)
+    scenario("a_timeout_names_another_missing_rank", |group| late(group, 3), NODES)
         .checked_by(|test| timeout_names(test, 3)),
     scenario("hosts_that_only_mpirun_knows_are_enough", sum_of_ranks, NODES).checked_by(hosts),
     process("ranks_that_mpi_does_not_know_learn_what_to_do", join, NODES).checked_by(unknown),
@@ -61,6 +60,7 @@ fn late(group: &ProcessGroup, rank: usize) -> Result<()> {
     if group.rank() == rank {
         std::thread::sleep(Duration::from_secs(60));
     }
+    group.set_timeout(Duration::from_secs(3));
     sum_of_ranks(group)
 }
 

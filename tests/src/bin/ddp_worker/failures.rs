@@ -25,7 +25,7 @@ const fn modes(job: Job) -> [Job; 3] {
 const LAUNCHED: &[Job] = &modes(launched(3));
 const TWO: &[Job] = &modes(by_hand(&[2]));
 const THREE: &[Job] = &modes(by_hand(&[3]));
-const HANGS: &[Job] = &modes(launched(3).flags(&["--grace", "1"]).env(&[("FLOW_TIMEOUT", "2")]));
+const HANGS: &[Job] = &modes(launched(3).flags(&["--grace", "1"]));
 
 pub const SCENARIOS: &[Scenario] = &[
     scenario("an_exit_is_reported", |group| train(group, Event::Exit), LAUNCHED)
@@ -117,6 +117,9 @@ enum Event {
 const FLOAT: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 fn train(group: &ProcessGroup, event: Event) -> Result<()> {
+    if event == Event::Hang {
+        group.set_timeout(Duration::from_secs(2));
+    }
     let store = VarStore::new(group.device());
     // Between the layers a tensor that is no parameter, whose hook runs when one bucket is ready
     // and another is not.
