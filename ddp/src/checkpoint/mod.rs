@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::{Optimizer, VarStore};
 
-use crate::data::sampler::{DistributedSampler, SamplerState};
+use crate::data::sampler::{SamplerState, Stateful};
 use crate::ddp::Ddp;
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
@@ -144,7 +144,7 @@ impl Checkpoints {
         model: &Ddp<M>,
         vs: &VarStore,
         optimizer: &Optimizer,
-        sampler: &DistributedSampler,
+        sampler: &dyn Stateful,
         state: &S,
     ) -> Result<()> {
         model.synchronize()?;
@@ -256,7 +256,7 @@ impl<S> Checkpoint<S> {
         &self,
         vs: &VarStore,
         optimizer: &mut Optimizer,
-        sampler: &mut DistributedSampler,
+        sampler: &mut dyn Stateful,
     ) -> Result<()> {
         sampler
             .resume(&self.sampler)

@@ -1,5 +1,13 @@
 //! Which samples each rank sees, and batches of them.
 
+pub(crate) mod batch_sampler;
+pub(crate) mod batches;
+pub(crate) mod length_grouped;
 pub(crate) mod loader;
+pub(crate) mod loader_error;
+pub(crate) mod max_tokens;
+pub(crate) mod order;
 mod permutation;
+mod position;
 pub(crate) mod sampler;
+pub(crate) mod weighted;

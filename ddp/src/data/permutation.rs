@@ -43,14 +43,19 @@ pub(crate) fn randperm<I: Index>(n: usize, seed: u64) -> Vec<I> {
         }
     } else {
         for i in 0..n {
-            let high = u64::from(random.next_u32());
-            let low = u64::from(random.next_u32());
-            let draw = high << 32 | low;
+            let draw = draw_64(&mut random);
             // order[i] is still i, so that the inside-out step is a swap.
             order.swap(i, (draw % (i as u64 + 1)) as usize);
         }
     }
     order
+}
+
+/// Draws 64 bits as PyTorch does, of two draws of 32.
+pub(crate) fn draw_64(random: &mut Mt) -> u64 {
+    let high = u64::from(random.next_u32());
+    let low = u64::from(random.next_u32());
+    high << 32 | low
 }
 
 /// A keyed permutation of `0..n`, computed for one index at a time.

@@ -1,18 +1,25 @@
 //! Which samples of a data set each rank sees, in which order: the same as
 //! `torch.utils.data.DistributedSampler`.
 
+use std::fmt::Display;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use flow_comm::ProcessGroup;
 
-use super::permutation::{Index, KeyedPermutation, randperm};
+use super::order::{Dealt, Places, RandomSampler, Sampler, SamplerItem, Shuffle};
+use super::position::{Position, Taken};
 
 /// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`,
 /// `r + W`, `r + 2 W`, ... of an order that all ranks share.
+///
+/// The order is that of a [`Sampler`] `S`, which [`wrap`](Self::wrap) takes: samples by weight
+/// ([`WeightedRandomSampler`](crate::WeightedRandomSampler)), of like length
+/// ([`LengthGroupedSampler`](crate::LengthGroupedSampler)), whole batches
+/// ([`BatchSampler`](crate::BatchSampler),
+/// [`MaxTokensBatchSampler`](crate::MaxTokensBatchSampler)), or one of your own. Without one it is
+/// a [`RandomSampler`]:
 ///
 /// Shuffling is on, the seed is 0 and the last places are padded unless the builder methods say
 /// otherwise. The indices are then those of PyTorch's `DistributedSampler` for the same length,
@@ -43,40 +50,23 @@ use super::permutation::{Index, KeyedPermutation, randperm};
 /// again. The number of ranks may be another one. The rest of the epoch is then redistributed, and
 /// no sample is left out or seen twice but as padding.
 #[derive(Debug)]
-pub struct DistributedSampler {
-    samples: usize,
+pub struct DistributedSampler<S = RandomSampler> {
+    sampler: S,
     replicas: usize,
     rank: usize,
-    shuffle: Shuffle,
-    seed: u64,
     drop_last: bool,
     pad: bool,
-    epoch: u64,
-    /// Places of this epoch's order that all ranks together have taken, shared with its iterator.
-    taken: Arc<AtomicUsize>,
-    /// `taken` was set by `resume` and no iteration has started there yet.
-    resumed: AtomicBool,
+    position: Position,
 }
 
-/// The order in which a [`DistributedSampler`] has the samples.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Shuffle {
-    /// The order of the data set.
-    None,
-    /// PyTorch's permutation.
-    Torch,
-    /// The keyed permutation.
-    Keyed,
-}
-
-/// The position of a [`DistributedSampler`], to be kept in a checkpoint. It is the same on all ranks
-/// that took as many samples, so one rank's state serves all.
+/// The position of a [`DistributedSampler`] or a [`StreamSampler`](crate::StreamSampler), to be kept
+/// in a checkpoint. It is the same on all ranks that took as many samples, so one rank's state
+/// serves all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SamplerState {
     /// The epoch.
     pub epoch: u64,
-    /// Samples that all ranks together have taken in this epoch.
+    /// Samples, or batches of a batch sampler, that all ranks together have taken in this epoch.
     pub taken: usize,
     /// Length of the data set.
     pub samples: usize,
@@ -90,8 +80,22 @@ pub struct SamplerState {
     pub pad: bool,
 }
 
-/// Errors of a [`DistributedSampler`].
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+/// What goes on from a [`SamplerState`]: samplers of all kinds.
+pub trait Stateful {
+    /// Returns the position.
+    fn state(&self) -> SamplerState;
+
+    /// Goes to the epoch and position of `state`, of whatever number of ranks; the next iteration
+    /// starts there.
+    ///
+    /// # Errors
+    /// When `state` was saved by a sampler with other settings, or has taken more samples than
+    /// there are. The sampler is then unchanged.
+    fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError>;
+}
+
+/// Errors of samplers.
+#[derive(Debug, PartialEq, thiserror::Error)]
 pub enum SamplerError {
     /// The number of ranks is 0.
     #[error("invalid number of replicas 0, it should be at least 1")]
@@ -103,6 +107,43 @@ pub enum SamplerError {
         rank: usize,
         /// The number of ranks.
         replicas: usize,
+    },
+    /// The batch size is 0.
+    #[error("batch size 0, it should be at least 1")]
+    BatchSize,
+    /// A sample alone is too long for a batch.
+    #[error(
+        "sample {index} has {length} tokens, it should have at most the {max_tokens} of a batch: \
+         leave it out, cut it, or raise max_tokens"
+    )]
+    TooLong {
+        /// The sample.
+        index: usize,
+        /// Its length.
+        length: usize,
+        /// The tokens of a batch.
+        max_tokens: usize,
+    },
+    /// A weight is no probability.
+    #[error(
+        "sample {index} has weight {weight}, it should be at least 0, and the sum of all finite"
+    )]
+    Weight {
+        /// The sample.
+        index: usize,
+        /// Its weight.
+        weight: f64,
+    },
+    /// There are fewer samples to draw than are to be drawn.
+    #[error(
+        "cannot draw {num_samples} samples: {drawable} have a weight above 0; ask for fewer, or \
+         draw with replacement"
+    )]
+    Draws {
+        /// The number of draws.
+        num_samples: usize,
+        /// The samples that have a weight above 0.
+        drawable: usize,
     },
     /// The state to resume from was saved by a sampler with other settings.
     #[error(
@@ -129,7 +170,7 @@ pub enum SamplerError {
 impl DistributedSampler {
     /// Makes a sampler for this rank of `group` over a data set of `len` samples.
     pub fn new(len: usize, group: &ProcessGroup) -> Self {
-        Self::of(len, group.world_size(), group.rank())
+        Self::wrap(RandomSampler::new(len), group)
     }
 
     /// Makes a sampler for `rank` of `replicas` over a data set of `len` samples.
@@ -137,33 +178,12 @@ impl DistributedSampler {
     /// # Errors
     /// When `replicas` is 0, or `rank` is not below it.
     pub fn with_replicas(len: usize, replicas: usize, rank: usize) -> Result<Self, SamplerError> {
-        if replicas == 0 {
-            return Err(SamplerError::Replicas);
-        }
-        if rank >= replicas {
-            return Err(SamplerError::Rank { rank, replicas });
-        }
-        Ok(Self::of(len, replicas, rank))
-    }
-
-    fn of(samples: usize, replicas: usize, rank: usize) -> Self {
-        Self {
-            samples,
-            replicas,
-            rank,
-            shuffle: Shuffle::Torch,
-            seed: 0,
-            drop_last: false,
-            pad: true,
-            epoch: 0,
-            taken: Arc::default(),
-            resumed: AtomicBool::new(false),
-        }
+        Self::wrap_replica(RandomSampler::new(len), replicas, rank)
     }
 
     /// Sets whether to shuffle, with PyTorch's permutation for seed + epoch (default: true).
     pub fn shuffle(mut self, shuffle: bool) -> Self {
-        self.shuffle = if shuffle { Shuffle::Torch } else { Shuffle::None };
+        self.sampler = self.sampler.shuffle(shuffle);
         self
     }
 
@@ -172,15 +192,36 @@ impl DistributedSampler {
     /// seed and epoch, and is another one than PyTorch's. It is a Feistel network over SplitMix64's
     /// mixer, which walks cycles to stay below the length.
     pub fn keyed_shuffle(mut self) -> Self {
-        self.shuffle = Shuffle::Keyed;
+        self.sampler.shuffle = Shuffle::Keyed;
         self
     }
 
     /// Sets the seed, the same on all ranks (default: 0). PyTorch's permutation uses the low 32
     /// bits of seed + epoch.
     pub fn seed(mut self, seed: u64) -> Self {
-        self.seed = seed;
+        self.sampler = self.sampler.seed(seed);
         self
+    }
+}
+
+impl<S: Sampler> DistributedSampler<S> {
+    /// Deals the order of `sampler`, the same on all ranks, out to this rank of `group`.
+    pub fn wrap(sampler: S, group: &ProcessGroup) -> Self {
+        Self::of(sampler, group.world_size(), group.rank())
+    }
+
+    /// Deals the order of `sampler` out to `rank` of `replicas`.
+    ///
+    /// # Errors
+    /// When `replicas` is 0, or `rank` is not below it.
+    pub fn wrap_replica(sampler: S, replicas: usize, rank: usize) -> Result<Self, SamplerError> {
+        check_rank(replicas, rank)?;
+        Ok(Self::of(sampler, replicas, rank))
+    }
+
+    fn of(sampler: S, replicas: usize, rank: usize) -> Self {
+        let position = Position::default();
+        Self { sampler, replicas, rank, drop_last: false, pad: true, position }
     }
 
     /// Sets whether to leave out the last `len % replicas` samples instead of padding (default:
@@ -201,20 +242,18 @@ impl DistributedSampler {
     /// Starts `epoch`, which gives a new order, at its first sample; a position that
     /// [`resume`](Self::resume) has just set in this epoch is kept.
     pub fn set_epoch(&mut self, epoch: u64) {
-        if *self.resumed.get_mut() && epoch == self.epoch {
-            return;
-        }
-        self.go_to(epoch, 0, false);
+        self.position.set_epoch(epoch);
     }
 
     /// Returns the epoch.
     pub fn epoch(&self) -> u64 {
-        self.epoch
+        self.position.epoch()
     }
 
-    /// Returns the number of samples that this rank sees in an epoch.
+    /// Returns the number of samples that this rank sees in an epoch, or of batches where `S` is a
+    /// batch sampler.
     pub fn len(&self) -> usize {
-        self.len_after(self.start() % self.replicas)
+        self.len_after(self.skipped())
     }
 
     /// Returns whether this rank sees no sample.
@@ -222,34 +261,32 @@ impl DistributedSampler {
         self.len() == 0
     }
 
-    /// Returns this rank's indices in this epoch, all of them.
-    pub fn indices(&self) -> Vec<usize> {
-        let order = self.order(self.start() % self.replicas);
-        (0..self.len()).map(|i| order(i)).collect()
+    /// Returns this rank's indices in this epoch, all of them; its batches where `S` is a batch
+    /// sampler.
+    pub fn indices(&self) -> Vec<S::Item> {
+        let items = self.items();
+        (0..self.len()).map(|position| items(position)).collect()
     }
 
     /// Iterates over this rank's indices in this epoch, from the position that
     /// [`resume`](Self::resume) has set or else from the first. It moves the sampler's position on.
     /// One iteration at a time.
-    pub fn iter(&self) -> Indices {
-        let start = self.start();
+    pub fn iter(&self) -> Indices<S::Item> {
         let range = self.range();
-        self.resumed.store(false, Ordering::Relaxed);
-        let skipped = start % self.replicas;
-        let taken = Taken { places: Arc::clone(&self.taken), skipped, replicas: self.replicas };
-        taken.up_to(range.start);
-        Indices { order: self.order(skipped), range, taken }
+        let items = self.items();
+        let taken = self.position.begin(range.start, self.skipped(), self.replicas);
+        Indices { items, range, taken }
     }
 
     /// Returns the position of this sampler.
     pub fn state(&self) -> SamplerState {
         SamplerState {
-            epoch: self.epoch,
-            // The places after the samples are padding.
-            taken: self.taken.load(Ordering::Relaxed).min(self.samples),
-            samples: self.samples,
-            seed: self.seed,
-            shuffle: self.shuffle,
+            epoch: self.position.epoch(),
+            // The places after the last item are padding.
+            taken: self.position.taken().min(self.sampler.places()),
+            samples: self.sampler.samples(),
+            seed: self.sampler.seed(),
+            shuffle: self.sampler.shuffle(),
             drop_last: self.drop_last,
             pad: self.pad,
         }
@@ -262,143 +299,148 @@ impl DistributedSampler {
     /// When `state` was saved by a sampler with other settings, or has taken more samples than
     /// there are. The sampler is then unchanged.
     pub fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError> {
-        let here = self.state();
-        same("samples", state.samples, here.samples)?;
-        same("seed", state.seed, here.seed)?;
-        same("shuffle", state.shuffle, here.shuffle)?;
-        same("drop_last", state.drop_last, here.drop_last)?;
-        same("pad", state.pad, here.pad)?;
-        if state.taken > self.samples {
-            return Err(SamplerError::Taken { taken: state.taken, samples: self.samples });
+        state.same_settings(&self.state())?;
+        let samples = self.sampler.places();
+        if state.taken > samples {
+            return Err(SamplerError::Taken { taken: state.taken, samples });
         }
-        self.go_to(state.epoch, state.taken, true);
+        self.position.resume(state.epoch, state.taken);
         Ok(())
     }
 
-    /// Moves the sampler. An earlier iterator keeps the old counter, so that it no longer moves this
-    /// sampler.
-    fn go_to(&mut self, epoch: u64, taken: usize, resumed: bool) {
-        self.epoch = epoch;
-        self.taken = Arc::new(AtomicUsize::new(taken));
-        self.resumed = AtomicBool::new(resumed);
+    /// Returns the number of places that are not dealt out. Another number of ranks may have come to
+    /// where the next iteration starts. The places before that do not make a whole position of every
+    /// rank are then skipped, and the others dealt.
+    fn skipped(&self) -> usize {
+        self.position.start() % self.replicas
     }
 
-    /// Returns the number of samples in the whole data set.
-    pub(crate) fn samples(&self) -> usize {
-        self.samples
-    }
-
-    pub(crate) fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Returns the positions in this rank's samples that the next iteration goes through.
-    pub(crate) fn range(&self) -> Range<usize> {
-        self.start() / self.replicas..self.len()
-    }
-
-    /// Returns the place in the order of all ranks where the next iteration starts. Another number
-    /// of ranks may have come that far. The places before it that do not make a whole position of
-    /// every rank are then skipped, and the others dealt.
-    fn start(&self) -> usize {
-        if self.resumed.load(Ordering::Relaxed) { self.taken.load(Ordering::Relaxed) } else { 0 }
-    }
-
-    /// Returns this rank's number of samples where the first `skipped` places are not dealt out.
+    /// Returns this rank's number of items where the first `skipped` places are not dealt out.
     fn len_after(&self, skipped: usize) -> usize {
-        let samples = self.samples - skipped;
+        let places = self.sampler.places() - skipped;
         if self.drop_last {
-            samples / self.replicas
+            places / self.replicas
         } else if self.pad {
-            samples.div_ceil(self.replicas)
+            places.div_ceil(self.replicas)
         } else {
-            samples.saturating_sub(self.rank).div_ceil(self.replicas)
+            places.saturating_sub(self.rank).div_ceil(self.replicas)
         }
     }
 
-    /// Maps a position in this rank's samples to an index of the data set.
-    fn order(&self, skipped: usize) -> Arc<Order> {
-        let places =
-            Places { first: skipped + self.rank, replicas: self.replicas, samples: self.samples };
-        match self.shuffle {
-            Shuffle::None => Arc::new(move |position| places.at(position)),
-            Shuffle::Keyed => {
-                let permutation = KeyedPermutation::new(self.samples, self.seed, self.epoch);
-                Arc::new(move |position| permutation.get(places.at(position)))
-            }
-            Shuffle::Torch if u32::try_from(self.samples).is_ok() => {
-                self.torch_order::<u32>(skipped, places)
-            }
-            Shuffle::Torch => self.torch_order::<usize>(skipped, places),
-        }
-    }
-
-    fn torch_order<I: Index>(&self, skipped: usize, places: Places) -> Arc<Order> {
-        let all = randperm::<I>(self.samples, self.seed.wrapping_add(self.epoch));
-        let of_this_rank: Vec<I> =
-            (0..self.len_after(skipped)).map(|position| all[places.at(position)]).collect();
-        Arc::new(move |position| of_this_rank[position].get())
+    /// Maps a position in this rank's items to the item.
+    fn items(&self) -> Dealt<S::Item> {
+        let skipped = self.skipped();
+        let places = Places {
+            first: skipped + self.rank,
+            replicas: self.replicas,
+            all: self.sampler.places(),
+            len: self.len_after(skipped),
+        };
+        self.sampler.order(self.position.epoch()).deal(places)
     }
 }
 
-/// A rank's places in the order of all samples.
-#[derive(Clone, Copy)]
-struct Places {
-    first: usize,
-    replicas: usize,
-    samples: usize,
-}
+impl<S: Sampler> Stateful for DistributedSampler<S> {
+    fn state(&self) -> SamplerState {
+        self.state()
+    }
 
-impl Places {
-    /// Maps a position in the rank's samples to a place in the order. Places beyond the last sample
-    /// are the padding, which starts over from the front.
-    fn at(self, position: usize) -> usize {
-        (self.first + position * self.replicas) % self.samples
+    fn resume(&mut self, state: &SamplerState) -> Result<(), SamplerError> {
+        self.resume(state)
     }
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(
+impl SamplerState {
+    /// Checks that a sampler in the state `here` has the settings that this state was saved with.
+    pub(crate) fn same_settings(&self, here: &Self) -> Result<(), SamplerError> {
+        same("samples", &self.samples, &here.samples)?;
+        same("seed", &self.seed, &here.seed)?;
+        same("shuffle", &self.shuffle, &here.shuffle)?;
+        same("drop_last", &self.drop_last, &here.drop_last)?;
+        same("pad", &self.pad, &here.pad)
+    }
+}
+
+fn same<T: PartialEq + Display>(
     field: &'static str,
-    saved: T,
-    here: T,
+    saved: &T,
+    here: &T,
 ) -> Result<(), SamplerError> {
     if saved == here {
         return Ok(());
     }
-    Err(SamplerError::Mismatch { field, saved: format!("{saved:?}"), here: format!("{here:?}") })
+    Err(SamplerError::Mismatch { field, saved: saved.to_string(), here: here.to_string() })
 }
 
-/// Maps a position in a rank's samples to an index of the data set.
-pub(crate) type Order = dyn Fn(usize) -> usize + Send + Sync;
-
-/// A rank's indices in one epoch; see [`DistributedSampler::iter`].
-pub struct Indices {
-    pub(crate) order: Arc<Order>,
-    pub(crate) range: Range<usize>,
-    pub(crate) taken: Taken,
+pub(crate) fn check_rank(replicas: usize, rank: usize) -> Result<(), SamplerError> {
+    if replicas == 0 {
+        return Err(SamplerError::Replicas);
+    }
+    if rank >= replicas {
+        return Err(SamplerError::Rank { rank, replicas });
+    }
+    Ok(())
 }
 
-/// Writes into a sampler how far its iteration is.
-pub(crate) struct Taken {
-    places: Arc<AtomicUsize>,
-    skipped: usize,
-    replicas: usize,
+/// What a loader asks of a sampler.
+pub(crate) trait Deal {
+    fn samples(&self) -> usize;
+
+    fn rank(&self) -> usize;
+
+    /// Returns the positions in this rank's items that the next iteration goes through.
+    fn range(&self) -> Range<usize>;
+
+    /// Begins an iteration.
+    fn begin(&self) -> Deals;
 }
 
-impl Taken {
-    /// Notes that each rank's samples before `position` are taken.
-    pub fn up_to(&self, position: usize) {
-        self.places.store(self.skipped + position * self.replicas, Ordering::Relaxed);
+/// The items that a rank has in an iteration, as the indices of each.
+pub(crate) struct Deals {
+    pub append: AppendIndices,
+    pub range: Range<usize>,
+    pub taken: Taken,
+}
+
+/// Appends the indices of the item at a position in the rank's items.
+pub(crate) type AppendIndices = Box<dyn Fn(usize, &mut Vec<usize>) + Send + Sync>;
+
+impl<S: Sampler> Deal for DistributedSampler<S> {
+    fn samples(&self) -> usize {
+        self.sampler.samples()
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.position.start() / self.replicas..self.len()
+    }
+
+    fn begin(&self) -> Deals {
+        let Indices { items, range, taken } = self.iter();
+        let append = move |position: usize, indices: &mut Vec<usize>| {
+            indices.extend_from_slice(items(position).indices());
+        };
+        Deals { append: Box::new(append), range, taken }
     }
 }
 
-impl Iterator for Indices {
-    type Item = usize;
+/// A rank's items in one epoch; see [`DistributedSampler::iter`].
+pub struct Indices<T = usize> {
+    items: Dealt<T>,
+    range: Range<usize>,
+    taken: Taken,
+}
 
-    fn next(&mut self) -> Option<usize> {
+impl<T> Iterator for Indices<T> {
+    type Item = T;
+
+    fn next(&mut self) -> Option<T> {
         let position = self.range.next()?;
         self.taken.up_to(position + 1);
-        Some((self.order)(position))
+        Some((self.items)(position))
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
@@ -406,4 +448,4 @@ impl Iterator for Indices {
     }
 }
 
-impl ExactSizeIterator for Indices {}
+impl<T> ExactSizeIterator for Indices<T> {}

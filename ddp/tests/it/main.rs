@@ -1,5 +1,6 @@
 //! Samplers, loaders and checkpoints of one process.
 
 mod checkpoint;
+mod draws;
 mod loader;
 mod sampler;
