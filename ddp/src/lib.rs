@@ -62,6 +62,7 @@ pub use data::loader_error::{BatchId, LoaderError};
 pub use data::max_tokens::MaxTokensBatchSampler;
 pub use data::order::{Order, RandomSampler, Sampler, SamplerItem, Shuffle};
 pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Stateful};
+pub use data::token_file::{TokenDataset, TokenError, TokenFile, TokenKind};
 pub use data::weighted::WeightedRandomSampler;
 pub use ddp::{Ddp, NoSync};
 pub use error::{Error, Result};

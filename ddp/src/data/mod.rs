@@ -10,4 +10,5 @@ pub(crate) mod order;
 mod permutation;
 mod position;
 pub(crate) mod sampler;
+pub(crate) mod token_file;
 pub(crate) mod weighted;

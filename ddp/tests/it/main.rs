@@ -4,3 +4,4 @@ mod checkpoint;
 mod draws;
 mod loader;
 mod sampler;
+mod tokens;
