@@ -56,6 +56,7 @@ pub use builder::DdpBuilder;
 pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 pub use data::batch_sampler::BatchSampler;
 pub use data::batches::Batches;
+pub use data::iterable::{ItemStream, IterableDataset, StreamSampler};
 pub use data::length_grouped::LengthGroupedSampler;
 pub use data::loader::{DataLoader, Dataset, Sampled};
 pub use data::loader_error::{BatchId, LoaderError};

@@ -2,6 +2,7 @@
 
 pub(crate) mod batch_sampler;
 pub(crate) mod batches;
+pub(crate) mod iterable;
 pub(crate) mod length_grouped;
 pub(crate) mod loader;
 pub(crate) mod loader_error;

@@ -6,7 +6,10 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-use flow_ddp::{CheckpointError, Checkpoints, Ddp, DistributedSampler, ProcessGroup};
+use flow_ddp::{
+    CheckpointError, Checkpoints, Ddp, DistributedSampler, ProcessGroup, Stateful, StreamSampler,
+    WeightedRandomSampler,
+};
 use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tempfile::{TempDir, tempdir};
@@ -99,6 +102,41 @@ fn a_training_that_resumes_goes_on_as_the_one_that_saved() {
     assert_eq!(other.sampler.state(), training.sampler.state());
     for _ in 0..3 {
         assert_eq!(other.step(), training.step());
+    }
+}
+
+#[test]
+fn samplers_of_all_kinds_go_on_where_they_were() {
+    let folder = tempdir().unwrap();
+    let mut training = Training::new(3, 1);
+    let mut checkpoints = training.open(&folder);
+    let weighted = |weights: [f64; 3], replicas| {
+        let draws = WeightedRandomSampler::new(weights, 20).unwrap();
+        DistributedSampler::wrap_replica(draws, replicas, 0).unwrap()
+    };
+    let two = weighted([1.0, 2.0, 3.0], 2);
+    assert_eq!(two.iter().take(4).count(), 4);
+    let stream = StreamSampler::with_replicas(2, 1).unwrap();
+    let samplers: [&dyn Stateful; 2] = [&two, &stream];
+    for (step, sampler) in samplers.into_iter().enumerate() {
+        let Training { vs, model, optimizer, .. } = &training;
+        checkpoints.save(step, model, vs, optimizer, sampler, &step).unwrap();
+        let checkpoint = checkpoints.latest::<usize>().unwrap().expect("a checkpoint");
+        let Training { vs, optimizer, .. } = &mut training;
+        let mut resumed = weighted([1.0, 2.0, 3.0], 3);
+        if step == 0 {
+            checkpoint.resume(vs, optimizer, &mut resumed).unwrap();
+            assert_eq!(resumed.state(), two.state());
+            assert_eq!(resumed.iter().count(), 4); // of the 12 that are left
+            let mut other = weighted([1.0, 2.0, 3.5], 3);
+            let error = checkpoint.resume(vs, optimizer, &mut other).unwrap_err();
+            assert!(matches!(error, CheckpointError::Sampler { .. }), "{error}");
+        } else {
+            assert!(checkpoint.resume(vs, optimizer, &mut resumed).is_err());
+            let mut resumed = StreamSampler::with_replicas(3, 0).unwrap();
+            checkpoint.resume(vs, optimizer, &mut resumed).unwrap();
+            assert_eq!(resumed.state(), stream.state());
+        }
     }
 }
 

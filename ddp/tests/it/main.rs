@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod draws;
+mod iterable;
 mod loader;
 mod sampler;
 mod tokens;
