@@ -6,9 +6,10 @@
 //! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
 //! | [`convert_sync_batchnorm`] | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
+//! | [`WeightedRandomSampler`], [`BatchSampler`], [`Sampler`] | the same in `torch.utils.data` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
-//! | [`DataLoader`], [`Dataset`] | `torch.utils.data.DataLoader`, `Dataset` |
+//! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
 //! | [`TensorCollectives`] | `torch.distributed.all_reduce` and others, on tensors |
 //!
 //! ```no_run
@@ -61,6 +62,7 @@ pub use data::length_grouped::LengthGroupedSampler;
 pub use data::loader::{DataLoader, Dataset, Sampled};
 pub use data::loader_error::{BatchId, LoaderError};
 pub use data::max_tokens::MaxTokensBatchSampler;
+pub use data::on_device::{OnDevice, ToDevice};
 pub use data::order::{Order, RandomSampler, Sampler, SamplerItem, Shuffle};
 pub use data::sampler::{DistributedSampler, Indices, SamplerError, SamplerState, Stateful};
 pub use data::token_file::{TokenDataset, TokenError, TokenFile, TokenKind};

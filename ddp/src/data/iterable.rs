@@ -4,10 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use flow_comm::ProcessGroup;
+use tch::Device;
 
 use super::batches::{Batches, Epoch, Maker};
 use super::loader::DataLoader;
 use super::loader_error::LoaderError;
+use super::on_device::{OnDevice, ToDevice};
 use super::order::Shuffle;
 use super::position::Position;
 use super::sampler::{SamplerError, SamplerState, Stateful, check_rank};
@@ -66,6 +68,16 @@ pub trait IterableDataset: Send + Sync + 'static {
     /// # Errors
     /// Anything; the loader hands it to its caller as [`LoaderError::Dataset`].
     fn batch(&self, items: Vec<Self::Item>) -> Result<Self::Batch, BoxError>;
+
+    /// Returns the data set whose batches are on `device`: the loader's workers bring them there
+    /// ahead of time.
+    fn to_device(self, device: Device) -> OnDevice<Self>
+    where
+        Self: Sized,
+        Self::Batch: ToDevice,
+    {
+        OnDevice::new(self, device)
+    }
 }
 
 /// The items of an [`IterableDataset`].

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use flow_comm::DEFAULT_TIMEOUT;
+use tch::Device;
 
 use super::batches::{Ahead, Batches, Epoch, Maker};
 use super::loader_error::LoaderError;
+use super::on_device::{OnDevice, ToDevice};
 use super::order::Sampler;
 use super::sampler::{AppendIndices, Deal, Deals, DistributedSampler};
 use crate::BoxError;
@@ -30,6 +32,16 @@ pub trait Dataset: Send + Sync + 'static {
     /// # Errors
     /// Anything; the loader hands it to its caller as [`LoaderError::Dataset`].
     fn batch(&self, indices: &[usize]) -> Result<Self::Batch, BoxError>;
+
+    /// Returns the data set whose batches are on `device`: the loader's workers bring them there
+    /// ahead of time.
+    fn to_device(self, device: Device) -> OnDevice<Self>
+    where
+        Self: Sized,
+        Self::Batch: ToDevice,
+    {
+        OnDevice::new(self, device)
+    }
 }
 
 /// One epoch of a data set in batches, to be iterated over:

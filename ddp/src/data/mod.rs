@@ -7,6 +7,7 @@ pub(crate) mod length_grouped;
 pub(crate) mod loader;
 pub(crate) mod loader_error;
 pub(crate) mod max_tokens;
+pub(crate) mod on_device;
 pub(crate) mod order;
 mod permutation;
 mod position;

@@ -9,7 +9,7 @@ use flow_ddp::{
     TokenKind,
 };
 use proptest::prelude::*;
-use tch::{Kind, Tensor};
+use tch::{Cuda, Device, Kind, Tensor};
 use tempfile::{TempDir, tempdir};
 
 /// Writes a file of these tokens.
@@ -100,6 +100,35 @@ fn a_file_that_is_cut_while_it_is_read_is_an_error() {
     assert!(matches!(error, LoaderError::Dataset { .. }), "{error}");
     let expected = format!(" of {}: ", path.display());
     assert!(error.to_string().contains(&expected), "{error}");
+}
+
+/// On a CPU batches are as they were. Where there is no GPU, asking for one is an error.
+#[test]
+fn workers_bring_batches_to_the_device() {
+    let folder = tempdir().unwrap();
+    let path = write(&folder, "tokens", &Vec::from_iter(0..40), TokenKind::U16);
+    let load = |device| {
+        let file = TokenFile::open(&path, TokenKind::U16).unwrap();
+        let windows = Arc::new(TokenDataset::new(vec![file], 3).unwrap().to_device(device));
+        let sampler = DistributedSampler::with_replicas(windows.len(), 1, 0).unwrap();
+        let sampler = sampler.shuffle(false);
+        DataLoader::new(&windows, &sampler, 2).workers(2).into_iter().collect::<Vec<_>>()
+    };
+    let on_cpu = load(Device::Cpu);
+    let first = on_cpu[0].as_ref().unwrap();
+    assert_eq!((on_cpu.len(), rows(&first.1)), (7, vec![vec![1, 2, 3], vec![4, 5, 6]]));
+    let on_gpu = load(Device::Cuda(0));
+    if !Cuda::is_available() {
+        assert!(matches!(on_gpu[..], [Err(LoaderError::Dataset { .. })]), "{on_gpu:?}");
+        println!("SKIPPED: batches on a GPU: there is none");
+        return;
+    }
+    for (on_gpu, on_cpu) in on_gpu.iter().zip(&on_cpu) {
+        let (on_gpu, on_cpu) = (on_gpu.as_ref().unwrap(), on_cpu.as_ref().unwrap());
+        assert_eq!((on_gpu.0.device(), on_gpu.1.device()), (Device::Cuda(0), Device::Cuda(0)));
+        assert!(on_gpu.0.to_device(Device::Cpu) == on_cpu.0);
+        assert!(on_gpu.1.to_device(Device::Cpu) == on_cpu.1);
+    }
 }
 
 proptest! {
