@@ -59,6 +59,7 @@ pub mod prelude {
 
 /// The programs of docs/ compile.
 #[cfg(doctest)]
+#[doc = include_str!("../../docs/data.md")]
 #[doc = include_str!("../../docs/ddp.md")]
 #[doc = include_str!("../../docs/global.md")]
 #[doc = include_str!("../../docs/pipelines.md")]
