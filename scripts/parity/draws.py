@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import torch_python
 
 torch_python.restart()
+torch_python.set_up("--python-libraries", ROOT / ".python-libraries" / "transformers")
 sys.path.insert(0, str(ROOT / ".python-libraries"))
 
 import torch

@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
-use crate::data::sampler::SamplerError;
+use crate::data::sampler_state::SamplerError;
 
 pub(super) const WRITABLE: &str = "see that the disk has space and the folder can be written";
 

@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::{Optimizer, VarStore};
 
-use crate::data::sampler::{SamplerState, Stateful};
+use crate::data::sampler_state::{SamplerState, Stateful};
 use crate::ddp::Ddp;
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;

@@ -1,7 +1,7 @@
 //! Batches of a sampler's samples, dealt out whole.
 
 use super::order::{Order, Places, Sampler, Shuffle};
-use super::sampler::SamplerError;
+use super::sampler_state::SamplerError;
 
 /// Cuts the order of another sampler into batches: `torch.utils.data.BatchSampler`.
 ///

@@ -12,7 +12,7 @@ use super::loader_error::LoaderError;
 use super::on_device::{OnDevice, ToDevice};
 use super::order::Shuffle;
 use super::position::Position;
-use super::sampler::{SamplerError, SamplerState, Stateful, check_rank};
+use super::sampler_state::{SamplerError, SamplerState, Stateful, check_rank};
 use crate::BoxError;
 
 /// Samples that come one after another, as those of PyTorch's `IterableDataset`: nobody knows how

@@ -6,7 +6,7 @@ use flow_comm::digest;
 
 use super::order::{Order, Sampler, Shuffle};
 use super::permutation::randperm;
-use super::sampler::SamplerError;
+use super::sampler_state::SamplerError;
 
 /// Shuffles samples so that those which come together are of like length: transformers'
 /// `LengthGroupedSampler`, which `group_by_length` turns on.

@@ -37,7 +37,7 @@ impl fmt::Display for BatchId {
     }
 }
 
-/// The reason for which a [`DataLoader`] gave no batch.
+/// The reason for which a [`DataLoader`](crate::DataLoader) gave no batch.
 #[derive(Debug, thiserror::Error)]
 pub enum LoaderError {
     /// The batch size is 0.

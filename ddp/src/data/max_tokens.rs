@@ -1,12 +1,12 @@
 //! Batches of like length whose tokens are bounded.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use flow_comm::digest;
 
 use super::order::{Order, Sampler, Shuffle};
 use super::permutation::randperm;
-use super::sampler::SamplerError;
+use super::sampler_state::SamplerError;
 
 /// Makes batches of samples of like length with at most `max_tokens` tokens, padding counted: the
 /// number of samples times the longest. This is fairseq's `--max-tokens`.
@@ -25,10 +25,16 @@ pub struct MaxTokensBatchSampler {
     max_batch_size: usize,
     shuffle: bool,
     seed: u64,
-    /// The samples, the shortest first.
-    sorted: Arc<Vec<usize>>,
-    /// Where each batch begins in `sorted`, and where the last one ends.
-    bounds: Arc<Vec<usize>>,
+    /// Made when they are asked for.
+    batches: OnceLock<Arc<Sorted>>,
+}
+
+/// The samples as batches, the shortest first.
+#[derive(Debug)]
+struct Sorted {
+    samples: Vec<usize>,
+    /// Where each batch begins in `samples`, and where the last one ends.
+    bounds: Vec<usize>,
 }
 
 /// The most batches that stay neighbours. A power of two, so that numbers of ranks divide it.
@@ -46,62 +52,65 @@ impl MaxTokensBatchSampler {
         if let Some(index) = lengths.iter().position(|&length| length > max_tokens) {
             return Err(SamplerError::TooLong { index, length: lengths[index], max_tokens });
         }
-        let sampler = Self {
+        Ok(Self {
             digest: digest(&lengths),
             lengths,
             max_tokens,
             max_batch_size: usize::MAX,
             shuffle: true,
             seed: 0,
-            sorted: Arc::default(),
-            bounds: Arc::default(),
-        };
-        Ok(sampler.batched())
+            batches: OnceLock::new(),
+        })
     }
 
     /// Sets the most samples of a batch, one at least (default: no limit).
     pub fn max_batch_size(mut self, samples: usize) -> Self {
         self.max_batch_size = samples.max(1);
-        self.batched()
+        self.batches.take();
+        self
     }
 
     /// Sets whether to shuffle samples of one length, and batches (default: true). If not, batches
     /// come sorted, the shortest samples first.
     pub fn shuffle(mut self, shuffle: bool) -> Self {
         self.shuffle = shuffle;
-        self.batched()
+        self.batches.take();
+        self
     }
 
     /// Sets the seed, the same on all ranks (default: 0).
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
-        self.batched()
+        self.batches.take();
+        self
+    }
+
+    fn batches(&self) -> &Arc<Sorted> {
+        self.batches.get_or_init(|| Arc::new(self.sorted()))
     }
 
     /// Sorts the samples and cuts them into batches.
-    fn batched(mut self) -> Self {
-        let mut sorted = if self.shuffle {
+    fn sorted(&self) -> Sorted {
+        let mut samples = if self.shuffle {
             randperm(self.lengths.len(), self.seed)
         } else {
             (0..self.lengths.len()).collect()
         };
-        sorted.sort_by_key(|&index| self.lengths[index]);
+        samples.sort_by_key(|&index| self.lengths[index]);
         let mut bounds = vec![0];
-        let mut start = 0;
-        for (place, &index) in sorted.iter().enumerate() {
-            let samples = place + 1 - start;
-            let tokens = samples.saturating_mul(self.lengths[index]); // this one is the longest
-            if tokens > self.max_tokens || samples > self.max_batch_size {
+        let mut begin = 0;
+        for (place, &index) in samples.iter().enumerate() {
+            let size = place + 1 - begin;
+            let tokens = size.saturating_mul(self.lengths[index]); // this one is the longest
+            if tokens > self.max_tokens || size > self.max_batch_size {
                 bounds.push(place);
-                start = place;
+                begin = place;
             }
         }
-        if !sorted.is_empty() {
-            bounds.push(sorted.len());
+        if !samples.is_empty() {
+            bounds.push(samples.len());
         }
-        self.sorted = Arc::new(sorted);
-        self.bounds = Arc::new(bounds);
-        self
+        Sorted { samples, bounds }
     }
 
     /// Returns an order of the batches: runs of neighbours, shuffled. A run that is shorter than the
@@ -136,7 +145,7 @@ impl Sampler for MaxTokensBatchSampler {
     }
 
     fn places(&self) -> usize {
-        self.bounds.len() - 1
+        self.batches().bounds.len() - 1
     }
 
     fn order(&self, epoch: u64) -> Order<Vec<usize>> {
@@ -145,10 +154,11 @@ impl Sampler for MaxTokensBatchSampler {
         } else {
             (0..self.places()).collect()
         };
-        let (sorted, bounds) = (Arc::clone(&self.sorted), Arc::clone(&self.bounds));
+        let batches = Arc::clone(self.batches());
         Order::computed(move |place| {
             let batch = order[place];
-            sorted[bounds[batch]..bounds[batch + 1]].to_vec()
+            let Sorted { samples, bounds } = &*batches;
+            samples[bounds[batch]..bounds[batch + 1]].to_vec()
         })
     }
 

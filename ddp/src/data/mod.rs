@@ -12,5 +12,6 @@ pub(crate) mod order;
 mod permutation;
 mod position;
 pub(crate) mod sampler;
+pub(crate) mod sampler_state;
 pub(crate) mod token_file;
 pub(crate) mod weighted;

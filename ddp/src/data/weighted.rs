@@ -5,7 +5,7 @@ use rand_mt::Mt;
 
 use super::order::{Order, Sampler, Shuffle};
 use super::permutation::draw_64;
-use super::sampler::SamplerError;
+use super::sampler_state::SamplerError;
 
 /// Draws samples by their weights, anew in each epoch: `torch.utils.data.WeightedRandomSampler`,
 /// for all ranks together.
@@ -92,11 +92,12 @@ impl WeightedRandomSampler {
         if let Some(last) = cumulative.last_mut() {
             *last = 1.0; // whatever the rounding
         }
-        let draw = |_| {
+        let mut draws = Vec::with_capacity(self.num_samples);
+        for _ in 0..self.num_samples {
             let mass = uniform(random);
-            cumulative.partition_point(|&below| below < mass)
-        };
-        (0..self.num_samples).map(draw).collect()
+            draws.push(cumulative.partition_point(|&below| below < mass));
+        }
+        draws
     }
 
     /// Draws by exponential clocks: that of a sample rings at a rate of its weight, and those that

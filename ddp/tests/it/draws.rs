@@ -130,6 +130,26 @@ fn the_weights_are_the_shares() {
 }
 
 #[test]
+fn epochs_and_seeds_have_other_orders() {
+    fn differ<T: SamplerItem + Debug + PartialEq>(
+        make: fn(usize, usize, u64) -> Box<dyn Sampler<Item = T>>,
+        kinds: &[usize],
+    ) {
+        for &kind in kinds {
+            let mut sampler = alone(make(kind, 200, 7));
+            let first = sampler.indices();
+            assert_ne!(alone(make(kind, 200, 8)).indices(), first, "{kind}");
+            sampler.set_epoch(1);
+            assert_ne!(sampler.indices(), first, "{kind}");
+            sampler.set_epoch(0);
+            assert_eq!(sampler.indices(), first, "{kind}");
+        }
+    }
+    differ(samples, &[0, 1, 2, 3]);
+    differ(batches, &[0, 2, 3]); // 1 is not shuffled
+}
+
+#[test]
 fn another_order_is_not_resumed() {
     let state = alone(WeightedRandomSampler::new([1.0, 2.0], 5).unwrap()).state();
     let refuse = |weights: [f64; 2], draws: usize| {
@@ -299,6 +319,18 @@ fn is_dealt<T: SamplerItem + Debug + PartialEq>(
         any.dealt(make, replicas).into_iter().map(|s| s.drop_last(true).indices()).collect();
     prop_assert!(cut.iter().all(|items| items.len() == all.len() / replicas));
     prop_assert_eq!(in_turn(&cut), all[..all.len() / replicas * replicas].to_vec());
+
+    let one = any.dealt(make, 1).remove(0);
+    let taken = one.iter().take(7 * stages.len()).count();
+    let mut rest = Vec::new();
+    for mut sampler in any.dealt(make, replicas) {
+        sampler.resume(&one.state()).unwrap();
+        rest.push(sampler.iter().collect::<Vec<T>>());
+    }
+    let places = (all.len() - taken).next_multiple_of(replicas);
+    let expected: Vec<T> = all.iter().cycle().skip(taken).take(places).cloned().collect();
+    prop_assert!(rest.iter().all(|items| items.len() == places / replicas));
+    prop_assert_eq!(in_turn(&rest), expected);
 
     let mut state = any.dealt(make, 1).remove(0).pad(false).state();
     let mut seen = Vec::new();
