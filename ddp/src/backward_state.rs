@@ -12,6 +12,7 @@ use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::options::{Delayed, Options};
 use crate::parameter::{Parameter, by_training, numbered};
+use crate::reducer::join::Joining;
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
 
@@ -150,6 +151,8 @@ pub(crate) struct BackwardState {
     pub used: Vec<bool>,
     /// Parameters in the order of their gradients' coming.
     pub ready_order: Vec<usize>,
+    /// The join that the model is in.
+    pub join: Option<Joining>,
     /// The step of this backward.
     pub step: u32,
     /// The next bucket to launch.
@@ -185,6 +188,7 @@ impl BackwardState {
             graph: options.static_graph.then(|| StaticGraph::new(count)),
             used: vec![false; count],
             ready_order: Vec::with_capacity(count),
+            join: None,
             step: 0,
             next: 0,
             rebuilt: false,

@@ -248,6 +248,7 @@ impl DdpBuilder {
                 _allocator: None,
                 forward_sync_buffers,
                 buffers,
+                all_buffers: Vec::new(),
                 held: Mutex::default(),
             });
         }
@@ -271,6 +272,8 @@ impl DdpBuilder {
             return Err(Error::Mismatch { rank, difference });
         }
         let settings = settings.map_err(|reason| Error::Model { rank, reason })?;
+        let all_buffers =
+            buffers.iter().map(|(_, tensor)| flow_autograd::identity(tensor)).collect();
         let mut seen = HashSet::new();
         parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
         buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
@@ -301,6 +304,7 @@ impl DdpBuilder {
             _allocator: allocator,
             forward_sync_buffers,
             buffers: Mutex::new(buffers),
+            all_buffers,
             held: Mutex::new(held),
         })
     }

@@ -77,6 +77,8 @@ pub struct Ddp<M> {
     /// Whether each forward in training mode broadcasts the buffers.
     pub(crate) forward_sync_buffers: bool,
     pub(crate) buffers: Mutex<CoalescedBroadcast>,
+    /// The identities of all buffers, also of those that are not broadcast.
+    pub(crate) all_buffers: Vec<usize>,
     pub(crate) held: Mutex<Vec<HeldBuffer>>,
 }
 
@@ -145,7 +147,8 @@ impl<M> Ddp<M> {
         self.model
     }
 
-    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode. A step with several
+    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode. (In [`Ddp::join`] they
+    /// are another rank's.) A step with several
     /// forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once before them. So
     /// does whoever has turned
     /// [`forward_sync_buffers`](crate::DdpBuilder::forward_sync_buffers) off. All ranks call this.
@@ -160,7 +163,7 @@ impl<M> Ddp<M> {
         }
         // The others wait for this rank's buffers: an error in them must reach all ranks.
         self.broadcast_buffers(reducer).inspect_err(|error| {
-            if !matches!(error, Error::Comm(_)) {
+            if !matches!(error, Error::Comm(_) | Error::EndedEarly { .. }) {
                 reducer.abort(&error.to_string());
             }
         })
@@ -179,18 +182,23 @@ impl<M> Ddp<M> {
                 );
                 return Err(Error::Model { rank: job_rank(&self.group), reason });
             }
-            reducer.broadcast(&mut buffers)?;
+            let root = reducer.announce_buffers()?;
+            reducer.broadcast(&mut buffers, root)?;
         }
         Ok(())
     }
 }
 
 impl<M: ModuleT> Ddp<M> {
-    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers.
+    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers, or
+    /// [`Error::EndedEarly`].
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train && self.reducer.is_some() && self.hooks.is_empty() {
             let reason = "a refresh has failed half-way: wrap the model again".to_owned();
             return Err(Error::Model { rank: job_rank(&self.group), reason });
+        }
+        if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
+            reducer.announce_forward()?;
         }
         if train && self.forward_sync_buffers {
             self.sync_buffers()?;
@@ -217,6 +225,10 @@ impl<M: ModuleT> ModuleT for Ddp<M> {
     /// use [`Ddp::try_forward_t`] to have it here.
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         self.try_forward_t(input, train).unwrap_or_else(|error| {
+            if matches!(error, Error::EndedEarly { .. }) {
+                // Without the collectives that the model may have in training.
+                return self.model.forward_t(input, false);
+            }
             log::error!("{error}");
             if let Some(reducer) = &self.reducer {
                 reducer.abort(&error.to_string());

@@ -84,6 +84,28 @@ pub enum Error {
         /// The hook's own text, or what it should have returned.
         reason: String,
     },
+    /// A [`join`](crate::join()) cannot begin, or a joinable has failed in it.
+    #[error("rank {rank}: join: {reason}")]
+    Join {
+        /// This rank.
+        rank: usize,
+        /// The fault, and what would be right.
+        reason: String,
+    },
+    /// Some ranks have ended and others have not, in a join that
+    /// [throws then](crate::JoinOptions::throw_on_early_termination); every rank gets this.
+    #[error(
+        "rank {rank}: join: the ranks {ended:?} have ended, the ranks {active:?} have not, and \
+         throw_on_early_termination is set"
+    )]
+    EndedEarly {
+        /// This rank.
+        rank: usize,
+        /// The ranks that have ended.
+        ended: Vec<usize>,
+        /// The ranks that have not.
+        active: Vec<usize>,
+    },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(
         "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; {advice}"
@@ -157,17 +179,27 @@ impl Error {
 
     /// Returns an error of the communication hook, or one that passed through it.
     pub(crate) fn of_hook(group: &ProcessGroup, bucket: usize, error: BoxError) -> Self {
-        let error = match error.downcast::<flow_comm::Error>() {
-            Ok(error) => return Self::Comm(*error),
-            Err(error) => error,
-        };
-        match error.downcast::<Self>() {
-            Ok(error) => *error,
-            Err(error) => {
-                Self::CommHook { rank: job_rank(group), bucket, reason: error.to_string() }
-            }
-        }
+        passed_through(error).unwrap_or_else(|error| Self::CommHook {
+            rank: job_rank(group),
+            bucket,
+            reason: error.to_string(),
+        })
     }
+
+    /// Returns an error of a joinable, or one that passed through it.
+    pub(crate) fn in_join(group: &ProcessGroup, error: BoxError) -> Self {
+        passed_through(error)
+            .unwrap_or_else(|error| Self::Join { rank: job_rank(group), reason: error.to_string() })
+    }
+}
+
+/// Returns the error of ours that passed through code of the user's, if it is one.
+fn passed_through(error: BoxError) -> Result<Error, BoxError> {
+    let error = match error.downcast::<flow_comm::Error>() {
+        Ok(error) => return Ok(Error::Comm(*error)),
+        Err(error) => error,
+    };
+    error.downcast().map(|error| *error)
 }
 
 /// Result of data-parallel training.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`ProcessGroup::from_env`] | `torch.distributed.init_process_group` |
 //! | [`Ddp`] | `torch.nn.parallel.DistributedDataParallel` |
+//! | [`Ddp::join`], [`join`](join()), [`Joinable`] | `DistributedDataParallel.join`, `torch.distributed.algorithms.join` |
 //! | [`convert_sync_batchnorm`] | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
 //! | [`WeightedRandomSampler`], [`BatchSampler`], [`Sampler`] | the same in `torch.utils.data` |
@@ -39,6 +40,7 @@ mod ddp;
 mod error;
 mod grad_layout;
 mod grad_reducer;
+mod join;
 mod model_check;
 mod optimizer;
 mod options;
@@ -74,6 +76,7 @@ pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
+pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};
 pub use optimizer::TryBackwardStep;
 pub use stats::{BucketStats, BucketTimes, Stats};
 pub use sync_batchnorm::convert_sync_batchnorm;

@@ -7,7 +7,9 @@
 //! built anew, in the order in which rank 0's gradients came.
 
 mod end_of_backward;
+pub(crate) mod join;
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use flow_autograd::{BoxError, GradHook};
@@ -36,6 +38,8 @@ pub(crate) struct Reducer {
     path: ForkSafe<Arc<dyn ReducePath>>,
     steps: Arc<Steps>,
     added: OnceLock<Added>,
+    /// The state has a join.
+    is_joined: AtomicBool,
     state: ForkSafe<Mutex<BackwardState>>,
     comm_hook: ForkSafe<Mutex<Box<dyn CommHook>>>,
     /// The hook waits for other ranks.
@@ -61,6 +65,7 @@ impl Reducer {
             path: ForkSafe::new(path),
             steps: Arc::new(Steps::new()),
             added: OnceLock::new(),
+            is_joined: AtomicBool::new(false),
             state: ForkSafe::new(Mutex::new(state)),
             launches_at_end: comm_hook.waits_for_ranks(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
@@ -187,10 +192,10 @@ impl Reducer {
         self.path.abort(cause);
     }
 
-    /// Gives all ranks rank 0's buffers. It uses the group in which gradients are reduced, so that a
-    /// rank that is out of step finds the others in backward.
-    pub fn broadcast(&self, buffers: &mut CoalescedBroadcast) -> Result<()> {
-        Ok(buffers.run(&self.group, 0)?)
+    /// Gives all ranks the root's buffers. It uses the group in which gradients are reduced, so that
+    /// a rank that is out of step finds the others in backward.
+    pub fn broadcast(&self, buffers: &mut CoalescedBroadcast, root: usize) -> Result<()> {
+        Ok(buffers.run(&self.group, root)?)
     }
 
     /// Returns whether `.grad` is a view of its bucket after a backward.
@@ -329,6 +334,9 @@ impl Reducer {
         mut state: MutexGuard<'a, BackwardState>,
     ) -> Result<MutexGuard<'a, BackwardState>> {
         let step = self.steps.begin();
+        if let Some(join) = &mut state.join {
+            join.begin_backward(step, self.group.world_size())?;
+        }
         state.begin(step);
         // Unlocked: if the callback is refused it is dropped, and locks the state for that.
         drop(state);
@@ -423,6 +431,10 @@ impl Reducer {
     /// Fails this rank's backward and, with it, the group: no rank is to wait for gradients that
     /// will not come.
     fn fail(&self, error: Error) -> BoxError {
+        // Nothing has begun, on any rank.
+        if matches!(error, Error::EndedEarly { .. }) {
+            return error.end_backward();
+        }
         self.state().unusable = true;
         // All ranks know what each of them misses. If the group has failed for anything else, that
         // remains the cause.

@@ -70,6 +70,23 @@ impl Steps {
         counts.backwards.wrapping_add(counts.left_out).wrapping_add(1)
     }
 
+    /// Counts forwards whose backward may yet come as steps that none follows. Returns the last step.
+    pub fn close(&self) -> u32 {
+        let counts = &mut *self.counts();
+        let left_out = std::mem::take(&mut counts.open).len() as u32;
+        counts.left_out = counts.left_out.wrapping_add(left_out);
+        counts.backwards.wrapping_add(counts.left_out)
+    }
+
+    /// Goes on after this step, whatever has been counted. Forwards so far are no steps any more.
+    pub fn go_on_after(&self, step: u32) {
+        let counts = &mut *self.counts();
+        counts.open.clear();
+        counts.before_last = counts.forwards;
+        counts.backwards = step;
+        counts.left_out = 0;
+    }
+
     /// Ends a backward that reduces gradients.
     pub fn end(&self) {
         let mut counts = self.counts();

@@ -67,8 +67,8 @@ enum Part {
     LowRank {
         name: String,
         is_used: bool,
-        /// The gradient, with the error of the last step if this rank uses the parameter: `n` times
-        /// `m`.
+        /// The gradient, with the error of the last step if this rank uses the parameter, and then
+        /// what the approximation leaves out of it: `n` times `m`.
         matrix: Tensor,
         /// `m` times `r`, orthonormal.
         right: Tensor,
@@ -169,7 +169,7 @@ impl PowerSgd {
         // A gradient that overflows, of which a GradScaler makes nothing, must not come again.
         if bool::try_from(right.f_isfinite()?.f_all()?)? {
             if self.error_feedback && is_used {
-                memory.error = Some(matrix.f_sub(&approximation)?);
+                memory.error = Some(matrix);
             }
             memory.right = Some(right);
         }
@@ -204,10 +204,16 @@ impl CommHook for PowerSgd {
         let group = bucket.group();
         group.all_reduce_coalesced(&mut lefts, ReduceOp::Avg)?;
         let mut rights = Vec::new();
-        for (part, left) in parts.iter().zip(&mut lefts) {
+        for (part, left) in parts.iter_mut().zip(&mut lefts) {
             if let Part::LowRank { matrix, .. } = part {
                 *left = orthonormal(left)?;
-                rights.push(matrix.f_tr()?.f_matmul(left)?);
+                let right = matrix.f_tr()?.f_matmul(left)?;
+                // What the approximation leaves out of this rank's own matrix. What it leaves out of
+                // the mean is the mean of that, also where some ranks do not use the parameter.
+                if self.error_feedback {
+                    *matrix = matrix.f_sub(&left.f_matmul(&right.f_tr()?)?)?;
+                }
+                rights.push(right);
             }
         }
         if !rights.is_empty() {

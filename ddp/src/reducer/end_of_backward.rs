@@ -8,6 +8,7 @@ use flow_autograd::BoxError;
 use flow_comm::{ReduceOp, trace};
 
 use super::Reducer;
+use super::join::Joining;
 use crate::backward_state::BackwardState;
 use crate::bucket::BackwardEvent;
 use crate::error::{Error, Result, job_rank};
@@ -64,17 +65,22 @@ impl Reducer {
     /// Ends a backward: all gradients of this rank are there, or will not come.
     fn finish(&self) -> Result<()> {
         let mut state = self.state();
-        let result = self.finish_buckets(&mut state);
+        let reduced = self.finish_buckets(&mut state);
+        self.end(&mut state, reduced)
+    }
+
+    /// Ends a backward whose buckets are `reduced`: with the parameters without a gradient.
+    pub(super) fn end(&self, state: &mut BackwardState, reduced: Result<Vec<usize>>) -> Result<()> {
         state.in_backward = false;
         // Also after an error: gradients must not be kept alive.
-        self.drop_grads(&mut state, result.is_ok());
-        let missing = result?;
+        self.drop_grads(state, reduced.is_ok());
+        let missing = reduced?;
         self.steps.end();
         if state.rebuilt {
             return Ok(());
         }
         state.rebuilt = true;
-        self.rebuild(&mut state, missing)
+        self.rebuild(state, missing)
     }
 
     /// Waits for all buckets and gives the reduced gradients to the parameters. Returns the
@@ -101,19 +107,7 @@ impl Reducer {
         for (index, &arrived) in state.arrived.iter().enumerate() {
             used.push(u8::from(arrived || state.is_used(index)));
         }
-        self.defer_missing_grads(state, |state| {
-            self.launch(state)?;
-            self.wait(state)?;
-            if finds_unused {
-                let _wait = trace::wait(state.step.into(), None);
-                self.group.all_reduce(&mut used, ReduceOp::Max)?;
-            }
-            Ok(())
-        })?;
-        if state.peer_misses_grads {
-            return Err(self.missing_gradients(state, &missing));
-        }
-        self.path.join()?;
+        self.reduce(state, &missing, finds_unused.then_some(&mut used))?;
         self.scatter(state)?;
         let mut used: Vec<bool> = used.into_iter().map(|used| used != 0).collect();
         if let Some(graph) = &mut state.graph {
@@ -124,12 +118,38 @@ impl Reducer {
                 state
                     .write_back(index, &**self.path, self.options.bucket_view)
                     .map_err(|error| self.in_backward(error))?;
+                if let Some(scale) = state.join.as_ref().and_then(Joining::scale) {
+                    let _ = tch::no_grad(|| state.parameters[index].grad().g_mul_scalar_(scale));
+                }
             }
         }
         state.used.fill(false);
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         Ok(missing)
+    }
+
+    /// Launches the remaining buckets, and waits until all are reduced. `used`: which parameters this
+    /// rank uses, and then some rank. `missing`: parameters whose gradients this rank lacks.
+    pub(super) fn reduce(
+        &self,
+        state: &mut BackwardState,
+        missing: &[usize],
+        used: Option<&mut Vec<u8>>,
+    ) -> Result<()> {
+        self.defer_missing_grads(state, |state| {
+            self.launch(state)?;
+            self.wait(state)?;
+            if let Some(used) = used {
+                let _wait = trace::wait(state.step.into(), None);
+                self.group.all_reduce(used, ReduceOp::Max)?;
+            }
+            Ok(())
+        })?;
+        if state.peer_misses_grads {
+            return Err(self.missing_gradients(state, missing));
+        }
+        self.path.join()
     }
 
     /// Waits until all launched buckets are reduced.
@@ -172,8 +192,8 @@ impl Reducer {
         Error::MissingGradients { rank: job_rank(&self.group), missing: lines.join("; "), advice }
     }
 
-    /// Makes the buckets anew, in the order in which rank 0's gradients came; unused parameters are
-    /// last.
+    /// Makes the buckets anew, in the order in which rank 0's gradients came, or in a join those of a
+    /// rank that has not ended; unused parameters are last.
     fn rebuild(&self, state: &mut BackwardState, missing: Vec<usize>) -> Result<()> {
         let mut order: Vec<i32> = Vec::with_capacity(state.parameters.len());
         for &index in state.ready_order.iter().chain(&missing) {
@@ -183,7 +203,8 @@ impl Reducer {
         }
         self.defer_missing_grads(state, |state| {
             let _wait = trace::wait(state.step.into(), None);
-            self.group.broadcast(&mut order, 0)?;
+            let root = state.join.as_ref().map_or(0, Joining::root);
+            self.group.broadcast(&mut order, root)?;
             // A rank that went on and failed would else take from slower ones what this backward
             // has done.
             Ok(self.group.barrier()?)

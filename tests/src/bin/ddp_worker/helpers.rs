@@ -28,6 +28,16 @@ impl CommHook for SentAs {
     }
 }
 
+/// A small generator of numbers that all ranks draw alike.
+pub struct Draws(pub u64);
+
+impl Draws {
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) % limit
+    }
+}
+
 /// This rank's part of what all ranks work on.
 pub fn part(joined: &Tensor, group: &ProcessGroup) -> Tensor {
     joined.chunk(group.world_size() as i64, 0).swap_remove(group.rank())

@@ -9,6 +9,8 @@ mod forks;
 mod globals;
 mod helpers;
 mod hooks;
+mod join;
+mod join_random;
 mod lifecycle;
 mod models;
 mod nested;
@@ -26,7 +28,7 @@ mod unused;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use flow_tests::registry::{self, File, Job, Scenario, by_hand, launched, scenario};
+use flow_tests::registry::{self, File, Job, Scenario, by_hand, in_process, launched, scenario};
 
 /// How gradients travel: in place, by copies, or on a thread for communication.
 const CPU: &[Job] = &[
@@ -45,6 +47,18 @@ const ALL: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], GPUS[0], GPUS[1]];
 const ALL_AND_NODES: &[Job] = &[ALL[0], ALL[1], ALL[2], ALL[3], ALL[4], ALL[5], NODES[0], NODES[1]];
 const NODES: [Job; 3] =
     [by_hand(&[2, 2]).shared(), by_hand(&[1, 1]).shared(), by_hand(&[2, 1]).shared()];
+const AND_THREADS: &[Job] = &[
+    ALL[0],
+    ALL[1],
+    ALL[2],
+    ALL[3],
+    ALL[4],
+    ALL[5],
+    NODES[0],
+    NODES[1],
+    in_process(4),
+    in_process(5),
+];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
 const SCENARIOS: &[Scenario] = &[
@@ -111,6 +125,16 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_unused", compression::unused, ALL),
     scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
     scenario("differing_hooks", hooks::differing, ALL),
+    scenario("join_random", join_random::trained, AND_THREADS),
+    scenario("join_ended_early", join::ended_early, ALL_AND_NODES),
+    scenario("join_ended_early_in_forward_t", join::ended_early_in_forward_t, ALL),
+    scenario("join_failing", join::failing, ALL_AND_NODES),
+    scenario("join_panicking", join::panicking, ALL),
+    scenario("join_dropped", join::dropped, ALL),
+    scenario("join_missing_gradients", join::missing_gradients, ALL),
+    scenario("join_of_some_ranks", join::of_some_ranks, CPU),
+    scenario("join_misused", join::misused, ALL),
+    scenario("join_own", join::own, ALL_AND_NODES),
 ];
 
 const FILES: &[File] = &[

@@ -5,21 +5,11 @@ use flow_comm::ProcessGroup;
 use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, gradient_is, mean, plausible, says};
+use crate::helpers::{Draws, error, gradient_is, mean, plausible, says};
 use crate::models::{Vectors, store};
 use crate::nested::{factor, nest};
 
 const LARGE: i64 = 40_000;
-
-/// A small generator of numbers that all ranks draw alike.
-struct Draws(u64);
-
-impl Draws {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) % limit
-    }
-}
 
 /// Random models: each parameter's gradient comes as often as drawn, and on the ranks that are
 /// drawn; some only under `no_sync`.

@@ -1,0 +1,180 @@
+//! Uneven inputs: ranks that have fewer batches than others end their training loop, and take part
+//! in what the others still do.
+//!
+//! Whoever is about to communicate says so first, in a [`notice`](notices): a rank that has ended
+//! says that instead. So the ranks that have ended know what comes next, and the others who takes
+//! part.
+
+mod joinable;
+mod model;
+mod notices;
+
+use std::fmt::Display;
+use std::sync::Arc;
+
+use flow_autograd::BoxError;
+
+pub use self::joinable::{JoinHook, Joinable};
+pub use self::notices::JoinContext;
+use self::notices::Notices;
+use crate::error::{Error, Result, job_rank};
+use crate::model_check::first_mismatch;
+
+/// Options of a join; all ranks choose the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JoinOptions {
+    /// Whether gradients are divided by the number of all ranks also where some have ended (default:
+    /// yes), so that each sample weighs the same. If not, they are divided by the number of ranks
+    /// that have not.
+    pub divide_by_initial_world_size: bool,
+    /// Whether it is an error of all ranks, [`Error::EndedEarly`], when some have ended and others
+    /// have not (default: no).
+    pub throw_on_early_termination: bool,
+}
+
+impl Default for JoinOptions {
+    fn default() -> Self {
+        Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
+    }
+}
+
+/// Runs `body`, in which ranks may take different numbers of steps: PyTorch's `Join`. A rank whose
+/// `body` is over takes part in the collectives of the joinables until those of all are. All ranks
+/// call this, with the same joinables in the same order. [`Ddp::join`](crate::Ddp::join) is for one
+/// model.
+///
+/// # Errors
+///
+/// What `body` returns: the joinables fail on all other ranks then, with its text. Those of
+/// [`Join::new`] and [`Join::finish`].
+pub fn join<T, E: From<Error> + Display>(
+    joinables: &[&dyn Joinable],
+    options: JoinOptions,
+    body: impl FnOnce() -> Result<T, E>,
+) -> Result<T, E> {
+    let join = Join::new(joinables, options)?;
+    match body() {
+        Ok(value) => {
+            join.finish()?;
+            Ok(value)
+        }
+        Err(error) => {
+            join.fail(&format!("{error:#}"));
+            Err(error)
+        }
+    }
+}
+
+/// A join that has begun, for code that is no closure: see [`join`]. If it is dropped rather than
+/// [finished](Join::finish), the joinables fail on all ranks.
+#[must_use = "the other ranks wait until it is finished"]
+pub struct Join<'a> {
+    joinables: Vec<&'a dyn Joinable>,
+    hooks: Vec<Box<dyn JoinHook + 'a>>,
+    notices: Arc<Notices>,
+    is_over: bool,
+}
+
+impl<'a> Join<'a> {
+    /// Begins a join. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// There is no joinable, or one cannot be joined, or their groups have different ranks; ranks
+    /// have other options or another number of joinables; a failure of the group.
+    pub fn new(joinables: &[&'a dyn Joinable], options: JoinOptions) -> Result<Self> {
+        let Some(first) = joinables.first() else {
+            let reason = "there is nothing to join: give it a Ddp, or another Joinable".to_owned();
+            return Err(Error::Join { rank: 0, reason });
+        };
+        let group = first.join_group();
+        let rank = job_rank(group);
+        let notices = Arc::new(Notices::new(group, options));
+        let hooks = hooks(joinables, &notices).map_err(|error| Error::in_join(group, error));
+        let line = match &hooks {
+            Ok(hooks) => format!("{options:?} for {} joinables", hooks.len()),
+            Err(error) => format!("what cannot be joined: {error}"),
+        };
+        let difference = first_mismatch(group, &[line.replace('\n', " ")])?;
+        let hooks = hooks?;
+        match difference {
+            Some(difference) => Err(Error::Join { rank, reason: difference }),
+            None => Ok(Self { joinables: joinables.to_vec(), hooks, notices, is_over: false }),
+        }
+    }
+
+    /// Ends this rank's part: takes part in what the others still do, until all have ended. Then all
+    /// ranks have what those that ended last have made.
+    ///
+    /// # Errors
+    ///
+    /// A failure of this rank or another, a rank that does not come in time;
+    /// [`Error::EndedEarly`].
+    pub fn finish(mut self) -> Result<()> {
+        let ended = self.shadow();
+        match &ended {
+            Ok(()) => self.is_over = true,
+            Err(error) => self.end(&error.to_string()),
+        }
+        ended
+    }
+
+    fn shadow(&mut self) -> Result<()> {
+        let group = self.joinables[0].join_group();
+        while let Some(step) = self.notices.ended()? {
+            self.hooks[step.joinable]
+                .main_hook(step.code, &step.active)
+                .map_err(|error| Error::in_join(group, error))?;
+        }
+        let last_joiners = self.notices.last_active();
+        for hook in &mut self.hooks {
+            hook.post_hook(&last_joiners).map_err(|error| Error::in_join(group, error))?;
+        }
+        Ok(())
+    }
+
+    /// Fails the joinables on all ranks, with this cause.
+    pub fn fail(mut self, cause: &str) {
+        self.end(cause);
+    }
+
+    fn end(&mut self, cause: &str) {
+        self.is_over = true;
+        // All ranks know that one has ended early, and may go on after the join.
+        if self.notices.check().is_ok() {
+            for joinable in &self.joinables {
+                joinable.join_group().abort(&format!("its part of a join failed: {cause}"));
+            }
+        }
+    }
+}
+
+impl Drop for Join<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let panics = std::thread::panicking();
+            self.end(if panics { "it panicked" } else { "it was dropped without finish()" });
+        }
+    }
+}
+
+fn hooks<'a>(
+    joinables: &[&'a dyn Joinable],
+    notices: &Arc<Notices>,
+) -> Result<Vec<Box<dyn JoinHook + 'a>>, BoxError> {
+    let ranks = joinables[0].join_group().ranks();
+    let mut hooks = Vec::with_capacity(joinables.len());
+    for (number, joinable) in joinables.iter().enumerate() {
+        let group = joinable.join_group();
+        if group.ranks() != ranks {
+            let own = group.ranks();
+            return Err(format!(
+                "joinable {number} has the ranks {own:?} and the first one {ranks:?}: join each \
+                 set of ranks by itself"
+            )
+            .into());
+        }
+        hooks.push(joinable.join_hook(JoinContext::new(notices, number))?);
+    }
+    Ok(hooks)
+}
