@@ -335,7 +335,7 @@ impl Reducer {
     ) -> Result<MutexGuard<'a, BackwardState>> {
         let step = self.steps.begin();
         if let Some(join) = &mut state.join {
-            join.begin_backward(step, self.group.world_size())?;
+            join.begin_backward(step)?;
         }
         state.begin(step);
         // Unlocked: if the callback is refused it is dropped, and locks the state for that.

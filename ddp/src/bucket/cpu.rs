@@ -175,7 +175,7 @@ impl Bucket for CpuBucket {
 }
 
 /// The memory of a contiguous CPU tensor; empty for other tensors.
-struct GradBytes(Tensor);
+pub(crate) struct GradBytes(pub Tensor);
 
 impl AsMut<[u8]> for GradBytes {
     fn as_mut(&mut self) -> &mut [u8] {

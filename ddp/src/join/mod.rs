@@ -70,7 +70,7 @@ pub fn join<T, E: From<Error> + Display>(
 #[must_use = "the other ranks wait until it is finished"]
 pub struct Join<'a> {
     joinables: Vec<&'a dyn Joinable>,
-    hooks: Vec<Box<dyn JoinHook + 'a>>,
+    hooks: Hooks<'a>,
     notices: Arc<Notices>,
     is_over: bool,
 }
@@ -89,14 +89,13 @@ impl<'a> Join<'a> {
         };
         let group = first.join_group();
         let rank = job_rank(group);
-        let notices = Arc::new(Notices::new(group, options));
-        let hooks = hooks(joinables, &notices).map_err(|error| Error::in_join(group, error));
-        let line = match &hooks {
-            Ok(hooks) => format!("{options:?} for {} joinables", hooks.len()),
+        let made = hooks(joinables, options).map_err(|error| Error::in_join(group, error));
+        let line = match &made {
+            Ok((_, hooks)) => format!("{options:?} for {} joinables", hooks.len()),
             Err(error) => format!("what cannot be joined: {error}"),
         };
         let difference = first_mismatch(group, &[line.replace('\n', " ")])?;
-        let hooks = hooks?;
+        let (notices, hooks) = made?;
         match difference {
             Some(difference) => Err(Error::Join { rank, reason: difference }),
             None => Ok(Self { joinables: joinables.to_vec(), hooks, notices, is_over: false }),
@@ -158,23 +157,27 @@ impl Drop for Join<'_> {
     }
 }
 
+type Hooks<'a> = Vec<Box<dyn JoinHook + 'a>>;
+
+/// Begins a join of each joinable.
 fn hooks<'a>(
     joinables: &[&'a dyn Joinable],
-    notices: &Arc<Notices>,
-) -> Result<Vec<Box<dyn JoinHook + 'a>>, BoxError> {
-    let ranks = joinables[0].join_group().ranks();
+    options: JoinOptions,
+) -> Result<(Arc<Notices>, Hooks<'a>), BoxError> {
+    let first = joinables[0].join_group();
+    let notices = Arc::new(Notices::new(first, options)?);
     let mut hooks = Vec::with_capacity(joinables.len());
     for (number, joinable) in joinables.iter().enumerate() {
-        let group = joinable.join_group();
-        if group.ranks() != ranks {
-            let own = group.ranks();
+        let ranks = joinable.join_group().ranks();
+        if ranks != first.ranks() {
             return Err(format!(
-                "joinable {number} has the ranks {own:?} and the first one {ranks:?}: join each \
-                 set of ranks by itself"
+                "joinable {number} has the ranks {ranks:?} and the first one {:?}: join each set of \
+                 ranks by itself",
+                first.ranks()
             )
             .into());
         }
-        hooks.push(joinable.join_hook(JoinContext::new(notices, number))?);
+        hooks.push(joinable.join_hook(JoinContext::new(&notices, number))?);
     }
-    Ok(hooks)
+    Ok((notices, hooks))
 }

@@ -1,19 +1,29 @@
 //! What ranks tell each other in a join: those that go on, what they do next; the others, that they
 //! have ended.
+//!
+//! A notice is a bucket of its own. So a rank that begins a backward need not wait for the others'.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_comm::ProcessGroup;
+use flow_autograd::tensor_from_memory;
+use flow_comm::{DType, ProcessGroup, ReduceOp, Segments};
+use tch::{Kind, Tensor};
 
 use super::JoinOptions;
+use crate::bucket::cpu::GradBytes;
 use crate::error::{Error, Result, job_rank};
 
 /// The first number of a rank's notice is this if the rank has ended, or else one more than the
 /// joinable's number. The second is the joinable's code.
 const ENDED: i64 = 0;
+/// The numbers of a notice.
+const LENGTH: usize = 2;
+/// The bucket's number, in errors.
+const BUCKET: u32 = u32::MAX - 1;
 
 /// A joinable's part of a join.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct JoinContext {
     notices: Arc<Notices>,
     joinable: usize,
@@ -35,10 +45,33 @@ impl JoinContext {
     ///
     /// # Errors
     ///
-    /// [`Error::EndedEarly`]; a failure of the group.
+    /// [`Error::EndedEarly`]; a backward of a joined model is under way; a failure of the group.
     pub fn notify(&self, code: i64) -> Result<Vec<usize>> {
-        let step = self.notices.exchange([self.joinable as i64 + 1, code])?;
-        Ok(step.map(|step| step.active).unwrap_or_default())
+        self.begin(code)?;
+        self.complete()
+    }
+
+    /// Returns the group of the notices.
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.notices.group
+    }
+
+    /// Begins to tell what [`JoinContext::notify`] tells, without waiting for other ranks. Nothing
+    /// else is told before [`JoinContext::complete`].
+    pub(crate) fn begin(&self, code: i64) -> Result<()> {
+        self.notices.begin([self.joinable as i64 + 1, code])
+    }
+
+    /// Returns what [`JoinContext::notify`] returns.
+    pub(crate) fn complete(&self) -> Result<Vec<usize>> {
+        Ok(self.notices.complete()?.map(|step| step.active).unwrap_or_default())
+    }
+}
+
+impl fmt::Debug for JoinContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let options = self.options();
+        f.debug_struct("JoinContext").field("options", &options).finish_non_exhaustive()
     }
 }
 
@@ -50,38 +83,55 @@ pub(super) struct Step {
 }
 
 /// The notices of a join.
-#[derive(Debug)]
 pub(super) struct Notices {
     group: ProcessGroup,
     options: JoinOptions,
+    segments: Arc<Segments>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// A notice of each rank; those of the others are 0 until all are added up.
+    all: Tensor,
+    is_under_way: bool,
     /// The ranks that had not ended when the last step began.
-    active: Mutex<Vec<usize>>,
+    active: Vec<usize>,
 }
 
 impl Notices {
-    pub fn new(group: &ProcessGroup, options: JoinOptions) -> Self {
-        let active = Mutex::new((0..group.world_size()).collect());
-        Self { group: group.clone(), options, active }
+    pub fn new(group: &ProcessGroup, options: JoinOptions) -> Result<Self> {
+        let ranks = group.world_size();
+        let length = LENGTH * ranks;
+        let memory = group.alloc_shared::<u8>(length * DType::I64.size())?;
+        let all = tensor_from_memory(memory, &[length as i64], Kind::Int64)
+            .map_err(|error| failed(group, error.to_string()))?;
+        Ok(Self {
+            group: group.clone(),
+            options,
+            segments: Arc::new(group.segments(BUCKET, DType::I64, vec![length])?),
+            state: Mutex::new(State { all, is_under_way: false, active: (0..ranks).collect() }),
+        })
     }
 
     /// Tells the others that this rank has ended. Returns what they do next; None if all have ended.
     pub fn ended(&self) -> Result<Option<Step>> {
-        self.exchange([ENDED, 0])
+        self.begin([ENDED, 0])?;
+        self.complete()
     }
 
     /// Returns the ranks that had not ended when the last step began.
     pub fn last_active(&self) -> Vec<usize> {
-        self.active().clone()
+        self.state().active.clone()
     }
 
     /// Fails if a rank has ended early, and that is to be an error.
     pub fn check(&self) -> Result<()> {
-        let active = self.active();
+        let state = self.state();
         let ranks = self.group.ranks();
-        if !self.options.throw_on_early_termination || active.len() == ranks.len() {
+        if !self.options.throw_on_early_termination || state.active.len() == ranks.len() {
             return Ok(());
         }
-        let (active, ended) = (0..ranks.len()).partition(|rank| active.contains(rank));
+        let (active, ended) = (0..ranks.len()).partition(|rank| state.active.contains(rank));
         let named = |those: Vec<usize>| those.into_iter().map(|rank| ranks[rank]).collect();
         Err(Error::EndedEarly {
             rank: job_rank(&self.group),
@@ -90,22 +140,50 @@ impl Notices {
         })
     }
 
-    /// Gives all ranks this rank's notice, and returns what the ranks that go on do next.
-    fn exchange(&self, own: [i64; 2]) -> Result<Option<Step>> {
+    /// Gives all ranks this rank's notice, without waiting for theirs.
+    fn begin(&self, own: [i64; LENGTH]) -> Result<()> {
         self.check()?;
-        let mut all = vec![0; own.len() * self.group.world_size()];
-        self.group.all_gather(&own, &mut all)?;
-        let notices: Vec<&[i64]> = all.chunks_exact(own.len()).collect();
+        let mut state = self.state();
+        if state.is_under_way {
+            let reason = "a joined model is in backward: let it end before another joinable begins, \
+                          or wrap what one backward goes through as one model";
+            return Err(failed(&self.group, reason.to_owned()));
+        }
+        let place = LENGTH * self.group.rank();
+        let _ = state.all.zero_();
+        state.all.narrow(0, place as i64, LENGTH as i64).copy_(&Tensor::from_slice(&own));
+        // Refused only after a failure of the group: then launching fails.
+        self.segments.set_piece(0, GradBytes(state.all.shallow_clone()));
+        while !self.group.launch_bucket(&self.segments, ReduceOp::Sum)? {
+            self.group.finish_buckets()?;
+        }
+        state.is_under_way = true;
+        Ok(())
+    }
+
+    /// Waits for the notices of all ranks, and returns what the ranks that go on do next.
+    fn complete(&self) -> Result<Option<Step>> {
+        self.group.wait_bucket(&self.segments)?;
+        let mut state = self.state();
+        state.is_under_way = false;
+        let all = Vec::<i64>::try_from(&state.all)
+            .map_err(|error| failed(&self.group, error.to_string()))?;
+        let notices: Vec<&[i64]> = all.chunks_exact(LENGTH).collect();
         let active: Vec<usize> =
             (0..notices.len()).filter(|&rank| notices[rank][0] != ENDED).collect();
         let Some(&last) = active.last() else { return Ok(None) };
-        self.active().clone_from(&active);
+        state.active.clone_from(&active);
+        drop(state);
         self.check()?;
-        let joinable = notices[last][0] as usize - 1;
-        Ok(Some(Step { joinable, code: notices[last][1], active }))
+        let [joinable, code] = [notices[last][0], notices[last][1]];
+        Ok(Some(Step { joinable: joinable as usize - 1, code, active }))
     }
 
-    fn active(&self) -> MutexGuard<'_, Vec<usize>> {
-        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn failed(group: &ProcessGroup, reason: String) -> Error {
+    Error::Join { rank: job_rank(group), reason }
 }

@@ -88,6 +88,9 @@ impl Reducer {
     fn finish_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
         let backward_end = Instant::now();
         self.path.record(BackwardEvent::EndOfBackward)?;
+        self.defer_missing_grads(state, |state| {
+            state.join.as_mut().map_or(Ok(()), Joining::complete_backward)
+        })?;
         let learns = state.graph.as_ref().is_some_and(|graph| !graph.is_learnt());
         if learns {
             self.take_all(state)?;

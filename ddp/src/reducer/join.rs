@@ -17,6 +17,12 @@ pub(crate) const BUFFERS: i64 = 0;
 /// A join under way.
 pub(crate) struct Joining {
     context: JoinContext,
+    /// All ranks, those that have ended too.
+    ranks: usize,
+    /// A backward begins with waiting for the other ranks to begin it.
+    waits: bool,
+    /// A backward is under way whose notice is not complete.
+    is_announced: bool,
     /// The last step that has begun.
     step: u32,
     /// The rank whose buffers, and whose order of gradients, are all ranks': the last one that has
@@ -29,14 +35,27 @@ pub(crate) struct Joining {
 }
 
 impl Joining {
-    /// Tells the ranks that have ended that a backward begins. The others are those that call this.
-    pub fn begin_backward(&mut self, step: u32, world_size: usize) -> Result<()> {
-        let active = self.context.notify(step.into())?;
+    /// Tells the ranks that have ended that a backward begins.
+    pub fn begin_backward(&mut self, step: u32) -> Result<()> {
+        self.context.begin(step.into())?;
+        self.is_announced = true;
+        if self.waits {
+            self.complete_backward()?;
+        }
         self.step = step;
+        Ok(())
+    }
+
+    /// Waits for the other ranks to begin the backward, unless that is done.
+    pub fn complete_backward(&mut self) -> Result<()> {
+        if !std::mem::take(&mut self.is_announced) {
+            return Ok(());
+        }
+        let active = self.context.complete()?;
         self.root = root_of(&active);
         self.scale = None;
-        if !self.context.options().divide_by_initial_world_size && active.len() < world_size {
-            self.scale = Some(world_size as f64 / active.len() as f64);
+        if !self.context.options().divide_by_initial_world_size && active.len() < self.ranks {
+            self.scale = Some(self.ranks as f64 / active.len() as f64);
         }
         Ok(())
     }
@@ -70,8 +89,22 @@ impl Reducer {
         if state.join.is_some() {
             return Err(self.not_joined("end the join that the model is in first"));
         }
+        // A rank that has ended begins when it has the notices of all. These come with the buckets, if
+        // the buckets are the host's and of one group. Else a hook that waits would wait for ever.
+        let waits = context.options().throw_on_early_termination
+            || self.path.grads_are_views()
+            || *context.group() != self.group;
         let step = self.steps.close();
-        state.join = Some(Joining { context, step, root: 0, scale: None, grads_are_apart: false });
+        state.join = Some(Joining {
+            ranks: self.group.world_size(),
+            waits,
+            context,
+            is_announced: false,
+            step,
+            root: 0,
+            scale: None,
+            grads_are_apart: false,
+        });
         self.is_joined.store(true, Ordering::Relaxed);
         Ok(())
     }

@@ -47,6 +47,14 @@ fn sync_batchnorm_is_measured() {
 }
 
 #[test]
+fn joins_are_measured() {
+    let arguments = ["join", "--model", "mlp", "--blocks", "1", "--steps", "1", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["without_ms", "with_ms", "ratio", "shadowed_ms", "ranks"]);
+}
+
+#[test]
 fn global_tensors_are_measured() {
     let measured =
         lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));

@@ -9,6 +9,7 @@
 mod allreduce;
 mod boxing;
 mod gpt;
+mod join;
 mod launch;
 mod limit;
 mod losses;
@@ -40,6 +41,8 @@ enum Command {
     Step(step::Options),
     /// A training step with Ddp, without and with SyncBatchNorm, on all ranks
     SyncBatchnorm(sync_batchnorm::Options),
+    /// A training step with Ddp, without and in a join, on all ranks, and while the last rank has ended
+    Join(join::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Limit(sizes) => limit::run(sizes),
         Command::Step(options) => step::run(options),
         Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
+        Command::Join(options) => join::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),

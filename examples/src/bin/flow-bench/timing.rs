@@ -32,6 +32,15 @@ pub fn block(
     step: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Vec<Duration>> {
     group.barrier()?;
+    steps(device, count, step)
+}
+
+/// Runs as [`block`] does, on the ranks that call this.
+pub fn steps(
+    device: Device,
+    count: usize,
+    step: &mut dyn FnMut() -> Result<()>,
+) -> Result<Vec<Duration>> {
     step()?;
     let Device::Cuda(ordinal) = device else { return time(count, step) };
     Cuda::synchronize(ordinal as i64);

@@ -211,6 +211,26 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// One backward through two joined models: ranks that have ended could not tell in which order to take
+/// part.
+pub fn two_models(group: &ProcessGroup) -> Result<()> {
+    let stores = [store(), store()];
+    let models = [vectors(group, &stores[0])?, vectors(group, &stores[1])?];
+    let joinables: [&dyn Joinable; 2] = [&models[0], &models[1]];
+    // One after the other they can be.
+    join(&joinables, JoinOptions::default(), || {
+        for _ in 0..group.rank() {
+            models.iter().try_for_each(|model| step(model, &one()))?;
+        }
+        Ok::<_, Error>(())
+    })?;
+    let text = error(join(&joinables, JoinOptions::default(), || {
+        let outputs = models.each_ref().map(|model| model.forward(&one()));
+        (&outputs[0] + &outputs[1]).f_backward().map_err(Error::from_backward)
+    }))?;
+    says(&text, &["wrap what one backward goes through as one model"])
+}
+
 /// Counts steps of all ranks.
 struct Counter {
     group: ProcessGroup,

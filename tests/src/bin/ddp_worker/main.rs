@@ -134,6 +134,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("join_missing_gradients", join::missing_gradients, ALL),
     scenario("join_of_some_ranks", join::of_some_ranks, CPU),
     scenario("join_misused", join::misused, ALL),
+    scenario("join_two_models", join::two_models, ALL),
     scenario("join_own", join::own, ALL_AND_NODES),
 ];
 
