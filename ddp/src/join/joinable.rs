@@ -67,8 +67,8 @@ use super::JoinContext;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Joinable {
-    /// Returns the group of its collectives. The group of the first joinable also carries the
-    /// join's notices; a join that fails aborts the groups of all.
+    /// Returns the group of its collectives, which also carries the join's notices. A join that fails
+    /// aborts it.
     fn join_group(&self) -> &ProcessGroup;
 
     /// Begins a join, which ends when the hook is dropped. Until then the joinable calls

@@ -13,6 +13,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
 
 pub use self::joinable::{JoinHook, Joinable};
 pub use self::notices::JoinContext;
@@ -69,7 +70,7 @@ pub fn join<T, E: From<Error> + Display>(
 /// [finished](Join::finish), the joinables fail on all ranks.
 #[must_use = "the other ranks wait until it is finished"]
 pub struct Join<'a> {
-    joinables: Vec<&'a dyn Joinable>,
+    group: &'a ProcessGroup,
     hooks: Hooks<'a>,
     notices: Arc<Notices>,
     is_over: bool,
@@ -88,18 +89,13 @@ impl<'a> Join<'a> {
             return Err(Error::Join { rank: 0, reason });
         };
         let group = first.join_group();
-        let rank = job_rank(group);
-        let made = hooks(joinables, options).map_err(|error| Error::in_join(group, error));
-        let line = match &made {
-            Ok((_, hooks)) => format!("{options:?} for {} joinables", hooks.len()),
-            Err(error) => format!("what cannot be joined: {error}"),
-        };
-        let difference = first_mismatch(group, &[line.replace('\n', " ")])?;
-        let (notices, hooks) = made?;
-        match difference {
-            Some(difference) => Err(Error::Join { rank, reason: difference }),
-            None => Ok(Self { joinables: joinables.to_vec(), hooks, notices, is_over: false }),
-        }
+        agree(group, &format!("{options:?} for {} joinables", joinables.len()))?;
+        let begun = begin(joinables, options).map_err(|error| Error::in_join(group, error));
+        let error = begun.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let agreed = agree(group, &error);
+        let (notices, hooks) = begun?;
+        agreed?;
+        Ok(Self { group, hooks, notices, is_over: false })
     }
 
     /// Ends this rank's part: takes part in what the others still do, until all have ended. Then all
@@ -119,7 +115,7 @@ impl<'a> Join<'a> {
     }
 
     fn shadow(&mut self) -> Result<()> {
-        let group = self.joinables[0].join_group();
+        let group = self.group;
         while let Some(step) = self.notices.ended()? {
             self.hooks[step.joinable]
                 .main_hook(step.code, &step.active)
@@ -141,9 +137,7 @@ impl<'a> Join<'a> {
         self.is_over = true;
         // All ranks know that one has ended early, and may go on after the join.
         if self.notices.check().is_ok() {
-            for joinable in &self.joinables {
-                joinable.join_group().abort(&format!("its part of a join failed: {cause}"));
-            }
+            self.notices.abort(&format!("its part of a join failed: {cause}"));
         }
     }
 }
@@ -159,13 +153,22 @@ impl Drop for Join<'_> {
 
 type Hooks<'a> = Vec<Box<dyn JoinHook + 'a>>;
 
+/// Fails if another rank says something else.
+fn agree(group: &ProcessGroup, text: &str) -> Result<()> {
+    match first_mismatch(group, &[text.replace('\n', " ")])? {
+        Some(reason) => Err(Error::Join { rank: job_rank(group), reason }),
+        None => Ok(()),
+    }
+}
+
 /// Begins a join of each joinable.
-fn hooks<'a>(
+fn begin<'a>(
     joinables: &[&'a dyn Joinable],
     options: JoinOptions,
 ) -> Result<(Arc<Notices>, Hooks<'a>), BoxError> {
     let first = joinables[0].join_group();
-    let notices = Arc::new(Notices::new(first, options)?);
+    let groups = joinables.iter().map(|joinable| joinable.join_group().clone()).collect();
+    let notices = Arc::new(Notices::new(groups, options)?);
     let mut hooks = Vec::with_capacity(joinables.len());
     for (number, joinable) in joinables.iter().enumerate() {
         let ranks = joinable.join_group().ranks();

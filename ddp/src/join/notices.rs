@@ -47,7 +47,7 @@ impl JoinContext {
     ///
     /// [`Error::EndedEarly`]; a backward of a joined model is under way; a failure of the group.
     pub fn notify(&self, code: i64) -> Result<Vec<usize>> {
-        self.begin(code)?;
+        self.send(code)?;
         self.complete()
     }
 
@@ -56,15 +56,34 @@ impl JoinContext {
         &self.notices.group
     }
 
-    /// Begins to tell what [`JoinContext::notify`] tells, without waiting for other ranks. Nothing
-    /// else is told before [`JoinContext::complete`].
-    pub(crate) fn begin(&self, code: i64) -> Result<()> {
-        self.notices.begin([self.joinable as i64 + 1, code])
+    /// Tells what [`JoinContext::notify`] tells, of a backward, without waiting for other ranks.
+    pub(crate) fn begin_backward(&self, code: i64) -> Result<()> {
+        self.send(code)?;
+        self.notices.state().backwards += 1;
+        Ok(())
     }
 
-    /// Returns what [`JoinContext::notify`] returns.
+    /// Waits for the other ranks' notices. Returns what [`JoinContext::notify`] returns.
     pub(crate) fn complete(&self) -> Result<Vec<usize>> {
-        Ok(self.notices.complete()?.map(|step| step.active).unwrap_or_default())
+        let step = self.notices.receive()?;
+        Ok(step.map(|step| step.active).unwrap_or_default())
+    }
+
+    /// Notes the end of a backward.
+    pub(crate) fn end_backward(&self) {
+        self.notices.state().backwards -= 1;
+    }
+
+    fn send(&self, code: i64) -> Result<()> {
+        let backwards = self.notices.state().backwards;
+        if backwards > 0 && !self.options().throw_on_early_termination {
+            let reason = "a joined model is in backward, in which ranks that have ended are until its \
+                          end: let other joinables communicate before or after it, and wrap models \
+                          that one backward goes through as one, or run some of them under no_sync";
+            self.notices.abort(reason);
+            return Err(failed(&self.notices.group, reason.to_owned()));
+        }
+        self.notices.send([self.joinable as i64 + 1, code])
     }
 }
 
@@ -85,6 +104,8 @@ pub(super) struct Step {
 /// The notices of a join.
 pub(super) struct Notices {
     group: ProcessGroup,
+    /// The groups of the joinables.
+    groups: Vec<ProcessGroup>,
     options: JoinOptions,
     segments: Arc<Segments>,
     state: Mutex<State>,
@@ -93,30 +114,41 @@ pub(super) struct Notices {
 struct State {
     /// A notice of each rank; those of the others are 0 until all are added up.
     all: Tensor,
-    is_under_way: bool,
+    /// The backwards under way.
+    backwards: usize,
     /// The ranks that had not ended when the last step began.
     active: Vec<usize>,
 }
 
 impl Notices {
-    pub fn new(group: &ProcessGroup, options: JoinOptions) -> Result<Self> {
+    /// Returns the notices of joinables that have these groups, at least one.
+    pub fn new(groups: Vec<ProcessGroup>, options: JoinOptions) -> Result<Self> {
+        // Notices of several joinables may come between the collectives of one.
+        let group = if groups.len() == 1 { groups[0].clone() } else { groups[0].duplicate()? };
         let ranks = group.world_size();
         let length = LENGTH * ranks;
         let memory = group.alloc_shared::<u8>(length * DType::I64.size())?;
         let all = tensor_from_memory(memory, &[length as i64], Kind::Int64)
-            .map_err(|error| failed(group, error.to_string()))?;
+            .map_err(|error| failed(&group, error.to_string()))?;
+        let state = State { all, backwards: 0, active: (0..ranks).collect() };
         Ok(Self {
-            group: group.clone(),
-            options,
             segments: Arc::new(group.segments(BUCKET, DType::I64, vec![length])?),
-            state: Mutex::new(State { all, is_under_way: false, active: (0..ranks).collect() }),
+            group,
+            groups,
+            options,
+            state: Mutex::new(state),
         })
     }
 
     /// Tells the others that this rank has ended. Returns what they do next; None if all have ended.
     pub fn ended(&self) -> Result<Option<Step>> {
-        self.begin([ENDED, 0])?;
-        self.complete()
+        self.send([ENDED, 0])?;
+        self.receive()
+    }
+
+    /// Fails the joinables on all ranks, with this cause.
+    pub fn abort(&self, cause: &str) {
+        self.groups.iter().chain([&self.group]).for_each(|group| group.abort(cause));
     }
 
     /// Returns the ranks that had not ended when the last step began.
@@ -126,12 +158,15 @@ impl Notices {
 
     /// Fails if a rank has ended early, and that is to be an error.
     pub fn check(&self) -> Result<()> {
-        let state = self.state();
+        self.check_active(&self.state().active)
+    }
+
+    fn check_active(&self, active: &[usize]) -> Result<()> {
         let ranks = self.group.ranks();
-        if !self.options.throw_on_early_termination || state.active.len() == ranks.len() {
+        if !self.options.throw_on_early_termination || active.len() == ranks.len() {
             return Ok(());
         }
-        let (active, ended) = (0..ranks.len()).partition(|rank| state.active.contains(rank));
+        let (active, ended) = (0..ranks.len()).partition(|rank| active.contains(rank));
         let named = |those: Vec<usize>| those.into_iter().map(|rank| ranks[rank]).collect();
         Err(Error::EndedEarly {
             rank: job_rank(&self.group),
@@ -140,32 +175,25 @@ impl Notices {
         })
     }
 
-    /// Gives all ranks this rank's notice, without waiting for theirs.
-    fn begin(&self, own: [i64; LENGTH]) -> Result<()> {
+    /// Tells the others what this rank does next, without waiting for their notices.
+    fn send(&self, own: [i64; LENGTH]) -> Result<()> {
         self.check()?;
-        let mut state = self.state();
-        if state.is_under_way {
-            let reason = "a joined model is in backward: let it end before another joinable begins, \
-                          or wrap what one backward goes through as one model";
-            return Err(failed(&self.group, reason.to_owned()));
-        }
+        let state = self.state();
         let place = LENGTH * self.group.rank();
-        let _ = state.all.zero_();
+        let _ = state.all.shallow_clone().zero_();
         state.all.narrow(0, place as i64, LENGTH as i64).copy_(&Tensor::from_slice(&own));
         // Refused only after a failure of the group: then launching fails.
         self.segments.set_piece(0, GradBytes(state.all.shallow_clone()));
         while !self.group.launch_bucket(&self.segments, ReduceOp::Sum)? {
             self.group.finish_buckets()?;
         }
-        state.is_under_way = true;
         Ok(())
     }
 
     /// Waits for the notices of all ranks, and returns what the ranks that go on do next.
-    fn complete(&self) -> Result<Option<Step>> {
+    fn receive(&self) -> Result<Option<Step>> {
         self.group.wait_bucket(&self.segments)?;
         let mut state = self.state();
-        state.is_under_way = false;
         let all = Vec::<i64>::try_from(&state.all)
             .map_err(|error| failed(&self.group, error.to_string()))?;
         let notices: Vec<&[i64]> = all.chunks_exact(LENGTH).collect();
@@ -173,8 +201,7 @@ impl Notices {
             (0..notices.len()).filter(|&rank| notices[rank][0] != ENDED).collect();
         let Some(&last) = active.last() else { return Ok(None) };
         state.active.clone_from(&active);
-        drop(state);
-        self.check()?;
+        self.check_active(&active)?;
         let [joinable, code] = [notices[last][0], notices[last][1]];
         Ok(Some(Step { joinable: joinable as usize - 1, code, active }))
     }

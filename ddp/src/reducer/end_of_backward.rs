@@ -89,7 +89,7 @@ impl Reducer {
         let backward_end = Instant::now();
         self.path.record(BackwardEvent::EndOfBackward)?;
         self.defer_missing_grads(state, |state| {
-            state.join.as_mut().map_or(Ok(()), Joining::complete_backward)
+            state.join.as_mut().map_or(Ok(()), Joining::end_backward)
         })?;
         let learns = state.graph.as_ref().is_some_and(|graph| !graph.is_learnt());
         if learns {

@@ -37,17 +37,23 @@ pub(crate) struct Joining {
 impl Joining {
     /// Tells the ranks that have ended that a backward begins.
     pub fn begin_backward(&mut self, step: u32) -> Result<()> {
-        self.context.begin(step.into())?;
+        self.context.begin_backward(step.into())?;
         self.is_announced = true;
         if self.waits {
-            self.complete_backward()?;
+            self.wait_for_ranks()?;
         }
         self.step = step;
         Ok(())
     }
 
-    /// Waits for the other ranks to begin the backward, unless that is done.
-    pub fn complete_backward(&mut self) -> Result<()> {
+    /// Waits for the other ranks to begin the backward, at whose end this is called.
+    pub fn end_backward(&mut self) -> Result<()> {
+        self.wait_for_ranks()?;
+        self.context.end_backward();
+        Ok(())
+    }
+
+    fn wait_for_ranks(&mut self) -> Result<()> {
         if !std::mem::take(&mut self.is_announced) {
             return Ok(());
         }
@@ -89,8 +95,8 @@ impl Reducer {
         if state.join.is_some() {
             return Err(self.not_joined("end the join that the model is in first"));
         }
-        // A rank that has ended begins when it has the notices of all. These come with the buckets, if
-        // the buckets are the host's and of one group. Else a hook that waits would wait for ever.
+        // Notices come with the buckets if the host reduces both in one group. Elsewhere a hook that
+        // waits for ranks would keep them from coming.
         let waits = context.options().throw_on_early_termination
             || self.path.grads_are_views()
             || *context.group() != self.group;

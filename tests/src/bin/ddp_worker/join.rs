@@ -211,24 +211,35 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// One backward through two joined models: ranks that have ended could not tell in which order to take
-/// part.
+/// Several models can be trained one after the other, and not in one backward.
 pub fn two_models(group: &ProcessGroup) -> Result<()> {
     let stores = [store(), store()];
     let models = [vectors(group, &stores[0])?, vectors(group, &stores[1])?];
     let joinables: [&dyn Joinable; 2] = [&models[0], &models[1]];
-    // One after the other they can be.
-    join(&joinables, JoinOptions::default(), || {
-        for _ in 0..group.rank() {
-            models.iter().try_for_each(|model| step(model, &one()))?;
+    let ranks = group.world_size();
+    // Each rank has a step more than the one before.
+    join(&joinables, JoinOptions::default(), || -> Result<()> {
+        for number in 0..group.rank() {
+            for (model, store) in models.iter().zip(&stores) {
+                store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                step(model, &one())?;
+                let share = (ranks - 1 - number) as f64 / ranks as f64;
+                model.0.iter().try_for_each(|w| gradient_is(w, share))?;
+            }
         }
-        Ok::<_, Error>(())
+        Ok(())
     })?;
-    let text = error(join(&joinables, JoinOptions::default(), || {
+    let at_once = || {
         let outputs = models.each_ref().map(|model| model.forward(&one()));
         (&outputs[0] + &outputs[1]).f_backward().map_err(Error::from_backward)
-    }))?;
-    says(&text, &["wrap what one backward goes through as one model"])
+    };
+    join(&joinables, THROWS, at_once).context("no rank ends early")?;
+    join(&joinables, JoinOptions::default(), || {
+        let _local = models[0].no_sync();
+        at_once()
+    })?;
+    let text = error(join(&joinables, JoinOptions::default(), at_once))?;
+    says(&text, &["a joined model is in backward", "wrap models that one backward goes through"])
 }
 
 /// Counts steps of all ranks.
