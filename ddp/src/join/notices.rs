@@ -80,6 +80,8 @@ impl JoinContext {
             let reason = "a joined model is in backward, in which ranks that have ended are until its \
                           end: let other joinables communicate before or after it, and wrap models \
                           that one backward goes through as one, or run some of them under no_sync";
+            // A backward that has failed has not come to its end.
+            self.notices.groups.iter().try_for_each(|group| group.check("join"))?;
             self.notices.abort(reason);
             return Err(failed(&self.notices.group, reason.to_owned()));
         }
