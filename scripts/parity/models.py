@@ -41,6 +41,10 @@ Models, and their parameters in order (shape; scale):
     bn2.bias [16], fc.weight [10, 16] 2^-1, fc.bias [10] 2^-1
     buffers: bn1.running_mean [8], bn1.running_var [8], bn2.running_mean [16], bn2.running_var [16]
 
+Joins. Each model is also trained in DDP.join(), without a hook: rank 0 for 20 steps, rank 1 for 13 of them, gradients
+divided by 2 always (`_join`) or by the number of ranks that still train (`_join_by_active`). At the end all ranks have
+rank 0's parameters and buffers.
+
 Hooks. Each model is trained once for each entry of HOOKS, which DDP's register_comm_hook gets: as PyTorch does it without
 a hook, and with gradients sent in another type. With the latter, `hook` says which type.
 
@@ -69,6 +73,10 @@ ENVIRONMENT = {
 TORCH_VERSION = "2.11.0"
 WORLD_SIZE, STEPS, BATCH = 2, 20, 8
 HOOKS = [None, "fp16", "bf16"]
+JOINS = {
+    "join": {"steps": [20, 13], "divide_by_initial_world_size": True},
+    "join_by_active": {"steps": [20, 13], "divide_by_initial_world_size": False},
+}
 
 
 def worker(path):
@@ -150,7 +158,7 @@ def worker(path):
         dist.all_gather_object(parts, value)
         return parts
 
-    def train(kind, hook):
+    def train(kind, hook=None, join=None):
         model = kind()
         with torch.no_grad():
             for p, (name, parameter) in enumerate(model.named_parameters()):
@@ -167,15 +175,17 @@ def worker(path):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=kind.rate, momentum=kind.momentum)
 
         losses, first_input = [], None
-        for step in range(STEPS):
-            salt = 1000 + 4 * step + 2 * dist.get_rank()
-            x, y = values(salt, (BATCH, *kind.input), 2), labels(salt + 1, BATCH)
-            first_input = first_input or checksum(x)
-            optimizer.zero_grad()
-            loss = cross_entropy(ddp(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(f"{loss.detach().numpy().view(numpy.uint32):08x}")
+        divides = {"divide_by_initial_world_size": join["divide_by_initial_world_size"]} if join else {}
+        with ddp.join(enable=join is not None, **divides):
+            for step in range(join["steps"][dist.get_rank()] if join else STEPS):
+                salt = 1000 + 4 * step + 2 * dist.get_rank()
+                x, y = values(salt, (BATCH, *kind.input), 2), labels(salt + 1, BATCH)
+                first_input = first_input or checksum(x)
+                optimizer.zero_grad()
+                loss = cross_entropy(ddp(x), y)
+                loss.backward()
+                optimizer.step()
+                losses.append(f"{loss.detach().numpy().view(numpy.uint32):08x}")
 
         final = [checksum(parameter) for parameter in model.parameters()]
         assert gathered(final) == [final] * WORLD_SIZE, "the ranks' parameters differ"
@@ -184,6 +194,7 @@ def worker(path):
             "learning_rate": kind.rate,
             "momentum": kind.momentum,
             "hook": hook,
+            "join": join,
             "inputs": gathered(first_input),
             "losses": gathered(losses),
             "parameters": [{"name": n, "initial": i, "final": f} for n, i, f in zip(names, initial, final)],
@@ -200,6 +211,8 @@ def worker(path):
         for kind in (Mlp, LeNet, BatchNorm)
         for hook in HOOKS
     }
+    for kind in (Mlp, LeNet, BatchNorm):
+        models |= {f"{kind.name}_{name}": train(kind, join=join) for name, join in JOINS.items()}
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(models))
     dist.destroy_process_group()

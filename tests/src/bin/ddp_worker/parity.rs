@@ -7,7 +7,7 @@ use std::num::Wrapping;
 use anyhow::{Context, Result, bail, ensure};
 use flow_ddp::comm_hooks::Bf16Compress;
 use flow_ddp::{BoxError, CommHook, GradBucket, Pending, ReduceOp, TensorCollectives};
-use flow_ddp::{Ddp, ProcessGroup};
+use flow_ddp::{Ddp, JoinOptions, ProcessGroup};
 use flow_tests::registry::{Job, Scenario, Test, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT};
 use serde_json::Value;
@@ -53,11 +53,12 @@ fn passes(test: &Test) {
     assert_eq!(output, format!("{} passed\n", test.name).repeat(2));
 }
 
-/// Without a hook, and with each hook that PyTorch has too.
+/// Without a hook, with each hook that PyTorch has too, and in a join whose ranks have different numbers
+/// of steps.
 fn agrees(group: &ProcessGroup, model: &Model) -> Result<()> {
     let stored = stored()?;
-    for hook in ["", "_fp16", "_bf16"] {
-        let name = format!("{}{hook}", model.name);
+    for variant in ["", "_fp16", "_bf16", "_join", "_join_by_active"] {
+        let name = format!("{}{variant}", model.name);
         check(group, model, &stored, &name).context(name)?;
     }
     Ok(())
@@ -160,22 +161,38 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Res
     let ddp = builder.wrap(net, &store)?;
     let sgd = nn::sgd(number(&expected["momentum"])?, 0.0, 0.0, false);
     let mut optimizer = sgd.build(&store, number(&expected["learning_rate"])?)?;
-    for step in 0..steps {
-        let salt = 1000 + 4 * step + 2 * rank as u32;
-        let shape: Vec<i64> = [batch].iter().chain(model.input).copied().collect();
-        let x = values(salt, &shape, 2.0);
-        if step == 0 {
-            ensure!(expected["inputs"][rank] == checksum(&x)?, "the first input is another one");
+    let join = &expected["join"];
+    let steps = join["steps"][rank].as_u64().map_or(steps, |steps| steps as u32);
+    let mut train = || -> Result<()> {
+        for step in 0..steps {
+            let salt = 1000 + 4 * step + 2 * rank as u32;
+            let shape: Vec<i64> = [batch].iter().chain(model.input).copied().collect();
+            let x = values(salt, &shape, 2.0);
+            if step == 0 {
+                ensure!(
+                    expected["inputs"][rank] == checksum(&x)?,
+                    "the first input is another one"
+                );
+            }
+            let labels: Vec<i64> =
+                (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
+            let loss =
+                ddp.forward_t(&x, true).cross_entropy_for_logits(&Tensor::from_slice(&labels));
+            optimizer.zero_grad();
+            loss.f_backward()?;
+            optimizer.step();
+            let bits = format!("{:08x}", (loss.double_value(&[]) as f32).to_bits());
+            let stored = &expected["losses"][rank][step as usize];
+            ensure!(*stored == bits, "the loss of step {step} is {bits}, PyTorch's {stored}");
         }
-        let labels: Vec<i64> =
-            (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
-        let loss = ddp.forward_t(&x, true).cross_entropy_for_logits(&Tensor::from_slice(&labels));
-        optimizer.zero_grad();
-        loss.f_backward()?;
-        optimizer.step();
-        let bits = format!("{:08x}", (loss.double_value(&[]) as f32).to_bits());
-        let stored = &expected["losses"][rank][step as usize];
-        ensure!(*stored == bits, "the loss of step {step} is {bits}, PyTorch's {stored}");
+        Ok(())
+    };
+    match join["divide_by_initial_world_size"].as_bool() {
+        None => train()?,
+        Some(divide_by_initial_world_size) => {
+            let options = JoinOptions { divide_by_initial_world_size, ..Default::default() };
+            ddp.join_with(options, train)?;
+        }
     }
     for stored in expected["parameters"]
         .as_array()
