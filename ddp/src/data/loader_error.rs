@@ -24,10 +24,9 @@ pub struct BatchId {
 impl fmt::Display for BatchId {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let Self { rank, number, positions, indices } = self;
-        let what = if indices.len() > positions.len() { "batches" } else { "samples" };
         write!(
             f,
-            "batch {number} of rank {rank} ({what} {} to {} of its epoch",
+            "batch {number} of rank {rank} (positions {} to {} of its epoch",
             positions.start, positions.end
         )?;
         if let (Some(first), Some(last)) = (indices.first(), indices.last()) {

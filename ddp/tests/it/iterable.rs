@@ -105,7 +105,7 @@ fn what_fails_reaches_the_rank_whose_item_it_is() {
         let error = batches[2].as_ref().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "cannot load batch 2 of rank 1 (samples 8 to 12 of its epoch): item 21 is corrupt"
+            "cannot load batch 2 of rank 1 (positions 8 to 12 of its epoch): item 21 is corrupt"
         );
 
         let dataset = Arc::new(Numbers { len: 40, cursed: Some(9), ..Numbers::default() });
@@ -118,7 +118,7 @@ fn what_fails_reaches_the_rank_whose_item_it_is() {
         let dataset = Arc::new(Numbers { len: 40, shut: Some(0), ..Numbers::default() });
         let loader = DataLoader::iterable(&dataset, &sampler, 4).workers(workers);
         let error = loader.into_iter().next().unwrap().unwrap_err().to_string();
-        assert!(error.ends_with("(samples 0 to 4 of its epoch): no such file"), "{error}");
+        assert!(error.ends_with("(positions 0 to 4 of its epoch): no such file"), "{error}");
     }
 }
 

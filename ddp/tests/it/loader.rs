@@ -155,7 +155,7 @@ fn an_error_reaches_the_caller_in_its_place() {
         assert_eq!(good, 2);
         assert_eq!(
             error.to_string(),
-            "cannot load batch 2 of rank 1 (samples 20 to 30 of its epoch, data set indices 41 \
+            "cannot load batch 2 of rank 1 (positions 20 to 30 of its epoch, data set indices 41 \
              ... 59): sample 55 is corrupt"
         );
         assert_eq!(sampler.state().taken, 40);
@@ -176,7 +176,7 @@ fn a_panic_reaches_the_caller_as_an_error() {
         assert_eq!(good, 14);
         assert_eq!(
             error.to_string(),
-            "the data set panicked in batch 14 of rank 0 (samples 98 to 100 of its epoch, data \
+            "the data set panicked in batch 14 of rank 0 (positions 98 to 100 of its epoch, data \
              set indices 98 ... 99): sample 99 is cursed"
         );
         if workers > 0 {
@@ -198,7 +198,7 @@ fn a_data_set_that_hangs_is_an_error() {
     assert!(batches.next().unwrap().is_ok());
     let error = batches.next().unwrap().err().unwrap();
     assert!(matches!(error, LoaderError::Timeout { .. }), "{error}");
-    assert!(error.to_string().starts_with("batch 1 of rank 0 (samples 4 to 8"), "{error}");
+    assert!(error.to_string().starts_with("batch 1 of rank 0 (positions 4 to 8"), "{error}");
     assert!(batches.next().is_none());
     drop(batches); // waits for nobody
 
