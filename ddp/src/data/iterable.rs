@@ -1,5 +1,6 @@
 //! Data sets that are streams, whose items are dealt out to ranks and workers.
 
+use std::iter::Fuse;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use super::loader::DataLoader;
 use super::loader_error::LoaderError;
 use super::on_device::{OnDevice, ToDevice};
 use super::order::Shuffle;
-use super::position::Position;
+use super::position::{Position, Taken};
 use super::sampler_state::{SamplerError, SamplerState, Stateful, check_rank};
 use crate::BoxError;
 
@@ -20,8 +21,8 @@ use crate::BoxError;
 ///
 /// Each worker of each rank reads the whole stream, and makes batches of the items that are its own.
 /// An item should therefore be cheap: a line of a file, not yet its tokens. What costs time belongs
-/// into [`batch`](Self::batch). A stream that can skip items sooner than it can read them has an
-/// [`Iterator::nth`] that does so.
+/// into [`batch`](Self::batch). A data set that can skip items sooner than it can read them has a
+/// [`stream_from`](Self::stream_from) of its own.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -59,9 +60,23 @@ pub trait IterableDataset: Send + Sync + 'static {
     /// same order each time.
     ///
     /// # Errors
-    /// Anything, and so may its items; the loader hands it to its caller as
-    /// [`LoaderError::Dataset`].
+    /// Anything, and so may its items. The loader hands it to its caller as
+    /// [`LoaderError::Dataset`]; an item that is an error fails on all ranks, whichever it is dealt
+    /// to.
     fn stream(&self, epoch: u64) -> Result<ItemStream<Self::Item>, BoxError>;
+
+    /// Opens the stream of an epoch without its first `skipped` items, to resume there (default:
+    /// reads them). There may be fewer.
+    ///
+    /// # Errors
+    /// As [`stream`](Self::stream).
+    fn stream_from(&self, epoch: u64, skipped: usize) -> Result<ItemStream<Self::Item>, BoxError> {
+        let mut stream = self.stream(epoch)?.fuse();
+        for item in stream.by_ref().take(skipped) {
+            item?;
+        }
+        Ok(Box::new(stream))
+    }
 
     /// Makes a batch of some items.
     ///
@@ -189,8 +204,11 @@ impl<D: IterableDataset + ?Sized> IntoIterator for DataLoader<'_, D, &StreamSamp
             replicas,
             rank,
         };
-        let taken = position.begin(start / replicas, start % replicas, replicas);
-        let settings = if self.batch_size == 0 { Err(LoaderError::BatchSize) } else { Ok(()) };
+        let (taken, settings) = if self.batch_size == 0 {
+            (Taken::default(), Err(LoaderError::BatchSize))
+        } else {
+            (position.begin(start / replicas, start % replicas, replicas), Ok(()))
+        };
         Batches::start(Arc::new(epoch), usize::MAX, taken, self.ahead, settings)
     }
 }
@@ -209,23 +227,32 @@ struct StreamEpoch<D: ?Sized> {
 
 /// A stream that is read forward.
 struct Reader<T> {
-    stream: ItemStream<T>,
+    stream: Fuse<ItemStream<T>>,
     /// The place of the item that comes next.
     next: usize,
 }
 
 impl<T> Reader<T> {
-    /// Returns the item at a place further on; None behind the last one.
-    fn at(&mut self, place: usize) -> Option<Result<T, BoxError>> {
-        let skipped = place - self.next;
-        self.next = place + 1;
-        self.stream.nth(skipped)
+    /// Returns the item at a place further on, or an error before it; None behind the last one.
+    fn at(&mut self, place: usize) -> Result<Option<T>, BoxError> {
+        while self.next < place {
+            if self.read()?.is_none() {
+                return Ok(None);
+            }
+        }
+        self.read()
+    }
+
+    fn read(&mut self) -> Result<Option<T>, BoxError> {
+        self.next += 1;
+        self.stream.next().transpose()
     }
 }
 
 impl<D: IterableDataset + ?Sized> StreamEpoch<D> {
     fn open(&self) -> Result<Reader<D::Item>, BoxError> {
-        Ok(Reader { stream: self.dataset.stream(self.epoch)?, next: 0 })
+        let stream = self.dataset.stream_from(self.epoch, self.start)?.fuse();
+        Ok(Reader { stream, next: self.start })
     }
 
     /// Makes a batch of this rank's items in a step, unless the epoch has ended before.
@@ -238,22 +265,23 @@ impl<D: IterableDataset + ?Sized> StreamEpoch<D> {
         let begin = self.start.saturating_add(step.saturating_mul(number));
         let mut items = Vec::new();
         for position in 0..self.batch_size {
-            match reader.at(begin + position * self.replicas + self.rank) {
-                Some(item) => items.push(item?),
+            let place = (position * self.replicas + self.rank).saturating_add(begin);
+            match reader.at(place)? {
+                Some(item) => items.push(item),
                 None => break,
             }
         }
         let is_short = items.len() < self.batch_size;
-        if items.is_empty() || self.drop_last && (is_short || !self.ends_full(begin, reader)) {
+        if items.is_empty() || self.drop_last && (is_short || !self.ends_full(begin, reader)?) {
             return Ok(None);
         }
         self.dataset.batch(items).map(Some)
     }
 
     /// Returns whether the stream has the last item of a step, which is the last rank's.
-    fn ends_full(&self, begin: usize, reader: &mut Reader<D::Item>) -> bool {
+    fn ends_full(&self, begin: usize, reader: &mut Reader<D::Item>) -> Result<bool, BoxError> {
         let last = begin + self.batch_size * self.replicas - 1;
-        reader.next > last || reader.at(last).is_some()
+        Ok(reader.next > last || reader.at(last)?.is_some())
     }
 }
 
@@ -265,7 +293,8 @@ impl<D: IterableDataset + ?Sized> Epoch for StreamEpoch<D> {
     }
 
     fn positions(&self, number: usize) -> Range<usize> {
-        let start = self.start / self.replicas + number * self.batch_size;
+        let before = number.saturating_mul(self.batch_size);
+        let start = before.saturating_add(self.start / self.replicas);
         start..start.saturating_add(self.batch_size)
     }
 

@@ -40,6 +40,10 @@ impl<D: IterableDataset<Batch: ToDevice>> IterableDataset for OnDevice<D> {
         self.dataset.stream(epoch)
     }
 
+    fn stream_from(&self, epoch: u64, skipped: usize) -> Result<ItemStream<D::Item>, BoxError> {
+        self.dataset.stream_from(epoch, skipped)
+    }
+
     fn batch(&self, items: Vec<D::Item>) -> Result<D::Batch, BoxError> {
         Ok(self.dataset.batch(items)?.to_device(self.device)?)
     }

@@ -54,6 +54,7 @@ impl Position {
 }
 
 /// Writes into a [`Position`] how far its iteration is.
+#[derive(Default)]
 pub(crate) struct Taken {
     places: Arc<AtomicUsize>,
     skipped: usize,
@@ -63,6 +64,7 @@ pub(crate) struct Taken {
 impl Taken {
     /// Notes that what each rank has before `position` is taken.
     pub fn up_to(&self, position: usize) {
-        self.places.store(self.skipped + position * self.replicas, Relaxed);
+        let taken = position.saturating_mul(self.replicas).saturating_add(self.skipped);
+        self.places.store(taken, Relaxed);
     }
 }

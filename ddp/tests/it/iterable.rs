@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use flow_ddp::{
     BatchId, BoxError, DataLoader, DistributedSampler, ItemStream, IterableDataset, LoaderError,
-    SamplerError, StreamSampler,
+    SamplerError, SamplerState, StreamSampler,
 };
 use proptest::prelude::*;
+use tch::{Device, Tensor};
 
 /// The numbers from 1000 times the epoch on.
 #[derive(Default)]
@@ -91,22 +92,23 @@ fn a_worker_makes_batches_of_its_own_items_only() {
 }
 
 #[test]
-fn what_fails_reaches_the_rank_whose_item_it_is() {
+fn what_fails_is_an_error_on_all_ranks() {
     for workers in [0, 1, 3] {
         let dataset = Arc::new(Numbers { len: 40, bad: Some(21), ..Numbers::default() });
-        let load = |rank| {
+        for rank in 0..2 {
             let sampler = sampler(2, rank);
             let loader = DataLoader::iterable(&dataset, &sampler, 4).workers(workers);
-            loader.into_iter().collect::<Vec<_>>()
-        };
-        assert!(load(0).iter().all(Result::is_ok));
-        let batches = load(1);
-        assert_eq!(batches.len(), 3);
-        let error = batches[2].as_ref().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot load batch 2 of rank 1 (positions 8 to 12 of its epoch): item 21 is corrupt"
-        );
+            let batches: Vec<_> = loader.into_iter().collect();
+            assert_eq!(batches.len(), 3);
+            let error = batches[2].as_ref().unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                format!(
+                    "cannot load batch 2 of rank {rank} (positions 8 to 12 of its epoch): item 21 \
+                     is corrupt"
+                )
+            );
+        }
 
         let dataset = Arc::new(Numbers { len: 40, cursed: Some(9), ..Numbers::default() });
         let sampler = sampler(1, 0);
@@ -125,12 +127,12 @@ fn what_fails_reaches_the_rank_whose_item_it_is() {
 #[test]
 fn settings_that_cannot_work_are_errors() {
     let dataset = numbers(4);
-    let sampler = sampler(1, 0);
+    let mut sampler = sampler(1, 0);
+    sampler.resume(&SamplerState { taken: 2, ..sampler.state() }).unwrap();
     let mut batches = DataLoader::iterable(&dataset, &sampler, 0).into_iter();
     assert!(matches!(batches.next(), Some(Err(LoaderError::BatchSize))));
     assert!(batches.next().is_none());
-    let huge = DataLoader::iterable(&dataset, &sampler, usize::MAX).drop_last(false);
-    assert_eq!(all(huge), [[0, 1, 2, 3]]);
+    assert_eq!(all(DataLoader::iterable(&dataset, &sampler, 2)), [[2, 3]], "the position is lost");
 
     assert_eq!(StreamSampler::with_replicas(0, 0).unwrap_err(), SamplerError::Replicas);
     let error = StreamSampler::with_replicas(2, 2).unwrap_err();
@@ -140,6 +142,107 @@ fn settings_that_cannot_work_are_errors() {
     let expected = "cannot resume: the state was saved with shuffle Torch, this sampler has \
                     shuffle stream";
     assert_eq!(error.to_string(), expected);
+}
+
+#[test]
+fn one_batch_has_all_items() {
+    let dataset = numbers(4);
+    for (rank, items) in [[0, 2], [1, 3]].into_iter().enumerate() {
+        let mut sampler = sampler(2, rank);
+        let load = |sampler: &_| {
+            all(DataLoader::iterable(&dataset, sampler, usize::MAX).drop_last(false).workers(2))
+        };
+        assert_eq!(load(&sampler), [items]);
+        sampler.resume(&sampler.state()).unwrap();
+        assert!(load(&sampler).is_empty());
+    }
+}
+
+/// A stream of its own kind for each test.
+struct Stream(fn() -> ItemStream<usize>);
+
+impl IterableDataset for Stream {
+    type Item = usize;
+    type Batch = Vec<usize>;
+
+    fn stream(&self, _epoch: u64) -> Result<ItemStream<usize>, BoxError> {
+        Ok(self.0())
+    }
+
+    fn batch(&self, items: Vec<usize>) -> Result<Vec<usize>, BoxError> {
+        Ok(items)
+    }
+}
+
+/// The item that cannot be read is another rank's, or was taken before: a stream that ends there is
+/// not at its end.
+#[test]
+fn an_error_that_ends_the_stream_is_not_its_end() {
+    let stream =
+        Arc::new(Stream(|| Box::new((0..5).map(Ok).chain([Err("cannot read on".into())]))));
+    for (workers, drop_last) in [(0, true), (1, false), (3, true)] {
+        let load = |sampler: &_| {
+            let loader = DataLoader::iterable(&stream, sampler, 1).drop_last(drop_last);
+            loader.workers(workers).into_iter().map(|batch| batch.is_ok()).collect::<Vec<_>>()
+        };
+        let mut sampler = sampler(2, 0);
+        assert_eq!(load(&sampler).last(), Some(&false), "{workers} workers");
+        sampler.resume(&SamplerState { taken: 8, ..sampler.state() }).unwrap();
+        assert_eq!(load(&sampler), [false], "{workers} workers");
+    }
+}
+
+#[test]
+fn a_stream_that_begins_anew_after_its_end_is_read_once() {
+    let stream = Arc::new(Stream(|| {
+        let mut item = 0;
+        Box::new(std::iter::from_fn(move || {
+            item = (item + 1) % 6;
+            (item > 0).then_some(Ok(item))
+        }))
+    }));
+    for workers in 0..3 {
+        let mut sampler = sampler(1, 0);
+        let load = |sampler: &_| -> Vec<usize> {
+            let loader = DataLoader::iterable(&stream, sampler, 3).drop_last(false);
+            loader.workers(workers).into_iter().flat_map(|batch| batch.unwrap()).collect()
+        };
+        assert_eq!(load(&sampler), [1, 2, 3, 4, 5]);
+        sampler.resume(&sampler.state()).unwrap();
+        assert!(load(&sampler).is_empty());
+    }
+}
+
+/// A stream that need not read what it skips, and cannot.
+struct Skips;
+
+impl IterableDataset for Skips {
+    type Item = i64;
+    type Batch = Tensor;
+
+    fn stream(&self, _epoch: u64) -> Result<ItemStream<i64>, BoxError> {
+        Err("it is read from its beginning".into())
+    }
+
+    fn stream_from(&self, epoch: u64, skipped: usize) -> Result<ItemStream<i64>, BoxError> {
+        let first = 100 * epoch as i64 + skipped as i64;
+        Ok(Box::new((first..first + 4).map(Ok)))
+    }
+
+    fn batch(&self, items: Vec<i64>) -> Result<Tensor, BoxError> {
+        Ok(Tensor::f_from_slice(&items)?)
+    }
+}
+
+#[test]
+fn a_data_set_that_can_skip_items_does() {
+    let stream = Arc::new(Skips.to_device(Device::Cpu));
+    let mut sampler = sampler(2, 1);
+    sampler.resume(&SamplerState { epoch: 2, taken: 15, ..sampler.state() }).unwrap();
+    let loaded: Result<Vec<_>, _> =
+        DataLoader::iterable(&stream, &sampler, 2).workers(2).into_iter().collect();
+    let [batch] = &loaded.unwrap()[..] else { panic!("one batch") };
+    assert_eq!(Vec::<i64>::try_from(batch).unwrap(), [216, 218]);
 }
 
 #[test]
