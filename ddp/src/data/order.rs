@@ -118,7 +118,6 @@ pub enum Shuffle {
     /// The keyed permutation.
     Keyed,
     /// Another order, in words.
-    #[serde(untagged)]
     Other(String),
 }
 

@@ -191,10 +191,39 @@ fn an_order_of_ones_own_is_dealt_and_named() {
     let sampler = DistributedSampler::wrap_replica(Evens(9), 2, 1).unwrap();
     assert_eq!(sampler.indices(), [2, 6, 0]);
     let state = serde_json::to_value(sampler.state()).unwrap();
-    assert_eq!(state["shuffle"], "evens");
+    assert_eq!(state["shuffle"]["other"], "evens");
     let mut other = DistributedSampler::wrap_replica(Evens(9), 3, 1).unwrap();
     other.resume(&serde_json::from_value(state).unwrap()).unwrap();
     assert_eq!(other.state(), sampler.state());
+}
+
+/// A list whose name is free.
+#[derive(Clone)]
+struct List(Vec<usize>, &'static str);
+
+impl Sampler for List {
+    type Item = usize;
+
+    fn samples(&self) -> usize {
+        3
+    }
+
+    fn order(&self, _epoch: u64) -> Order<usize> {
+        Order::list(self.0.clone())
+    }
+
+    fn shuffle(&self) -> Shuffle {
+        Shuffle::Other(self.1.into())
+    }
+}
+
+#[test]
+fn a_name_that_flow_has_too_is_resumed_from_a_checkpoint() {
+    for name in ["none", "torch", "keyed", "stream", ""] {
+        let mut sampler = alone(List(vec![2, 0, 1], name));
+        let state = serde_json::to_string(&sampler.state()).unwrap();
+        sampler.resume(&serde_json::from_str(&state).unwrap()).unwrap();
+    }
 }
 
 /// Numbers of batches that fill no run of neighbours, and of ranks that divide one.
