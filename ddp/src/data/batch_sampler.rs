@@ -1,6 +1,6 @@
 //! Batches of a sampler's samples, dealt out whole.
 
-use super::order::{Order, Places, Sampler, Shuffle};
+use super::order::{Order, Sampler, Shuffle};
 use super::sampler_state::SamplerError;
 
 /// Cuts the order of another sampler into batches: `torch.utils.data.BatchSampler`.
@@ -60,11 +60,11 @@ impl<S: Sampler<Item = usize>> Sampler for BatchSampler<S> {
 
     fn order(&self, epoch: u64) -> Order<Vec<usize>> {
         let all = self.sampler.places();
-        let items = self.sampler.order(epoch).deal(Places { first: 0, replicas: 1, all, len: all });
         let batch_size = self.batch_size;
-        Order::computed(move |place| {
+        Order::computed_from(self.sampler.order(epoch), all, move |items, place| {
             let start = place * batch_size;
-            (start..all.min(start + batch_size)).map(|place| items(place)).collect()
+            let end = all.min(start.saturating_add(batch_size));
+            (start..end).map(|place| items(place)).collect()
         })
     }
 

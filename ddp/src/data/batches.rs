@@ -235,9 +235,11 @@ fn make<B: Send + 'static>(
     }
 }
 
+/// Names a batch, without its indices where the panic is in them.
 fn id<B: Send + 'static>(epoch: &dyn Epoch<Batch = B>, number: usize) -> BatchId {
     let positions = epoch.positions(number);
-    BatchId { rank: epoch.rank(), number, positions, indices: epoch.indices(number) }
+    let indices = catch_unwind(AssertUnwindSafe(|| epoch.indices(number))).unwrap_or_default();
+    BatchId { rank: epoch.rank(), number, positions, indices }
 }
 
 fn message(panic: &(dyn Any + Send)) -> String {

@@ -192,7 +192,11 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
 
     fn into_iter(self) -> Batches<D::Batch> {
         let count = self.len();
-        let Deals { append, range, taken } = self.sampler.0.begin();
+        let begun = self.check().and_then(|()| Ok(self.sampler.0.begin()?));
+        let (Deals { append, range, taken }, settings) = match begun {
+            Ok(deals) => (deals, Ok(())),
+            Err(error) => (Deals::none(), Err(error)),
+        };
         let epoch = SampledEpoch {
             dataset: Arc::clone(self.dataset),
             append,
@@ -200,7 +204,7 @@ impl<D: Dataset + ?Sized> IntoIterator for DataLoader<'_, D> {
             batch_size: self.batch_size,
             rank: self.sampler.0.rank(),
         };
-        Batches::start(Arc::new(epoch), count, taken, self.ahead, self.check())
+        Batches::start(Arc::new(epoch), count, taken, self.ahead, settings)
     }
 }
 

@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
+use super::sampler_state::SamplerError;
 use crate::BoxError;
 
 /// The batch that an error is about.
@@ -53,6 +54,9 @@ pub enum LoaderError {
         /// Length of the data set.
         dataset: usize,
     },
+    /// The sampler has no order.
+    #[error(transparent)]
+    Sampler(#[from] SamplerError),
     /// A worker thread could not be started.
     #[error("rank {rank} cannot start loader worker {worker}, ask for fewer workers: {error}")]
     Spawn {
@@ -82,7 +86,7 @@ pub enum LoaderError {
         /// The limit.
         timeout: Duration,
     },
-    /// The data set panicked.
+    /// The data set panicked, or the closure of an [`Order::computed`](crate::Order::computed).
     #[error("the data set panicked in {batch}: {message}")]
     Panic {
         /// The batch.

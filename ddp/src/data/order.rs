@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::permutation::{Index, KeyedPermutation, randperm};
+use super::sampler_state::SamplerError;
 
 /// An order of a data set's samples for each epoch, as `torch.utils.data.Sampler` is one. It is the
 /// same on all ranks: [`DistributedSampler`](crate::DistributedSampler) deals it out.
@@ -50,8 +51,8 @@ pub trait Sampler: Send + Sync {
         self.samples()
     }
 
-    /// Returns the order of an epoch, which has [`places`](Self::places) items. It depends on
-    /// nothing that differs between ranks.
+    /// Returns the order of an epoch, which has [`places`](Self::places) items: a list of another
+    /// length is [`SamplerError::Order`]. It depends on nothing that differs between ranks.
     fn order(&self, epoch: u64) -> Order<Self::Item>;
 
     /// Returns the seed (default: 0).
@@ -131,7 +132,7 @@ impl fmt::Display for Shuffle {
 }
 
 /// The items of an epoch in their order.
-pub struct Order<T>(Box<dyn FnOnce(Places) -> Dealt<T>>);
+pub struct Order<T>(Box<dyn FnOnce(Places) -> Result<Dealt<T>, SamplerError>>);
 
 /// Maps a position in a rank's items to the item.
 pub(crate) type Dealt<T> = Arc<dyn Fn(usize) -> T + Send + Sync>;
@@ -144,18 +145,33 @@ impl<T: Clone + Send + Sync + 'static> Order<T> {
 
     /// Makes an order whose items are computed when they are asked for, from their place.
     pub fn computed(item: impl Fn(usize) -> T + Send + Sync + 'static) -> Self {
-        Self(Box::new(move |places| Arc::new(move |position| item(places.at(position)))))
+        Self(Box::new(move |places| Ok(Arc::new(move |position| item(places.at(position))))))
+    }
+
+    /// Makes an order whose items are computed from all items of another.
+    pub(super) fn computed_from<I: Clone + Send + Sync + 'static>(
+        order: Order<I>,
+        all: usize,
+        item: impl Fn(&Dealt<I>, usize) -> T + Send + Sync + 'static,
+    ) -> Self {
+        Self(Box::new(move |places| {
+            let items = order.deal(Places { first: 0, replicas: 1, all, len: all })?;
+            Self::computed(move |place| item(&items, place)).deal(places)
+        }))
     }
 
     fn list_of<I: Clone + Send + Sync + 'static>(all: Vec<I>, item: fn(&I) -> T) -> Self {
         Self(Box::new(move |places| {
+            if all.len() != places.all {
+                return Err(SamplerError::Order { items: all.len(), places: places.all });
+            }
             let own: Vec<I> =
                 (0..places.len).map(|position| all[places.at(position)].clone()).collect();
-            Arc::new(move |position| item(&own[position]))
+            Ok(Arc::new(move |position| item(&own[position])))
         }))
     }
 
-    pub(crate) fn deal(self, places: Places) -> Dealt<T> {
+    pub(crate) fn deal(self, places: Places) -> Result<Dealt<T>, SamplerError> {
         self.0(places)
     }
 }

@@ -153,19 +153,30 @@ impl<S: Sampler> DistributedSampler<S> {
 
     /// Returns this rank's indices in this epoch, all of them; its batches where `S` is a batch
     /// sampler.
+    ///
+    /// # Panics
+    /// If `S` is your own, and lists another number of items than its [`Sampler::places`].
     pub fn indices(&self) -> Vec<S::Item> {
-        let items = self.items();
+        let items = self.items().unwrap_or_else(|error| panic!("{error}"));
         (0..self.len()).map(|position| items(position)).collect()
     }
 
     /// Iterates over this rank's indices in this epoch, from the position that
     /// [`resume`](Self::resume) has set or else from the first. It moves the sampler's position on.
     /// One iteration at a time.
+    ///
+    /// # Panics
+    /// If `S` is your own, and lists another number of items than its [`Sampler::places`]; a
+    /// [`DataLoader`](crate::DataLoader) returns that as an error.
     pub fn iter(&self) -> Indices<S::Item> {
+        self.begin_items().unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn begin_items(&self) -> Result<Indices<S::Item>, SamplerError> {
         let range = self.range();
-        let items = self.items();
+        let items = self.items()?;
         let taken = self.position.begin(range.start, self.skipped(), self.replicas);
-        Indices { items, range, taken }
+        Ok(Indices { items, range, taken })
     }
 
     /// Returns the position of this sampler.
@@ -218,7 +229,7 @@ impl<S: Sampler> DistributedSampler<S> {
     }
 
     /// Maps a position in this rank's items to the item.
-    fn items(&self) -> Dealt<S::Item> {
+    fn items(&self) -> Result<Dealt<S::Item>, SamplerError> {
         let skipped = self.skipped();
         let places = Places {
             first: skipped + self.rank,
@@ -250,7 +261,7 @@ pub(crate) trait Deal {
     fn range(&self) -> Range<usize>;
 
     /// Begins an iteration.
-    fn begin(&self) -> Deals;
+    fn begin(&self) -> Result<Deals, SamplerError>;
 }
 
 /// The items that a rank has in an iteration, as the indices of each.
@@ -258,6 +269,13 @@ pub(crate) struct Deals {
     pub append: AppendIndices,
     pub range: Range<usize>,
     pub taken: Taken,
+}
+
+impl Deals {
+    /// Returns the deals of an iteration that does not begin.
+    pub fn none() -> Self {
+        Self { append: Box::new(|_, _| ()), range: 0..0, taken: Taken::default() }
+    }
 }
 
 /// Appends the indices of the item at a position in the rank's items.
@@ -276,12 +294,12 @@ impl<S: Sampler> Deal for DistributedSampler<S> {
         self.position.start() / self.replicas..self.len()
     }
 
-    fn begin(&self) -> Deals {
-        let Indices { items, range, taken } = self.iter();
+    fn begin(&self) -> Result<Deals, SamplerError> {
+        let Indices { items, range, taken } = self.begin_items()?;
         let append = Box::new(move |position: usize, indices: &mut Vec<usize>| {
             indices.extend_from_slice(items(position).indices());
         });
-        Deals { append, range, taken }
+        Ok(Deals { append, range, taken })
     }
 }
 

@@ -92,6 +92,16 @@ pub enum SamplerError {
         /// The samples that have a weight above 0.
         drawable: usize,
     },
+    /// The order of a [`Sampler`](crate::Sampler) of one's own has not the length that it tells.
+    #[error(
+        "the sampler's order lists {items} items, it should have as many as its places(): {places}"
+    )]
+    Order {
+        /// The items of the list.
+        items: usize,
+        /// The sampler's places.
+        places: usize,
+    },
     /// The state to resume from was saved by a sampler with other settings.
     #[error(
         "cannot resume: the state was saved with {field} {saved}, this sampler has {field} {here}"

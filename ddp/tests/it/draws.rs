@@ -197,7 +197,7 @@ fn an_order_of_ones_own_is_dealt_and_named() {
     assert_eq!(other.state(), sampler.state());
 }
 
-/// A list whose name is free.
+/// A list whose length and name are free, for a data set of three.
 #[derive(Clone)]
 struct List(Vec<usize>, &'static str);
 
@@ -223,6 +223,69 @@ fn a_name_that_flow_has_too_is_resumed_from_a_checkpoint() {
         let mut sampler = alone(List(vec![2, 0, 1], name));
         let state = serde_json::to_string(&sampler.state()).unwrap();
         sampler.resume(&serde_json::from_str(&state).unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn a_list_of_another_length_than_its_places_is_an_error() {
+    let dataset = Arc::new(Numbers(3));
+    for list in [vec![2, 0], vec![2, 0, 1, 1], vec![]] {
+        let expected = format!(
+            "the sampler's order lists {} items, it should have as many as its places(): 3",
+            list.len()
+        );
+        let sampler = List(list, "short or long");
+        let by_samples = alone(sampler.clone());
+        let batches = alone(BatchSampler::new(sampler, 2).unwrap());
+        for batches in [
+            DataLoader::new(&dataset, &by_samples, 2).into_iter(),
+            DataLoader::with_batch_sampler(&dataset, &batches).into_iter(),
+        ] {
+            let [Err(error)] = &Vec::from_iter(batches)[..] else { panic!("no error") };
+            assert_eq!(error.to_string(), expected);
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "the sampler's order lists 2 items")]
+fn indices_of_such_a_list_are_a_panic() {
+    alone(List(vec![2, 0], "short")).indices();
+}
+
+/// A batch sampler whose second batch panics.
+struct Cursed;
+
+impl Sampler for Cursed {
+    type Item = Vec<usize>;
+
+    fn samples(&self) -> usize {
+        3
+    }
+
+    fn order(&self, _epoch: u64) -> Order<Vec<usize>> {
+        Order::computed(|place| vec![[2][place]])
+    }
+
+    fn shuffle(&self) -> Shuffle {
+        Shuffle::Other("cursed".into())
+    }
+}
+
+#[test]
+fn an_order_that_panics_is_an_error_of_the_batch() {
+    for workers in [0, 2] {
+        let sampler = alone(Cursed);
+        let batches = DataLoader::with_batch_sampler(&Arc::new(Numbers(3)), &sampler)
+            .workers(workers)
+            .into_iter();
+        let [Ok(batch), Err(error)] = &Vec::from_iter(batches)[..] else { panic!("no error") };
+        assert_eq!(batch, &[2]);
+        assert_eq!(
+            error.to_string(),
+            "the data set panicked in batch 1 of rank 0 (positions 1 to 2 of its epoch): index out \
+             of bounds: the len is 1 but the index is 1"
+        );
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use flow_ddp::{DataLoader, Dataset, DistributedSampler, LoaderError};
+use flow_ddp::{DataLoader, Dataset, DistributedSampler, LoaderError, SamplerState};
 
 /// Gives a batch's indices back, and records what the loader does to it.
 #[derive(Default)]
@@ -144,6 +144,16 @@ fn settings_that_cannot_work_are_the_first_item() {
     let (good, error) = failure(DataLoader::new(&dataset, &sampler, 5));
     assert!(matches!(error, LoaderError::Length { sampler: 10, dataset: 9 }), "{error}");
     assert_eq!((good, dataset.begun.load(SeqCst)), (0, 0));
+}
+
+#[test]
+fn settings_that_cannot_work_do_not_lose_the_position() {
+    let (dataset, mut sampler) = (Arc::new(numbers(10)), sampler(10).shuffle(false));
+    let state = SamplerState { taken: 7, ..sampler.state() };
+    sampler.resume(&state).unwrap();
+    failure(DataLoader::new(&dataset, &sampler, 0));
+    let rest = DataLoader::new(&dataset, &sampler, 5).into_iter().next().unwrap().unwrap();
+    assert_eq!(rest.indices, [7, 8, 9]);
 }
 
 #[test]
