@@ -7,7 +7,8 @@ use super::loader::Dataset;
 use crate::BoxError;
 
 /// A data set whose batches are on a device: [`Dataset::to_device`] and
-/// [`IterableDataset::to_device`] make it.
+/// [`IterableDataset::to_device`] make it. What the loader's workers make ahead of time takes memory
+/// there.
 #[derive(Debug)]
 pub struct OnDevice<D> {
     dataset: D,
@@ -64,7 +65,8 @@ impl ToDevice for Tensor {
         if !device.is_cuda() || self.device() != Device::Cpu {
             return self.f_to_device(device);
         }
-        let pinned = self.f_pin_memory(device)?;
+        // pin_memory itself warns of its argument, which tch always gives, at each call.
+        let pinned = self.f_internal_pin_memory(device)?;
         pinned.f_to_device_(device, pinned.kind(), true, false)
     }
 }
