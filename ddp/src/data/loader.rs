@@ -172,7 +172,8 @@ impl<'a, D: ?Sized, S> DataLoader<'a, D, S> {
     }
 
     /// Sets whether to leave out a last batch of fewer than `batch_size` samples (default: false,
-    /// and true for an [`IterableDataset`](crate::IterableDataset)).
+    /// and true for an [`IterableDataset`](crate::IterableDataset)). It is nothing to batches of a
+    /// batch sampler: [`BatchSampler::drop_last`](crate::BatchSampler::drop_last) is for those.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.drop_last = drop_last;
         self

@@ -83,8 +83,8 @@ pub enum SamplerError {
     },
     /// There are fewer samples to draw than are to be drawn.
     #[error(
-        "cannot draw {num_samples} samples: {drawable} have a weight above 0; ask for fewer, or \
-         draw with replacement"
+        "cannot draw {num_samples} samples: {drawable} have a weight above 0; {}",
+        if *.drawable == 0 { "give some a weight" } else { "ask for fewer, or draw with replacement" }
     )]
     Draws {
         /// The number of draws.
@@ -117,9 +117,9 @@ pub enum SamplerError {
     /// The state to resume from has taken more samples than there are.
     #[error("cannot resume: the state has taken {taken} samples of an epoch of {samples}")]
     Taken {
-        /// The samples taken in the state.
+        /// The samples, or batches, taken in the state.
         taken: usize,
-        /// Length of the data set.
+        /// Those of an epoch.
         samples: usize,
     },
 }

@@ -100,6 +100,14 @@ pub enum TokenError {
         /// The tokens of a window's inputs.
         block_size: usize,
     },
+    /// There is no such window.
+    #[error("there is no window {index}, it should be below {windows}")]
+    Window {
+        /// The index that was given.
+        index: usize,
+        /// The number of windows.
+        windows: usize,
+    },
 }
 
 impl TokenFile {
@@ -171,7 +179,7 @@ fn numbers<const N: usize>(bytes: &[u8], number: fn([u8; N]) -> i64) -> Vec<i64>
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use flow_ddp::{DataLoader, DistributedSampler, TokenDataset, TokenFile, TokenKind};
+/// use flow_ddp::{DataLoader, Dataset, DistributedSampler, TokenDataset, TokenFile, TokenKind};
 ///
 /// # fn main() -> anyhow::Result<()> {
 /// # let group = flow_ddp::ProcessGroup::from_env()?;
@@ -182,7 +190,6 @@ fn numbers<const N: usize>(bytes: &[u8], number: fn([u8; N]) -> i64) -> Vec<i64>
 ///     let (inputs, targets) = batch?; // 12 x 1024
 /// }
 /// # Ok(()) }
-/// # use flow_ddp::Dataset;
 /// ```
 #[derive(Debug)]
 pub struct TokenDataset {
@@ -225,6 +232,9 @@ impl TokenDataset {
     }
 
     fn window(&self, index: usize) -> Result<Vec<i64>, TokenError> {
+        if index >= self.len() {
+            return Err(TokenError::Window { index, windows: self.len() });
+        }
         let file = self.ends.partition_point(|&end| end <= index);
         let before = if file == 0 { 0 } else { self.ends[file - 1] };
         self.files[file].read((index - before) * self.stride, self.block_size + 1)

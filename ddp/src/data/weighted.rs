@@ -26,7 +26,8 @@ use super::sampler_state::SamplerError;
 /// # Ok::<(), flow_ddp::SamplerError>(())
 /// ```
 ///
-/// An epoch's order takes eight bytes for each weight and each draw while it is made.
+/// While an epoch's order is made, it takes eight bytes for each weight and each draw; without
+/// replacement, 24 for each weight.
 #[derive(Clone, Debug)]
 pub struct WeightedRandomSampler {
     weights: Vec<f64>,

@@ -84,6 +84,8 @@ fn a_file_that_is_wrong_is_an_error_that_names_it() {
         "the longest of 2 token file(s) has 3 tokens, it should have more than the block size 3"
     );
     assert!(TokenDataset::new(vec![], 3).is_err());
+    let error = TokenDataset::new(vec![open()], 1).unwrap().batch(&[0, 2]).unwrap_err();
+    assert_eq!(error.to_string(), "there is no window 2, it should be below 2");
 }
 
 #[test]
