@@ -21,7 +21,7 @@ use super::JoinContext;
 /// }
 ///
 /// impl Counter {
-///     fn add(&self, mut batches: [u64; 1]) -> Result<u64, Error> {
+///     fn add(&self, mut batches: [i64; 1]) -> Result<i64, Error> {
 ///         if let Some(context) = &*self.context.borrow() {
 ///             context.notify(0)?; // there is one collective only
 ///         }
@@ -45,7 +45,7 @@ use super::JoinContext;
 ///
 /// impl JoinHook for Shadow<'_> {
 ///     fn main_hook(&mut self, _code: i64, _active: &[usize]) -> Result<(), BoxError> {
-///         Ok(self.0.group.all_reduce(&mut [0u64], ReduceOp::Sum)?)
+///         Ok(self.0.group.all_reduce(&mut [0i64], ReduceOp::Sum)?)
 ///     }
 /// }
 ///
