@@ -147,10 +147,9 @@ impl<M> Ddp<M> {
         self.model
     }
 
-    /// Gives all ranks rank 0's buffers, as `forward_t` does in training mode. (In [`Ddp::join`] they
-    /// are another rank's.) A step with several
-    /// forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once before them. So
-    /// does whoever has turned
+    /// Gives all ranks rank 0's buffers, or in [`Ddp::join_with`] another rank's, as `forward_t` does
+    /// in training mode. A step with several forwards under [`Ddp::no_sync`], which leave buffers
+    /// alone, calls this once before them. So does whoever has turned
     /// [`forward_sync_buffers`](crate::DdpBuilder::forward_sync_buffers) off. All ranks call this.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ mod joinable;
 mod model;
 mod notices;
 
+use std::cell::Cell;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -19,7 +20,12 @@ pub use self::joinable::{JoinHook, Joinable};
 pub use self::notices::JoinContext;
 use self::notices::Notices;
 use crate::error::{Error, Result, job_rank};
-use crate::model_check::first_mismatch;
+use crate::model_check::{first_mismatch, gather_texts};
+
+thread_local! {
+    /// A join of this thread is under way.
+    static UNDER_WAY: Cell<bool> = const { Cell::new(false) };
+}
 
 /// Options of a join; all ranks choose the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,19 +88,33 @@ impl<'a> Join<'a> {
     /// # Errors
     ///
     /// There is no joinable, or one cannot be joined, or their groups have different ranks; ranks
-    /// have other options or another number of joinables; a failure of the group.
+    /// have other options or another number of joinables; another join of this thread is under way;
+    /// a failure of the group.
     pub fn new(joinables: &[&'a dyn Joinable], options: JoinOptions) -> Result<Self> {
         let Some(first) = joinables.first() else {
             let reason = "there is nothing to join: give it a Ddp, or another Joinable".to_owned();
             return Err(Error::Join { rank: 0, reason });
         };
         let group = first.join_group();
-        agree(group, &format!("{options:?} for {} joinables", joinables.len()))?;
+        let failed = |reason| Error::Join { rank: job_rank(group), reason };
+        // Nothing is asked of the other ranks: some may have ended, and wait in the other join.
+        if UNDER_WAY.get() {
+            let reason = "another join is under way, in which ranks that have ended know of its own \
+                          joinables only: give it all of them, as in join(&[&model, &other], ..)";
+            return Err(failed(reason.to_owned()));
+        }
+        let text = format!("{options:?} for {} joinables", joinables.len());
+        if let Some(difference) = first_mismatch(group, &[text])? {
+            return Err(failed(difference));
+        }
         let begun = begin(joinables, options).map_err(|error| Error::in_join(group, error));
-        let error = begun.as_ref().err().map(ToString::to_string).unwrap_or_default();
-        let agreed = agree(group, &error);
+        let error = begun.as_ref().err().map(|error| one_line(&error.to_string()));
+        let errors = gather_texts(group, &error.unwrap_or_default());
         let (notices, hooks) = begun?;
-        agreed?;
+        if let Some(error) = errors?.into_iter().find(|error| !error.is_empty()) {
+            return Err(failed(format!("another rank cannot begin it: {error}")));
+        }
+        UNDER_WAY.set(true);
         Ok(Self { group, hooks, notices, is_over: false })
     }
 
@@ -137,13 +157,14 @@ impl<'a> Join<'a> {
         self.is_over = true;
         // All ranks know that one has ended early, and may go on after the join.
         if self.notices.check().is_ok() {
-            self.notices.abort(&format!("its part of a join failed: {cause}"));
+            self.notices.abort(&format!("its part of a join failed: {}", one_line(cause)));
         }
     }
 }
 
 impl Drop for Join<'_> {
     fn drop(&mut self) {
+        UNDER_WAY.set(false);
         if !self.is_over {
             let panics = std::thread::panicking();
             self.end(if panics { "it panicked" } else { "it was dropped without finish()" });
@@ -153,12 +174,8 @@ impl Drop for Join<'_> {
 
 type Hooks<'a> = Vec<Box<dyn JoinHook + 'a>>;
 
-/// Fails if another rank says something else.
-fn agree(group: &ProcessGroup, text: &str) -> Result<()> {
-    match first_mismatch(group, &[text.replace('\n', " ")])? {
-        Some(reason) => Err(Error::Join { rank: job_rank(group), reason }),
-        None => Ok(()),
-    }
+fn one_line(text: &str) -> String {
+    text.lines().collect::<Vec<_>>().join(" ")
 }
 
 /// Begins a join of each joinable.

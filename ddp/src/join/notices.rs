@@ -41,11 +41,13 @@ impl JoinContext {
 
     /// Tells the ranks that have ended that the joinable is about to call collectives, which `code`
     /// stands for: they take part in [`JoinHook::main_hook`](super::JoinHook::main_hook). All ranks
-    /// that have not ended call this together. Returns these ranks, by their numbers in the group.
+    /// that have not ended call this together, with the same code. Returns these ranks, by their
+    /// numbers in the group.
     ///
     /// # Errors
     ///
-    /// [`Error::EndedEarly`]; a backward of a joined model is under way; a failure of the group.
+    /// [`Error::EndedEarly`]; a backward of a joined model is under way; ranks are about to do
+    /// different things; a failure of the group.
     pub fn notify(&self, code: i64) -> Result<Vec<usize>> {
         self.send(code)?;
         self.complete()
@@ -148,8 +150,11 @@ impl Notices {
         self.receive()
     }
 
-    /// Fails the joinables on all ranks, with this cause.
+    /// Fails the joinables on all ranks, with this cause. A rank that is alone fails nobody.
     pub fn abort(&self, cause: &str) {
+        if self.group.world_size() == 1 {
+            return;
+        }
         self.groups.iter().chain([&self.group]).for_each(|group| group.abort(cause));
     }
 
@@ -204,6 +209,22 @@ impl Notices {
         let Some(&last) = active.last() else { return Ok(None) };
         state.active.clone_from(&active);
         self.check_active(&active)?;
+        if let Some(&other) = active.iter().find(|&&rank| notices[rank] != notices[last]) {
+            let does = |rank: usize| {
+                let [joinable, code] = [notices[rank][0] - 1, notices[rank][1]];
+                format!("rank {} (joinable {joinable}, code {code})", self.group.ranks()[rank])
+            };
+            let reason = format!(
+                "ranks are about to do different things: {} and {}; those that have not ended go \
+                 through the same joined models, forward and backward, in the same order, and notify \
+                 with the same codes",
+                does(other),
+                does(last)
+            );
+            // Those that do not wait for notices wait for gradients.
+            self.abort(&reason);
+            return Err(failed(&self.group, reason));
+        }
         let [joinable, code] = [notices[last][0], notices[last][1]];
         Ok(Some(Step { joinable: joinable as usize - 1, code, active }))
     }

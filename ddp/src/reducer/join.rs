@@ -93,7 +93,7 @@ impl Reducer {
         }
         let mut state = self.state();
         if state.join.is_some() {
-            return Err(self.not_joined("end the join that the model is in first"));
+            return Err(self.not_joined("the model is in a join already: give it to one, once"));
         }
         // Notices come with the buckets if the host reduces both in one group. Elsewhere a hook that
         // waits for ranks would keep them from coming.
@@ -162,9 +162,13 @@ impl Reducer {
                 state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
             }
         }
+        // As long as it has not come to its end: a hook of the user's may panic.
+        state.unusable = true;
         state.begin(step);
         let reduced = self.shadow_buckets(state);
-        self.end(state, reduced)
+        self.end(state, reduced)?;
+        state.unusable = false;
+        Ok(())
     }
 
     /// Reduces zeros. Returns the parameters without a gradient: all.

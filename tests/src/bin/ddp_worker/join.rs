@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::{
-    BoxError, Ddp, Error, Join, JoinContext, JoinHook, JoinOptions, Joinable,
-    convert_sync_batchnorm, join,
+    BoxError, CommHook, Ddp, Error, GradBucket, Join, JoinContext, JoinHook, JoinOptions, Joinable,
+    Pending, convert_sync_batchnorm, join,
 };
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
@@ -110,13 +110,29 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
                 return Ok(train(&model, &one(), steps)?);
             }
             train(&model, &one(), 1)?;
-            Err(anyhow!("the disk is full").context("reading a batch"))
+            Err(anyhow!("the disk\nis full").context("reading a batch"))
         });
         let text = format!("{:#}", result.err().context("there should have been an error")?);
-        says(&text, &["reading a batch: the disk is full"])?;
-        if group.rank() > 0 {
-            says(&text, &["rank 0 aborted the group: its part of a join failed: "])?;
+        if group.rank() == 0 {
+            says(&text, &["reading a batch: the disk\nis full"])?;
+        } else {
+            let cause = "its part of a join failed: reading a batch: the disk is full";
+            says(&text, &["rank 0 aborted the group: ", cause])?;
         }
+    }
+    Ok(())
+}
+
+/// A rank that is alone fails nobody, whose group others than the model use too.
+pub fn failing_alone(group: &ProcessGroup) -> Result<()> {
+    for rank in 0..group.world_size() {
+        let Some(alone) = group.new_group(&[rank])? else { continue };
+        let store = store();
+        let model = vectors(&alone, &store)?;
+        let text = error(model.join(|| Err::<(), _>(anyhow!("no batch"))))?;
+        ensure!(text == "no batch", "{text}");
+        alone.barrier()?;
+        model.join(|| train(&model, &one(), 1))?;
     }
     Ok(())
 }
@@ -137,6 +153,30 @@ pub fn panicking(group: &ProcessGroup) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Panics where the rank has used no parameter.
+struct Panics;
+
+impl CommHook for Panics {
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        assert!(bucket.used().any(|is_used| is_used), "nothing is used");
+        Ok(bucket.all_reduce()?)
+    }
+}
+
+/// In a rank that has ended; the model is of no more use.
+pub fn panicking_hook(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let builder = Ddp::builder(group).comm_hook(Panics);
+    let model = builder.wrap(Vectors::new(&store, &LENGTHS), &store)?;
+    let body = || train(&model, &one(), group.rank());
+    let cause = "its part of a join failed: it panicked";
+    match catch_unwind(AssertUnwindSafe(|| model.join(body))) {
+        Ok(result) => says(&error(result)?, &[cause])?,
+        Err(_) => ensure!(group.rank() == 0, "a rank that does not panic has panicked"),
+    }
+    says(&error(train(&model, &one(), 1))?, &[cause])
 }
 
 pub fn dropped(group: &ProcessGroup) -> Result<()> {
@@ -205,10 +245,73 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         train(&model, &one(), 1 + group.rank())?;
         Ok::<_, anyhow::Error>(inner)
     })?;
-    says(&inner?, &["join: end the join that the model is in first"])?;
+    says(&inner?, &["join: another join is under way", "give it all of them"])?;
+    let twice = error(join(&[&model, &model], JoinOptions::default(), nothing))?;
+    says(&twice, &["join: the model is in a join already: give it to one, once"])?;
+
+    let unfit = Unfit { group: group.duplicate()?, is_fit: group.rank() > 0 };
+    let text = error(join(&[&model, &unfit], JoinOptions::default(), nothing))?;
+    let own = "rank 0: join: its reason";
+    let of_rank_0 = "join: another rank cannot begin it: rank 0: join: its reason";
+    says(&text, &[if unfit.is_fit { of_rank_0 } else { own }])?;
     // It is as it was.
     train(&model, &one(), 2)?;
     Ok(())
+}
+
+/// Fits, or is no joinable.
+struct Unfit {
+    group: ProcessGroup,
+    is_fit: bool,
+}
+
+impl Joinable for Unfit {
+    fn join_group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    fn join_hook(&self, _: JoinContext) -> Result<Box<dyn JoinHook + '_>, BoxError> {
+        if self.is_fit { Ok(Box::new(Idle)) } else { Err("its reason".into()) }
+    }
+}
+
+struct Idle;
+
+impl JoinHook for Idle {
+    fn main_hook(&mut self, _: i64, _: &[usize]) -> Result<(), BoxError> {
+        Ok(())
+    }
+}
+
+/// A join of each model, of which ranks that have ended would shadow one only.
+pub fn nested(group: &ProcessGroup) -> Result<()> {
+    let stores = [store(), store()];
+    let models = [vectors(group, &stores[0])?, vectors(group, &stores[1])?];
+    let train = || models.iter().try_for_each(|model| train(model, &one(), group.rank()));
+    let text = error(models[0].join(|| models[1].join(train)))?;
+    says(&text, &["another join is under way", "join(&[&model, &other], ..)"])
+}
+
+/// Ranks that have not ended train the models in different orders, or have different forwards.
+pub fn out_of_step(group: &ProcessGroup) -> Result<()> {
+    let stores = [store(), store()];
+    let models = [vectors(group, &stores[0])?, vectors(group, &stores[1])?];
+    let joinables: [&dyn Joinable; 2] = [&models[0], &models[1]];
+    let first = usize::from(group.rank() == 0);
+    let text = error(join(&joinables, JoinOptions::default(), || {
+        [first, 1 - first].iter().try_for_each(|&number| train(&models[number], &one(), 1))
+    }))?;
+    says(&text, &["ranks are about to do different things", "(joinable 1, code 1)"])?;
+
+    let store = models::store();
+    let model = Ddp::new(models::batchnorm(&store.root()), &store, group)?;
+    let text = error(model.join(|| {
+        if group.rank() == 0 {
+            let _ = model.try_forward_t(&images(), true)?;
+        }
+        train(&model, &images(), 1)
+    }))?;
+    says(&text, &["ranks are about to do different things", "(joinable 0, code 0)"])
 }
 
 /// Several models can be trained one after the other, and not in one backward.
