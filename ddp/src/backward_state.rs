@@ -10,9 +10,9 @@ use crate::bucket::assignment::{Item, assign};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
+use crate::join::joining::Joining;
 use crate::options::{Delayed, Options};
 use crate::parameter::{Parameter, by_training, numbered};
-use crate::reducer::join::Joining;
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
 

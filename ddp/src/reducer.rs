@@ -6,8 +6,8 @@
 //! what is under way and writes back what was copied. After the first backward the buckets are
 //! built anew, in the order in which rank 0's gradients came.
 
-mod end_of_backward;
-pub(crate) mod join;
+mod backward;
+mod join;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,14 +17,12 @@ use flow_comm::{ForkSafe, ProcessGroup, trace};
 use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
-use self::end_of_backward::EndOfBackward;
 use crate::backward_state::BackwardState;
+use crate::bucket::ReducePath;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
-use crate::bucket::{BackwardEvent, ReducePath};
 use crate::error::{Error, Result, job_rank};
 use crate::options::Options;
 use crate::parameter::Parameter;
-use crate::static_graph::StaticGraph;
 use crate::stats::Stats;
 use crate::steps::Steps;
 
@@ -326,40 +324,6 @@ impl Reducer {
         order.reverse();
         state.ready_order = order;
         Ok(())
-    }
-
-    /// Begins a backward with its first gradient, and queues what is done at its end.
-    fn begin_backward<'a>(
-        self: &'a Arc<Self>,
-        mut state: MutexGuard<'a, BackwardState>,
-    ) -> Result<MutexGuard<'a, BackwardState>> {
-        let step = self.steps.begin();
-        if let Some(join) = &mut state.join {
-            join.begin_backward(step)?;
-        }
-        state.begin(step);
-        // Unlocked: if the callback is refused it is dropped, and locks the state for that.
-        drop(state);
-        EndOfBackward::queue(self, step).map_err(|error| self.in_backward(error))?;
-        let mut state = self.state();
-        // From here on an error of this rank alone reaches the others.
-        self.path.record(BackwardEvent::FirstGradient)?;
-        if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
-            return Err(self.model_error(format!(
-                "{} was frozen when the model was wrapped and is not now: call refresh, or wrap it \
-                 again",
-                parameter.name
-            )));
-        }
-        if let Some(name) = self.added.get().and_then(|added| added()) {
-            return Err(self.model_error(format!(
-                "{name} was added after the model was wrapped: wrap it again, or, if it is \
-                 another model's, keep that in a VarStore of its own"
-            )));
-        }
-        let unused = state.graph.as_ref().map(StaticGraph::unused_here).unwrap_or_default();
-        self.fill_in(&mut state, &unused)?;
-        Ok(state)
     }
 
     /// Launches the ready buckets whose turn it is.

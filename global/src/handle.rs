@@ -6,6 +6,7 @@ use flow_autograd::global::Globals;
 use tch::Tensor;
 
 use crate::boxing::execute::Boxing;
+use crate::boxing::memory::in_memory;
 use crate::boxing::plan::TensorLayout;
 use crate::error::{Error, Result};
 use crate::region::shape;
@@ -47,11 +48,6 @@ pub fn wrap(
     let shares = spec.sbp().iter().all(|&sbp| sbp == B);
     let local = local.map(in_memory);
     Ok(globals()?.wrap(local.as_ref(), &in_memory(like), spec, sizes, shares)?)
-}
-
-/// Returns the tensor, or a copy of it if its elements are not in memory as they are.
-pub fn in_memory(tensor: &Tensor) -> Tensor {
-    flow_autograd::resolved(tensor).unwrap_or_else(|| tensor.shallow_clone())
 }
 
 /// Returns a plain tensor of the kind of a global one, without elements.

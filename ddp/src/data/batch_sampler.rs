@@ -1,7 +1,8 @@
 //! Batches of a sampler's samples, dealt out whole.
 
-use super::order::{Order, Sampler, Shuffle};
+use super::order::{Order, Sampler};
 use super::sampler_state::SamplerError;
+use super::shuffle::Shuffle;
 
 /// Cuts the order of another sampler into batches: `torch.utils.data.BatchSampler`.
 ///

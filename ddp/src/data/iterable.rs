@@ -11,9 +11,9 @@ use super::batches::{Batches, Epoch, Maker};
 use super::loader::DataLoader;
 use super::loader_error::LoaderError;
 use super::on_device::{OnDevice, ToDevice};
-use super::order::Shuffle;
 use super::position::{Position, Taken};
 use super::sampler_state::{SamplerError, SamplerState, Stateful, check_rank};
+use super::shuffle::Shuffle;
 use crate::BoxError;
 
 /// Samples that come one after another, as those of PyTorch's `IterableDataset`: nobody knows how
@@ -92,6 +92,23 @@ pub trait IterableDataset: Send + Sync + 'static {
         Self::Batch: ToDevice,
     {
         OnDevice::new(self, device)
+    }
+}
+
+impl<D: IterableDataset<Batch: ToDevice>> IterableDataset for OnDevice<D> {
+    type Item = D::Item;
+    type Batch = D::Batch;
+
+    fn stream(&self, epoch: u64) -> Result<ItemStream<D::Item>, BoxError> {
+        self.dataset.stream(epoch)
+    }
+
+    fn stream_from(&self, epoch: u64, skipped: usize) -> Result<ItemStream<D::Item>, BoxError> {
+        self.dataset.stream_from(epoch, skipped)
+    }
+
+    fn batch(&self, items: Vec<D::Item>) -> Result<D::Batch, BoxError> {
+        Ok(self.dataset.batch(items)?.to_device(self.device)?)
     }
 }
 

@@ -4,9 +4,10 @@ use std::cmp::Reverse;
 
 use flow_comm::digest;
 
-use super::order::{Order, Sampler, Shuffle};
+use super::order::{Order, Sampler};
 use super::permutation::randperm;
 use super::sampler_state::SamplerError;
+use super::shuffle::Shuffle;
 
 /// Shuffles samples so that those which come together are of like length: transformers'
 /// `LengthGroupedSampler`, which `group_by_length` turns on.

@@ -44,6 +44,18 @@ pub trait Dataset: Send + Sync + 'static {
     }
 }
 
+impl<D: Dataset<Batch: ToDevice>> Dataset for OnDevice<D> {
+    type Batch = D::Batch;
+
+    fn len(&self) -> usize {
+        self.dataset.len()
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<D::Batch, BoxError> {
+        Ok(self.dataset.batch(indices)?.to_device(self.device)?)
+    }
+}
+
 /// One epoch of a data set in batches, to be iterated over:
 /// `for batch in DataLoader::new(&dataset, &sampler, 64)`.
 ///

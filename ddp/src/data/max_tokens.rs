@@ -4,9 +4,10 @@ use std::sync::{Arc, OnceLock};
 
 use flow_comm::digest;
 
-use super::order::{Order, Sampler, Shuffle};
+use super::order::{Order, Sampler};
 use super::permutation::randperm;
 use super::sampler_state::SamplerError;
+use super::shuffle::Shuffle;
 
 /// Makes batches of samples of like length with at most `max_tokens` tokens, padding counted: the
 /// number of samples times the longest. This is fairseq's `--max-tokens`.

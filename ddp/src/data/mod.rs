@@ -13,5 +13,6 @@ mod permutation;
 mod position;
 pub(crate) mod sampler;
 pub(crate) mod sampler_state;
+pub(crate) mod shuffle;
 pub(crate) mod token_file;
 pub(crate) mod weighted;

@@ -2,51 +2,18 @@
 
 use tch::{Device, TchError, Tensor};
 
-use super::iterable::{ItemStream, IterableDataset};
-use super::loader::Dataset;
-use crate::BoxError;
-
-/// A data set whose batches are on a device: [`Dataset::to_device`] and
-/// [`IterableDataset::to_device`] make it. What the loader's workers make ahead of time takes memory
+/// A data set whose batches are on a device: [`Dataset::to_device`](crate::Dataset::to_device) and
+/// [`IterableDataset::to_device`](crate::IterableDataset::to_device) make it. What the loader's workers make ahead of time takes memory
 /// there.
 #[derive(Debug)]
 pub struct OnDevice<D> {
-    dataset: D,
-    device: Device,
+    pub(super) dataset: D,
+    pub(super) device: Device,
 }
 
 impl<D> OnDevice<D> {
     pub(super) fn new(dataset: D, device: Device) -> Self {
         Self { dataset, device }
-    }
-}
-
-impl<D: Dataset<Batch: ToDevice>> Dataset for OnDevice<D> {
-    type Batch = D::Batch;
-
-    fn len(&self) -> usize {
-        self.dataset.len()
-    }
-
-    fn batch(&self, indices: &[usize]) -> Result<D::Batch, BoxError> {
-        Ok(self.dataset.batch(indices)?.to_device(self.device)?)
-    }
-}
-
-impl<D: IterableDataset<Batch: ToDevice>> IterableDataset for OnDevice<D> {
-    type Item = D::Item;
-    type Batch = D::Batch;
-
-    fn stream(&self, epoch: u64) -> Result<ItemStream<D::Item>, BoxError> {
-        self.dataset.stream(epoch)
-    }
-
-    fn stream_from(&self, epoch: u64, skipped: usize) -> Result<ItemStream<D::Item>, BoxError> {
-        self.dataset.stream_from(epoch, skipped)
-    }
-
-    fn batch(&self, items: Vec<D::Item>) -> Result<D::Batch, BoxError> {
-        Ok(self.dataset.batch(items)?.to_device(self.device)?)
     }
 }
 

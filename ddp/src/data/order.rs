@@ -1,13 +1,11 @@
 //! The order in which an epoch has the samples of a data set, or batches of them: the same on all
 //! ranks.
 
-use std::fmt;
 use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
 
 use super::permutation::{Index, KeyedPermutation, randperm};
 use super::sampler_state::SamplerError;
+use super::shuffle::Shuffle;
 
 /// An order of a data set's samples for each epoch, as `torch.utils.data.Sampler` is one. It is the
 /// same on all ranks: [`DistributedSampler`](crate::DistributedSampler) deals it out.
@@ -105,29 +103,6 @@ impl SamplerItem for usize {
 impl SamplerItem for Vec<usize> {
     fn indices(&self) -> &[usize] {
         self
-    }
-}
-
-/// The name of a [`Sampler`]'s order, in a checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Shuffle {
-    /// The order of the data set.
-    None,
-    /// PyTorch's permutation.
-    Torch,
-    /// The keyed permutation.
-    Keyed,
-    /// Another order, in words.
-    Other(String),
-}
-
-impl fmt::Display for Shuffle {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self {
-            Self::Other(name) => f.write_str(name),
-            own => fmt::Debug::fmt(own, f),
-        }
     }
 }
 

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use flow_comm::ProcessGroup;
 
-use super::order::{Dealt, Places, RandomSampler, Sampler, SamplerItem, Shuffle};
+use super::order::{Dealt, Places, RandomSampler, Sampler, SamplerItem};
 use super::position::{Position, Taken};
 use super::sampler_state::{SamplerError, SamplerState, Stateful, check_rank};
+use super::shuffle::Shuffle;
 
 /// Deals the samples `0..len` of a data set out to the ranks: rank `r` of `W` takes places `r`,
 /// `r + W`, `r + 2 W`, ... of an order that all ranks share.

@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
-use super::order::Shuffle;
+use super::shuffle::Shuffle;
 
 /// The position of a [`DistributedSampler`](crate::DistributedSampler) or a [`StreamSampler`](crate::StreamSampler), to be kept
 /// in a checkpoint. It is the same on all ranks that took as many samples, so one rank's state

@@ -3,9 +3,10 @@
 use flow_comm::digest;
 use rand_mt::Mt;
 
-use super::order::{Order, Sampler, Shuffle};
+use super::order::{Order, Sampler};
 use super::permutation::draw_64;
 use super::sampler_state::SamplerError;
+use super::shuffle::Shuffle;
 
 /// Draws samples by their weights, anew in each epoch: `torch.utils.data.WeightedRandomSampler`,
 /// for all ranks together.

@@ -6,8 +6,10 @@
 //! part.
 
 mod joinable;
+pub(crate) mod joining;
 mod model;
 mod notices;
+mod options;
 
 use std::cell::Cell;
 use std::fmt::Display;
@@ -19,30 +21,13 @@ use flow_comm::ProcessGroup;
 pub use self::joinable::{JoinHook, Joinable};
 pub use self::notices::JoinContext;
 use self::notices::Notices;
+pub use self::options::JoinOptions;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{first_mismatch, gather_texts};
 
 thread_local! {
     /// A join of this thread is under way.
     static UNDER_WAY: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Options of a join; all ranks choose the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct JoinOptions {
-    /// Whether gradients are divided by the number of all ranks also where some have ended (default:
-    /// yes), so that each sample weighs the same. If not, they are divided by the number of ranks
-    /// that have not.
-    pub divide_by_initial_world_size: bool,
-    /// Whether it is an error of all ranks, [`Error::EndedEarly`], when some have ended and others
-    /// have not (default: no).
-    pub throw_on_early_termination: bool,
-}
-
-impl Default for JoinOptions {
-    fn default() -> Self {
-        Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
-    }
 }
 
 /// Runs `body`, in which ranks may take different numbers of steps: PyTorch's `Join`. A rank whose

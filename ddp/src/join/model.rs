@@ -7,11 +7,11 @@ use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
 use flow_tensor::CoalescedBroadcast;
 
+use super::joining::{BUFFERS, FORWARD, root_of};
 use super::{JoinContext, JoinHook, JoinOptions, Joinable, join};
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::reducer::Reducer;
-use crate::reducer::join::{BUFFERS, FORWARD, root_of};
 use crate::sync_batchnorm::has_converted;
 
 impl<M> Ddp<M> {

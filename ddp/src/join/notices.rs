@@ -10,7 +10,7 @@ use flow_autograd::tensor_from_memory;
 use flow_comm::{DType, ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
 
-use super::JoinOptions;
+use super::options::JoinOptions;
 use crate::bucket::cpu::GradBytes;
 use crate::error::{Error, Result, job_rank};
 

@@ -9,78 +9,7 @@ use super::Reducer;
 use crate::backward_state::BackwardState;
 use crate::error::{Error, Result, job_rank};
 use crate::join::JoinContext;
-
-/// What a reducer is about to do, as the code of a notice. The code of a backward is its step.
-pub(crate) const FORWARD: i64 = -1;
-pub(crate) const BUFFERS: i64 = 0;
-
-/// A join under way.
-pub(crate) struct Joining {
-    context: JoinContext,
-    /// All ranks, those that have ended too.
-    ranks: usize,
-    /// A backward begins with waiting for the other ranks to begin it.
-    waits: bool,
-    /// A backward is under way whose notice is not complete.
-    is_announced: bool,
-    /// The last step that has begun.
-    step: u32,
-    /// The rank whose buffers, and whose order of gradients, are all ranks': the last one that has
-    /// not ended.
-    root: usize,
-    /// The factor that makes a mean over all ranks one over those that have not ended.
-    scale: Option<f64>,
-    /// Gradients are no views of buckets, which reduce zeros.
-    grads_are_apart: bool,
-}
-
-impl Joining {
-    /// Tells the ranks that have ended that a backward begins.
-    pub fn begin_backward(&mut self, step: u32) -> Result<()> {
-        self.context.begin_backward(step.into())?;
-        self.is_announced = true;
-        if self.waits {
-            self.wait_for_ranks()?;
-        }
-        self.step = step;
-        Ok(())
-    }
-
-    /// Waits for the other ranks to begin the backward, at whose end this is called.
-    pub fn end_backward(&mut self) -> Result<()> {
-        self.wait_for_ranks()?;
-        self.context.end_backward();
-        Ok(())
-    }
-
-    fn wait_for_ranks(&mut self) -> Result<()> {
-        if !std::mem::take(&mut self.is_announced) {
-            return Ok(());
-        }
-        let active = self.context.complete()?;
-        self.root = root_of(&active);
-        self.scale = None;
-        if !self.context.options().divide_by_initial_world_size && active.len() < self.ranks {
-            self.scale = Some(self.ranks as f64 / active.len() as f64);
-        }
-        Ok(())
-    }
-
-    /// Returns the rank whose order of gradients is all ranks'.
-    pub fn root(&self) -> usize {
-        self.root
-    }
-
-    /// Returns the factor of gradients that are averaged over all ranks, if it is not 1.
-    pub fn scale(&self) -> Option<f64> {
-        self.scale
-    }
-}
-
-/// Returns the rank whose values are all ranks': as in PyTorch the last one.
-pub(crate) fn root_of(active: &[usize]) -> usize {
-    active.last().copied().unwrap_or_default()
-}
+use crate::join::joining::{BUFFERS, FORWARD, Joining, root_of};
 
 impl Reducer {
     /// Begins a join.
@@ -101,16 +30,8 @@ impl Reducer {
             || self.path.grads_are_views()
             || *context.group() != self.group;
         let step = self.steps.close();
-        state.join = Some(Joining {
-            ranks: self.group.world_size(),
-            waits,
-            context,
-            is_announced: false,
-            step,
-            root: 0,
-            scale: None,
-            grads_are_apart: false,
-        });
+        let ranks = self.group.world_size();
+        state.join = Some(Joining::new(context, ranks, waits, step));
         self.is_joined.store(true, Ordering::Relaxed);
         Ok(())
     }
@@ -121,7 +42,7 @@ impl Reducer {
             && let Some(join) = self.state().join.take()
         {
             self.is_joined.store(false, Ordering::Relaxed);
-            self.steps.go_on_after(join.step);
+            self.steps.go_on_after(join.step());
         }
     }
 
@@ -148,16 +69,14 @@ impl Reducer {
         if !self.is_joined.load(Ordering::Relaxed) {
             return None;
         }
-        self.state().join.as_ref().map(|join| join.context.clone())
+        self.state().join.as_ref().map(|join| join.context().clone())
     }
 
     /// Takes part in a backward of the ranks in `active`: with zeros, which no parameter gets.
     pub fn shadow_backward(&self, step: u32, active: &[usize]) -> Result<()> {
         let state = &mut *self.state();
         if let Some(join) = &mut state.join {
-            join.step = step;
-            join.root = root_of(active);
-            let were_apart = std::mem::replace(&mut join.grads_are_apart, true);
+            let were_apart = join.shadow_backward(step, active);
             if !were_apart && (self.options.bucket_view || self.path.grads_are_views()) {
                 state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
             }

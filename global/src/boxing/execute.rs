@@ -10,14 +10,13 @@ use std::sync::{Arc, OnceLock};
 use flow_comm::{Buffer, Peers, ReduceOp, digest};
 use tch::{Device, Kind, Tensor};
 
-use super::memory::{self, Part, runs, view};
+use super::memory::{self, Part, in_memory, runs, view};
 use super::packed;
 use super::phases::{Exchange, Reduce, Shares};
 use super::plan::{BoxingPlan, TensorLayout};
 use crate::cache::Cache;
 use crate::error::{Error, Result};
 use crate::groups::Groups;
-use crate::handle::in_memory;
 use crate::kinds::real;
 use crate::placement::Placement;
 use crate::region::{Region, regions};

@@ -76,6 +76,11 @@ pub fn view(tensor: &Tensor, whole: &Region, region: &Region) -> Tensor {
     )
 }
 
+/// Returns the tensor, or a copy of it if its elements are not in memory as they are.
+pub fn in_memory(tensor: &Tensor) -> Tensor {
+    flow_autograd::resolved(tensor).unwrap_or_else(|| tensor.shallow_clone())
+}
+
 /// Copies a region between the memories of two regions that have it, of elements of `size` bytes.
 pub fn copy(
     region: &Region,

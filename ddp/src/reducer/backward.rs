@@ -1,22 +1,23 @@
-//! What the end of a backward does: waits for the buckets, gives the reduced gradients to the
+//! How a backward begins and ends. Its end waits for the buckets, gives the reduced gradients to the
 //! parameters, and after the first backward builds the buckets anew.
 
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
 use flow_autograd::BoxError;
 use flow_comm::{ReduceOp, trace};
 
 use super::Reducer;
-use super::join::Joining;
 use crate::backward_state::BackwardState;
 use crate::bucket::BackwardEvent;
 use crate::error::{Error, Result, job_rank};
+use crate::join::joining::Joining;
 use crate::parameter::names_of;
+use crate::static_graph::StaticGraph;
 
 /// A callback at the end of a backward, queued in its first hook. If backward fails before its end,
 /// the group fails too.
-pub(super) struct EndOfBackward {
+struct EndOfBackward {
     reducer: Arc<Reducer>,
     reached: bool,
     /// In the timeline, from the first gradient until this is dropped.
@@ -25,7 +26,7 @@ pub(super) struct EndOfBackward {
 
 impl EndOfBackward {
     /// Queues the callback, in the first hook of the backward of `step`.
-    pub(super) fn queue(reducer: &Arc<Reducer>, step: u32) -> Result<(), flow_autograd::Error> {
+    fn queue(reducer: &Arc<Reducer>, step: u32) -> Result<(), flow_autograd::Error> {
         let end = Self {
             reducer: Arc::clone(reducer),
             reached: false,
@@ -62,6 +63,40 @@ impl Drop for EndOfBackward {
 }
 
 impl Reducer {
+    /// Begins a backward with its first gradient, and queues what is done at its end.
+    pub(super) fn begin_backward<'a>(
+        self: &'a Arc<Self>,
+        mut state: MutexGuard<'a, BackwardState>,
+    ) -> Result<MutexGuard<'a, BackwardState>> {
+        let step = self.steps.begin();
+        if let Some(join) = &mut state.join {
+            join.begin_backward(step)?;
+        }
+        state.begin(step);
+        // Unlocked: if the callback is refused it is dropped, and locks the state for that.
+        drop(state);
+        EndOfBackward::queue(self, step).map_err(|error| self.in_backward(error))?;
+        let mut state = self.state();
+        // From here on an error of this rank alone reaches the others.
+        self.path.record(BackwardEvent::FirstGradient)?;
+        if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
+            return Err(self.model_error(format!(
+                "{} was frozen when the model was wrapped and is not now: call refresh, or wrap it \
+                 again",
+                parameter.name
+            )));
+        }
+        if let Some(name) = self.added.get().and_then(|added| added()) {
+            return Err(self.model_error(format!(
+                "{name} was added after the model was wrapped: wrap it again, or, if it is \
+                 another model's, keep that in a VarStore of its own"
+            )));
+        }
+        let unused = state.graph.as_ref().map(StaticGraph::unused_here).unwrap_or_default();
+        self.fill_in(&mut state, &unused)?;
+        Ok(state)
+    }
+
     /// Ends a backward: all gradients of this rank are there, or will not come.
     fn finish(&self) -> Result<()> {
         let mut state = self.state();
