@@ -40,13 +40,15 @@ pub struct BatchNorm<'a> {
 /// The tensor requires a gradient.
 ///
 /// ```
-/// use flow_autograd::replace_batch_norm;
+/// use flow_autograd::{replace_batch_norm, replaces_batch_norm};
 /// use tch::nn::{self, ModuleT};
 /// use tch::{Device, Kind, Tensor};
 ///
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let norm = nn::batch_norm1d(vs.root(), 3, Default::default());
+/// assert!(!replaces_batch_norm(&norm.running_mean));
 /// replace_batch_norm(&norm.running_mean, |norm| Ok(norm.input * 2))?;
+/// assert!(replaces_batch_norm(&norm.running_mean));
 /// let x = Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
 /// assert_eq!(norm.forward_t(&x, true), &x * 2);
 /// # Ok::<(), flow_autograd::Error>(())
@@ -62,6 +64,12 @@ where
         let text = ffi::flow_replace_batch_norm(running_mean.as_ptr(), closure);
         ffi::check("replace_batch_norm", text)
     }
+}
+
+/// Returns whether [`replace_batch_norm`] has replaced the batch norms that have this running mean.
+pub fn replaces_batch_norm(running_mean: &Tensor) -> bool {
+    // SAFETY: the tensor is alive.
+    unsafe { ffi::flow_replaces_batch_norm(running_mean.as_ptr()) }
 }
 
 /// Returns the gradients of the weight and of the bias of a batch norm that has normalized `input` by

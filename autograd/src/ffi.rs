@@ -184,6 +184,8 @@ unsafe extern "C" {
         running_mean: *const C_tensor,
         closure: BatchNormClosure,
     ) -> *mut c_char;
+    /// Returns whether a closure computes them.
+    pub fn flow_replaces_batch_norm(running_mean: *const C_tensor) -> bool;
     /// Computes the gradients of a batch norm's weight and bias.
     pub fn flow_batch_norm_sums(
         gradient: *const C_tensor,

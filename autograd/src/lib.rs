@@ -46,7 +46,7 @@ mod recompute;
 
 pub use allocated::allocated_by;
 pub use allocator::{Block, BlockAllocator, set_cpu_allocator};
-pub use batch_norm::{BatchNorm, batch_norm_sums, replace_batch_norm};
+pub use batch_norm::{BatchNorm, batch_norm_sums, replace_batch_norm, replaces_batch_norm};
 pub use cuda::{CudaTensor, current_stream, load_cuda, tensor_from_device_memory, torch_device};
 pub use error::{BoxError, Error};
 pub use function::{Forward, custom_function, grad_enabled};

@@ -248,7 +248,7 @@ impl DdpBuilder {
                 _allocator: None,
                 forward_sync_buffers,
                 buffers,
-                all_buffers: Vec::new(),
+                all_buffers: Mutex::default(),
                 held: Mutex::default(),
             });
         }
@@ -272,11 +272,10 @@ impl DdpBuilder {
             return Err(Error::Mismatch { rank, difference });
         }
         let settings = settings.map_err(|reason| Error::Model { rank, reason })?;
-        let all_buffers =
-            buffers.iter().map(|(_, tensor)| flow_autograd::identity(tensor)).collect();
         let mut seen = HashSet::new();
         parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
         buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
+        let all_buffers = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
         if !broadcast_buffers {
             buffers.clear();
         }
@@ -304,7 +303,7 @@ impl DdpBuilder {
             _allocator: allocator,
             forward_sync_buffers,
             buffers: Mutex::new(buffers),
-            all_buffers,
+            all_buffers: Mutex::new(all_buffers),
             held: Mutex::new(held),
         })
     }
@@ -333,7 +332,8 @@ impl WrappedParts {
             buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
         let mut held: Vec<HeldBuffer> = buffers
             .into_iter()
-            .map(|(name, tensor)| HeldBuffer { name, tensor, others: 2 }) // here and in the broadcast
+            // Here, in the broadcast, and in the list of all buffers.
+            .map(|(name, tensor)| HeldBuffer { name, tensor, others: 3 })
             .collect();
         let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
         held.retain(HeldBuffer::is_held);

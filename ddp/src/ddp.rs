@@ -77,8 +77,8 @@ pub struct Ddp<M> {
     /// Whether each forward in training mode broadcasts the buffers.
     pub(crate) forward_sync_buffers: bool,
     pub(crate) buffers: Mutex<CoalescedBroadcast>,
-    /// The identities of all buffers, also of those that are not broadcast.
-    pub(crate) all_buffers: Vec<usize>,
+    /// All buffers, also those that are not broadcast.
+    pub(crate) all_buffers: Mutex<Vec<Tensor>>,
     pub(crate) held: Mutex<Vec<HeldBuffer>>,
 }
 

@@ -1,8 +1,5 @@
 //! Batch norms that take the statistics of all ranks: PyTorch's `SyncBatchNorm`.
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use flow_comm::{ProcessGroup, digest};
 use flow_tensor::sync_batch_norm;
 use tch::Tensor;
@@ -52,56 +49,17 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
     }
     for (name, mean) in &layers {
         // Ranks that are in different layers of one size must not take each other's statistics.
-        let layer = Layer::new(group.with_digest(digest(name)), mean);
-        flow_autograd::replace_batch_norm(mean, move |norm| {
-            Ok(sync_batch_norm(&layer.group, norm)?)
-        })
-        .map_err(|error| Error::Torch {
-            rank: job_rank(group),
-            operation: "convert_sync_batchnorm",
-            reason: error.to_string(),
-        })?;
+        let layer = group.with_digest(digest(name));
+        flow_autograd::replace_batch_norm(mean, move |norm| Ok(sync_batch_norm(&layer, norm)?))
+            .map_err(|error| Error::Torch {
+                rank: job_rank(group),
+                operation: "convert_sync_batchnorm",
+                reason: error.to_string(),
+            })?;
     }
     Ok(layers.len())
 }
 
 fn is_mean((name, _): &(String, Tensor)) -> bool {
     name.rsplit('.').next() == Some("running_mean")
-}
-
-/// The running means of converted layers, by identity, with the number of their [`Layer`]s.
-static CONVERTED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
-
-/// A converted layer, which lives as long as its running mean, or until that is converted again.
-struct Layer {
-    group: ProcessGroup,
-    mean: usize,
-}
-
-impl Layer {
-    fn new(group: ProcessGroup, mean: &Tensor) -> Self {
-        let mean = flow_autograd::identity(mean);
-        *converted().entry(mean).or_default() += 1;
-        Self { group, mean }
-    }
-}
-
-impl Drop for Layer {
-    fn drop(&mut self) {
-        let mut converted = converted();
-        match converted.get_mut(&self.mean) {
-            Some(layers) if *layers > 1 => *layers -= 1,
-            _ => drop(converted.remove(&self.mean)),
-        }
-    }
-}
-
-/// Returns whether a layer was converted whose running mean is one of these, by identity.
-pub(crate) fn has_converted(buffers: &[usize]) -> bool {
-    let converted = converted();
-    buffers.iter().any(|buffer| converted.contains_key(buffer))
-}
-
-fn converted() -> MutexGuard<'static, BTreeMap<usize, usize>> {
-    CONVERTED.lock().unwrap_or_else(PoisonError::into_inner)
 }

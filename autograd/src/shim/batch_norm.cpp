@@ -87,6 +87,9 @@ char* flow_replace_batch_norm(const at::Tensor* running_mean, BatchNormClosure c
     });
 }
 
+// Whether a closure computes the batch norms that have this running mean.
+bool flow_replaces_batch_norm(const at::Tensor* running_mean) { return batch_norm_hook(*running_mean) != nullptr; }
+
 // The gradients of a weight and of a bias where the normalization had this mean and variance:
 // libtorch's kernel, which its Rust interface lacks.
 char* flow_batch_norm_sums(const at::Tensor* gradient, const at::Tensor* input, const at::Tensor* mean, const at::Tensor* variance, double eps,

@@ -169,10 +169,13 @@ impl Sampler for MaxTokensBatchSampler {
 
     fn shuffle(&self) -> Shuffle {
         let shuffled = if self.shuffle { "shuffled" } else { "sorted" };
-        let Self { max_tokens, max_batch_size, digest, .. } = self;
+        let Self { max_tokens, digest, .. } = self;
+        let samples = match self.max_batch_size {
+            usize::MAX => String::new(),
+            samples => format!(" and {samples} samples"),
+        };
         Shuffle::Other(format!(
-            "{shuffled} batches of {max_tokens} tokens and {max_batch_size} samples at most (lengths \
-             {digest:016x})"
+            "{shuffled} batches of {max_tokens} tokens{samples} at most (lengths {digest:016x})"
         ))
     }
 }

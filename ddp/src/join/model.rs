@@ -12,7 +12,6 @@ use super::{JoinContext, JoinHook, JoinOptions, Joinable, join};
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::reducer::Reducer;
-use crate::sync_batchnorm::has_converted;
 
 impl<M> Ddp<M> {
     /// Runs a training loop in which ranks may take different numbers of steps, with the default
@@ -77,7 +76,8 @@ impl<M> Joinable for Ddp<M> {
         if let Some(reducer) = reducer {
             reducer.check_process("join")?;
             let throws = context.options().throw_on_early_termination;
-            if !throws && has_converted(&self.all_buffers) {
+            let buffers = self.all_buffers.lock().unwrap_or_else(PoisonError::into_inner);
+            if !throws && buffers.iter().any(flow_autograd::replaces_batch_norm) {
                 let reason = "set throw_on_early_termination: ranks that have ended take no part in \
                               the collectives of convert_sync_batchnorm's layers";
                 let rank = job_rank(&self.group);

@@ -7,8 +7,8 @@ pub struct JoinOptions {
     /// yes), so that each sample weighs the same. If not, they are divided by the number of ranks
     /// that have not.
     pub divide_by_initial_world_size: bool,
-    /// Whether it is an error of all ranks, [`Error::EndedEarly`](crate::Error::EndedEarly), when some have ended and others
-    /// have not (default: no).
+    /// Whether it is an error of all ranks, [`Error::EndedEarly`](crate::Error::EndedEarly), when
+    /// some have ended and others have not (default: no).
     pub throw_on_early_termination: bool,
 }
 

@@ -4,5 +4,6 @@ mod checkpoint;
 mod draws;
 mod iterable;
 mod loader;
+mod own_orders;
 mod sampler;
 mod tokens;

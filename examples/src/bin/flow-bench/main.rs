@@ -9,6 +9,7 @@
 mod allreduce;
 mod boxing;
 mod gpt;
+mod in_turn;
 mod join;
 mod launch;
 mod limit;
@@ -40,9 +41,9 @@ enum Command {
     /// A training step without and with Ddp, on all ranks
     Step(step::Options),
     /// A training step with Ddp, without and with SyncBatchNorm, on all ranks
-    SyncBatchnorm(sync_batchnorm::Options),
+    SyncBatchnorm(in_turn::Options),
     /// A training step with Ddp, without and in a join, on all ranks, and while the last rank has ended
-    Join(join::Options),
+    Join(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process

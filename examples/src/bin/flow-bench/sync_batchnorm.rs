@@ -3,32 +3,14 @@
 //! Blocks of both take turns in the same processes, on models with the same weights.
 
 use anyhow::Result;
-use clap::Args;
 use flow_ddp::{Ddp, ProcessGroup, TensorCollectives, convert_sync_batchnorm};
 use serde_json::json;
 use tch::nn::{ModuleT, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
+use crate::in_turn::{LEARNING_RATE, Options};
 use crate::models::Model;
 use crate::timing::{block, median, milliseconds};
-
-/// So small that weights, on which times depend, stay alike.
-const LEARNING_RATE: f64 = 1e-6;
-
-#[derive(Args)]
-pub struct Options {
-    #[arg(long, value_enum, default_value = "mobilenet")]
-    model: Model,
-    /// Blocks of each, in turn
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
-    blocks: u32,
-    /// Steps in each block
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    steps: u32,
-    /// Print a JSON line
-    #[arg(long)]
-    json: bool,
-}
 
 pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
