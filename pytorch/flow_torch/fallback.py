@@ -35,6 +35,8 @@ from .works import NO_TIME, Lane, Work, interruptibly, made, within
 
 # Tags of monitored_barrier; programs' are smaller.
 ARRIVED, PASSED = 2**32 - 1, 2**32 - 2
+# The lane of all collectives; those of messages are called as their peers.
+COLLECTIVES = ("collectives",)
 
 
 def join(place, name, timeout):
@@ -99,12 +101,14 @@ class ProcessGroup(dist.ProcessGroup):
         flow("abort")(self._group, b"torch.distributed's abort()")
 
     def shutdown(self):
-        if not self._is_forked():
-            for lane in self._lanes.values():
-                lane.close()
-            self._lanes.clear()
+        if self._is_forked():
+            return
+        with self._lock:
+            lanes, self._lanes = self._lanes, {}
             # Left with its last operation.
             self._group = None
+        for lane in lanes.values():
+            lane.close()
 
     # Of collectives, each with a function that takes the group.
 
@@ -359,12 +363,10 @@ class ProcessGroup(dist.ProcessGroup):
         if self._is_forked():  # it has no threads
             work.run()
             return work
-        with self._lock:
-            lane = self._lane(("collectives",))
-        if lane is threading.current_thread():  # in a callback
+        if self._lanes.get(COLLECTIVES) is threading.current_thread():  # in a callback
             work.run()
             return work
-        lane.put(work)
+        self._put(COLLECTIVES, work)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not opts.asyncOp:
             work.wait_until_ended()
@@ -385,19 +387,19 @@ class ProcessGroup(dist.ProcessGroup):
         if self._is_forked():
             work.run()
             return work
-        with self._lock:
-            if peer not in self._lanes:
-                self._close_idle_lanes()
-            self._lane(peer, receives=peer[0] != "to").put(work)
+        self._put(peer, work, receives=peer[0] != "to")
         return work
 
     def _is_forked(self):
         return os.getpid() != self._process
 
-    def _lane(self, key, receives=False):
-        if key not in self._lanes or not self._lanes[key].is_alive():
-            self._lanes[key] = Lane(receives)
-        return self._lanes[key]
+    def _put(self, key, work, receives=False):
+        with self._lock:
+            self._check()  # again: another thread may destroy it
+            if key not in self._lanes:
+                self._close_idle_lanes()
+                self._lanes[key] = Lane(receives)
+            self._lanes[key].put(work)
 
     def _close_idle_lanes(self):
         """Closes idle lanes of messages with tags: programs may use any number of these, each for a short time."""

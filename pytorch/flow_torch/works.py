@@ -86,14 +86,14 @@ class Stays:
     def _reset(self):
         self._changed, self._count, self._is_over = threading.Condition(), 0, False
 
-    def __enter__(self):
+    def begin(self):
+        """False if it is too late."""
         with self._changed:
             is_too_late = self._is_over and self._count == 0
             self._count += not is_too_late
-        if is_too_late:
-            threading.Event().wait()
+        return not is_too_late
 
-    def __exit__(self, *_):
+    def end(self):
         with self._changed:
             self._count -= 1
             self._changed.notify_all()
@@ -133,7 +133,6 @@ class Work(dist.Work):
                 self.job(with_label(within(self.group, self._timeout), self.operation, self.elements))
         except Exception as error:
             self.error = error
-        self.ended.set()
 
     def end(self):
         self.job = None
@@ -213,22 +212,24 @@ class Lane(threading.Thread):
     def run(self):
         while (work := self.operations.get()) is not None:
             work.run_job()
-            with stays:
-                work.end()
-                del work  # and with it, perhaps, the group's last user
+            # Before the operation ends: until then a callback that waits for it stays, and so the end of the process waits for this thread.
+            is_in_time = stays.begin()
+            work.ended.set()
+            if not is_in_time:
+                threading.Event().wait()
+            work.end()
+            del work  # and with it, perhaps, the group's last user
+            stays.end()
 
     def run_up_to(self, last):
         while not last.ended.is_set() and (work := self.operations.get()) is not None:
             work.run()
 
     def close(self):
-        """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread."""
-        with contextlib.suppress(queue.Empty):
-            while self.receives:
-                work = self.operations.get_nowait()
-                if work is not None:
-                    work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
-                    work.end()
+        """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread. Nothing is put
+        into it any more."""
+        if self.receives:
+            self.fail_receives()
         self.operations.put(None)
         if self.receives or self is threading.current_thread():
             return
@@ -238,6 +239,20 @@ class Lane(threading.Thread):
             self.interrupt()
             raise
 
+    def fail_receives(self):
+        """Those that are not under way."""
+        with contextlib.suppress(queue.Empty):
+            while (work := self.operations.get_nowait()) is not None:
+                work.error = dist.DistBackendError("flow: the group was destroyed before this message came")
+                work.end()
+
+    def wait_until_idle(self):
+        try:
+            while not self.is_idle():
+                self.last_ended.wait()
+        except BaseException:  # of a signal's handler
+            self.interrupt()
+            raise
 
     def interrupt(self):
         """Has the group fail if an operation is under way."""
@@ -270,21 +285,27 @@ replaced.wait_for_futures(_wait_for)
 def _end_all():
     """Does what destroy_process_group would have done, and waits for callbacks that run. Whoever interrupts that has what is under way fail."""
     interruption = None
-    for is_last in False, True:  # the second time what the callbacks have begun
+    for _ in range(2):  # the second time what the callbacks have begun
         try:
-            _end_lanes(is_last)
+            _end_operations()
         except BaseException as error:
             interruption = error
             _interrupt_all()
-            _end_lanes(is_last)
+            _end_operations()
+    stays.wait_for_all(is_last=True)
     if interruption is not None:
         raise interruption
 
 
-def _end_lanes(is_last):
+def _end_operations():
+    """Runs what there is, also what callbacks that run begin meanwhile; then receives fail. The lanes stay: later callbacks may use them."""
     for lane in list(Lane.all):
-        lane.close()
-    stays.wait_for_all(is_last)
+        if not lane.receives:
+            lane.wait_until_idle()
+    stays.wait_for_all(is_last=False)
+    for lane in list(Lane.all):
+        if lane.receives:
+            lane.fail_receives()
 
 
 library.at_end.append(_end_all)

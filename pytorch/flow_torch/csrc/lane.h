@@ -36,16 +36,12 @@ public:
         std::exception_ptr interrupt;
         // The second time what the callbacks have begun.
         for (const bool is_last : {false, true}) {
-            const auto end = [is_last] {
-                all().close();
-                PythonStay::wait_for_all(is_last);
-            };
             try {
-                end();
+                all().close_all(is_last);
             } catch (const py::error_already_set&) {
                 interrupt = std::current_exception();
                 all().interrupt();
-                end();
+                all().close_all(is_last);
             }
         }
         if (interrupt) std::rethrow_exception(interrupt);
@@ -257,8 +253,14 @@ private:
             return found;
         }
 
-        void close() {
-            for (const auto& lane : lanes()) lane->close();
+        // Receives fail after all others: callbacks that run may wait for theirs.
+        void close_all(bool is_last) {
+            for (const bool receives : {false, true}) {
+                for (const auto& lane : lanes()) {
+                    if (lane->receives_ == receives) lane->close();
+                }
+                PythonStay::wait_for_all(is_last && receives);
+            }
         }
 
         // Has the groups fail that have operations under way.
@@ -338,8 +340,10 @@ private:
     }
 
     // With `running_` held.
-    Job run_taken(const OperationPtr& first) {
-        auto done = first->run(group_);
+    Job run_taken(const OperationPtr& first) { return end_taken(first, first->run_job(group_)); }
+
+    Job end_taken(const OperationPtr& first, const std::exception_ptr& error) {
+        auto done = first->end(error);
         std::lock_guard<std::mutex> lock(queue_mutex_);
         is_running_ = false;
         if (!first->launched_) --not_launched_;
@@ -352,9 +356,12 @@ private:
             std::unique_lock<std::timed_mutex> running(running_);
             auto first = take();
             if (!first) return;
-            auto done = run_taken(first);
+            const auto error = first->run_job(group_);
+            // Before the operation ends: until then a callback that waits for it stays, and so the end of the process waits for this thread.
+            auto stay = PythonStay::begin();
+            auto done = end_taken(first, error);
             running.unlock();
-            auto stay = std::make_shared<PythonStay>();
+            while (!stay) pause();
             done = Job{};
             complete_apart(std::move(first), std::move(stay));
         }

@@ -42,8 +42,11 @@ public:
 private:
     friend class Lane;
 
-    // Does what there is to do, and keeps its error. Who waits goes on. Returns what was done: to drop its tensors takes Python.
-    Job run(const Group& group);
+    // Does what there is to do. Returns its error.
+    std::exception_ptr run_job(const Group& group);
+    // With this error, or none. Who waits goes on. Returns what was done: to drop its tensors takes Python.
+    Job end(const std::exception_ptr& error);
+    Job run(const Group& group) { return end(run_job(group)); }
     // Throws what a signal's handler has raised while this thread ran an operation. That is not the operation's error: callbacks get that,
     // and whoever waits, perhaps on other threads.
     static void rethrow_interrupt() {
@@ -74,18 +77,21 @@ private:
 
 using OperationPtr = c10::intrusive_ptr<Operation>;
 
-inline Job Operation::run(const Group& group) {
-    std::exception_ptr error;
+inline std::exception_ptr Operation::run_job(const Group& group) {
     try {
         at::NoGradGuard no_grad;
         const auto patient = within(group, job_.timeout);
         job_.run(with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
     } catch (const py::error_already_set&) {
         interrupt_ = std::current_exception();
-        error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));
+        return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));
     } catch (...) {
-        error = std::current_exception();
+        return std::current_exception();
     }
+    return nullptr;
+}
+
+inline Job Operation::end(const std::exception_ptr& error) {
     auto done = std::exchange(job_, Job{});
     finish(error);
     ended_ = true;

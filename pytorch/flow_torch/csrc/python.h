@@ -35,17 +35,16 @@ inline void rethrow_interrupt() {
 // A stay of a thread of ours where it may come to Python: to run a callback, or to drop a tensor.
 //
 // While Python ends, it ends each thread that comes to it by unwinding the thread's stack; where C++ code is on that, the process is
-// aborted. So the end of the process waits for stays, and after that a stay does not begin: its thread sleeps for ever. No lock may be
-// held where one begins.
+// aborted. So the end of the process waits for stays, and after that a stay does not begin: its thread sleeps for ever.
 class PythonStay {
 public:
-    PythonStay() {
+    // None if it is too late.
+    static std::shared_ptr<PythonStay> begin() {
         auto& own = state();
-        std::unique_lock<std::mutex> lock(own.mutex);
-        const bool is_too_late = own.is_over && own.stays == 0;
-        if (!is_too_late) ++own.stays;
-        lock.unlock();
-        while (is_too_late) pause();
+        std::lock_guard<std::mutex> lock(own.mutex);
+        if (own.is_over && own.stays == 0) return nullptr;
+        ++own.stays;
+        return std::shared_ptr<PythonStay>(new PythonStay);
     }
 
     PythonStay(const PythonStay&) = delete;
@@ -77,6 +76,8 @@ public:
     }
 
 private:
+    PythonStay() = default;
+
     struct State {
         std::mutex mutex;
         std::condition_variable none_left;
