@@ -4,10 +4,12 @@ use std::collections::{BTreeSet, HashSet};
 use std::time::Instant;
 
 use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
 use crate::bucket::assignment::{Item, assign};
 use crate::bucket::pending::{Pending, Reduced};
+use crate::bucket::sparse::SparseBucket;
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
 use crate::join::joining::Joining;
@@ -76,11 +78,15 @@ impl ScheduledBucket {
     }
 
     /// Waits for the reduction, if it is launched.
-    pub fn wait(&mut self) -> Result<(), BoxError> {
+    pub fn wait(&mut self, path: &dyn ReducePath, group: &ProcessGroup) -> Result<(), BoxError> {
         let Some(pending) = self.pending.take() else { return Ok(()) };
         match pending.wait()? {
             Reduced::InBucket(done) => self.done = done,
             Reduced::Flat(tensor) => self.reduced = Some(tensor),
+            Reduced::NotYet => {
+                path.flush()?;
+                self.memory.complete(group)?;
+            }
         }
         self.done.get_or_insert_with(Instant::now);
         Ok(())
@@ -170,8 +176,12 @@ pub(crate) struct BackwardState {
 
 impl BackwardState {
     /// Returns the state before the first backward, without buckets.
-    pub fn new(parameters: Vec<Parameter>, frozen: Vec<Parameter>, options: &Options) -> Self {
+    pub fn new(mut parameters: Vec<Parameter>, frozen: Vec<Parameter>, options: &Options) -> Self {
         let count = parameters.len();
+        for parameter in &mut parameters {
+            parameter.is_sparse = options.sparse.contains(&parameter.name);
+            parameter.as_dense = options.sparse_as_dense && !parameter.is_sparse;
+        }
         let Delayed { names, until } = &options.delayed;
         let delayed = parameters.iter().map(|parameter| names.contains(&parameter.name)).collect();
         Self {
@@ -219,16 +229,19 @@ impl BackwardState {
 
     /// Describes parameters for bucketing.
     fn items(&self, options: &Options) -> Vec<Item> {
-        let mut classes: Vec<(Kind, bool)> = Vec::new();
+        let mut classes: Vec<(Kind, bool, bool)> = Vec::new();
         let mut items = Vec::with_capacity(self.parameters.len());
         for (parameter, &is_delayed) in self.parameters.iter().zip(&self.delayed) {
-            let own = (parameter.kind, is_delayed);
+            let own = (parameter.kind, is_delayed, parameter.is_sparse);
             let class = classes.iter().position(|&class| class == own).unwrap_or(classes.len());
             if class == classes.len() {
                 classes.push(own);
             }
             let sent = options.communication.unwrap_or(parameter.kind);
-            let bytes = parameter.elements() * sent.elt_size_in_bytes();
+            let mut bytes = parameter.elements() * sent.elt_size_in_bytes();
+            if parameter.is_sparse {
+                bytes = usize::MAX; // it fills a bucket
+            }
             items.push(Item { bytes, class: class as u8 });
         }
         items
@@ -253,8 +266,12 @@ impl BackwardState {
             }
             let parameters: Vec<&Parameter> =
                 members.iter().map(|&member| &self.parameters[member]).collect();
-            let sent = options.communication.unwrap_or(parameters[0].kind);
-            let memory = path.bucket(number as u32, &parameters, sent)?;
+            let memory = if parameters[0].is_sparse {
+                Box::new(SparseBucket::new(parameters[0], options.op))
+            } else {
+                let sent = options.communication.unwrap_or(parameters[0].kind);
+                path.bucket(number as u32, &parameters, sent)?
+            };
             self.buckets.push(ScheduledBucket::new(memory, members));
         }
         Ok(())
@@ -318,6 +335,9 @@ impl BackwardState {
         let (bucket, slot) = self.slots[index];
         let Some(place) = self.buckets[bucket].memory.reduced_grad(slot) else { return Ok(()) };
         let parameter = &self.parameters[index];
+        if parameter.is_sparse {
+            return parameter.set_grad(place);
+        }
         let mut gradient = parameter.grad();
         if path.grads_are_views() {
             // A tensor without elements has no address, as one that is not defined.
@@ -346,7 +366,7 @@ impl BackwardState {
     pub fn keep_grads_apart(&self) -> Result<(), flow_autograd::Error> {
         for parameter in &self.parameters {
             let gradient = parameter.grad();
-            if gradient.defined() {
+            if gradient.defined() && !parameter.is_sparse {
                 parameter.set_grad(&gradient.copy())?;
             }
         }

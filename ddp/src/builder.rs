@@ -104,6 +104,8 @@ impl DdpBuilder {
             communication: None,
             op: ReduceOp::Avg,
             delayed: Delayed::default(),
+            sparse: Vec::new(),
+            sparse_as_dense: false,
         };
         Self {
             group: group.clone(),
@@ -167,6 +169,24 @@ impl DdpBuilder {
     pub fn delay_all_reduce_named_params(mut self, names: &[&str], param_to_hook: &str) -> Self {
         let names = names.iter().map(|&name| name.into()).collect();
         self.options.delayed = Delayed { names, until: param_to_hook.into() };
+        self
+    }
+
+    /// Names the parameters whose gradients are sparse, as those of an embedding with `sparse: true`.
+    /// Each is reduced on its own at the end of backward: the entries of all ranks are gathered, so
+    /// that what is sent and kept grows with the entries rather than with the parameter. After
+    /// backward `.grad` is sparse and coalesced. Communication hooks do not get these gradients.
+    /// Parameters that are not named must not get sparse gradients.
+    pub fn sparse_gradients(mut self, names: &[&str]) -> Self {
+        self.options.sparse = names.iter().map(|&name| name.into()).collect();
+        self
+    }
+
+    /// Sets whether the sparse gradients of parameters that [`DdpBuilder::sparse_gradients`] does not
+    /// name become dense, and are reduced with all others (default: no, they are an error). That is
+    /// faster where most rows of a table have gradients.
+    pub fn sparse_as_dense(mut self, as_dense: bool) -> Self {
+        self.options.sparse_as_dense = as_dense;
         self
     }
 
@@ -234,7 +254,7 @@ impl DdpBuilder {
     ) -> Result<Ddp<M>> {
         let Self { group, mut options, broadcast_buffers, forward_sync_buffers, comm_hook } = self;
         options.communication = comm_hook.kind();
-        options.delayed = options.delayed.by_first_names(&parameters);
+        let options = options.by_first_names(&parameters);
         let rank = job_rank(&group);
         let fit = check(&parameters, &buffers, &options, broadcast_buffers);
         if group.world_size() == 1 {

@@ -61,6 +61,8 @@ impl GradReducer {
             communication: None,
             op: ReduceOp::Sum,
             delayed: Delayed::default(),
+            sparse: Vec::new(),
+            sparse_as_dense: false,
         };
         let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());

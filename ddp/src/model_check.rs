@@ -166,6 +166,21 @@ pub(crate) fn check(
              another parameter to wait for"
         ));
     }
+    for wanted in &options.sparse {
+        let Some((_, tensor)) = parameters.iter().find(|(name, _)| name == wanted) else {
+            return Err(format!(
+                "sparse_gradients names {wanted}, which is no parameter: {} is one",
+                parameters[0].0
+            ));
+        };
+        if !can_be_averaged(tensor.kind()) || tensor.dim() == 0 {
+            return Err(format!(
+                "sparse_gradients names {wanted}, which is {:?} of {} dimensions: it must be Float,                  Double, Half or BFloat16, of one dimension or more",
+                tensor.kind(),
+                tensor.dim()
+            ));
+        }
+    }
     if !options.caps.are_positive() {
         return Err("bucket caps must be positive, and there must be at least one".into());
     }

@@ -18,6 +18,21 @@ pub(crate) struct Options {
     /// Avg or Sum.
     pub op: ReduceOp,
     pub delayed: Delayed,
+    /// Parameters whose gradients are sparse, by name.
+    pub sparse: Vec<String>,
+    /// Other sparse gradients become dense.
+    pub sparse_as_dense: bool,
+}
+
+impl Options {
+    /// Returns the same with the first name of each tensor that has several, and names in
+    /// alphabetical order.
+    pub fn by_first_names(mut self, parameters: &[(String, Tensor)]) -> Self {
+        first_names(parameters, &mut self.sparse);
+        first_names(parameters, &mut self.delayed.names);
+        self.delayed.until = first_name(parameters, &self.delayed.until);
+        self
+    }
 }
 
 /// Parameters whose gradients are reduced once another's has come, by name.
@@ -27,15 +42,13 @@ pub(crate) struct Delayed {
     pub until: String,
 }
 
-impl Delayed {
-    /// Returns the same with the first name of each tensor that has several, in alphabetical order.
-    pub fn by_first_names(&self, parameters: &[(String, Tensor)]) -> Self {
-        let mut names: Vec<String> =
-            self.names.iter().map(|name| first_name(parameters, name)).collect();
-        names.sort_unstable();
-        names.dedup();
-        Self { names, until: first_name(parameters, &self.until) }
+/// Makes names the first ones of their tensors, in alphabetical order.
+fn first_names(parameters: &[(String, Tensor)], names: &mut Vec<String>) {
+    for name in names.iter_mut() {
+        *name = first_name(parameters, name);
     }
+    names.sort_unstable();
+    names.dedup();
 }
 
 /// Returns the first name of the tensor that has this one, or this one if no tensor has it.

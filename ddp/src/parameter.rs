@@ -16,6 +16,10 @@ pub(crate) struct Parameter {
     pub kind: Kind,
     /// The layout of its gradients, the same on all ranks.
     pub layout: GradLayout,
+    /// Its gradients are sparse, and reduced as such.
+    pub is_sparse: bool,
+    /// Sparse gradients of it become dense before they are reduced.
+    pub as_dense: bool,
 }
 
 impl Parameter {
@@ -28,6 +32,8 @@ impl Parameter {
             shape: real.size(),
             kind: real.kind(),
             layout: GradLayout::of(&real),
+            is_sparse: false,
+            as_dense: false,
             tensor,
         }
     }
@@ -46,14 +52,39 @@ impl Parameter {
     }
 
     /// Returns `.grad` as it is reduced, and whether that is the memory of `gradient`, which `.grad`
-    /// is. A gradient that is computed when it is read is computed, and becomes `.grad`.
-    pub fn resolved(&self, gradient: &Tensor) -> Result<(Tensor, bool), flow_autograd::Error> {
+    /// is. A gradient that is computed when it is read is computed, and becomes `.grad`; so does the
+    /// dense form of a sparse one. The error says why it cannot be reduced, and what would be right.
+    pub fn resolved(&self, gradient: &Tensor) -> Result<(Tensor, bool), String> {
+        if let Some(reason) = self.unfit(gradient) {
+            return Err(format!("the gradient of {} {reason}", self.name));
+        }
         let gradient = gradient.detach();
-        let Some(own) = flow_autograd::resolved(&gradient) else {
-            return Ok((as_real(gradient), true));
+        let own = if self.as_dense && gradient.is_sparse() {
+            Some(gradient.to_dense(None, false))
+        } else {
+            flow_autograd::resolved(&gradient)
         };
-        flow_autograd::set_grad(&self.tensor, Some(&own))?;
+        let Some(own) = own else { return Ok((as_real(gradient), true)) };
+        flow_autograd::set_grad(&self.tensor, Some(&own)).map_err(|error| error.to_string())?;
         Ok((as_real(own), false))
+    }
+
+    fn unfit(&self, gradient: &Tensor) -> Option<String> {
+        let is_sparse = gradient.defined() && gradient.is_sparse();
+        if self.is_sparse {
+            let reason = "is not sparse: do not name it in sparse_gradients, or let all that it gets be \
+                          sparse";
+            return (!is_sparse).then(|| reason.into());
+        }
+        if is_sparse && self.as_dense {
+            return None;
+        }
+        if is_sparse {
+            return Some(
+                "is sparse: name it in sparse_gradients, or set sparse_as_dense(true)".into(),
+            );
+        }
+        flow_autograd::unsendable(gradient)
     }
 
     /// Returns the number of elements.

@@ -287,11 +287,7 @@ impl Reducer {
     ) -> Result<()> {
         state.arrived[index] = true;
         let parameter = &state.parameters[index];
-        if let Some(reason) = flow_autograd::unsendable(gradient) {
-            let name = &parameter.name;
-            return Err(self.model_error(format!("the gradient of {name} {reason}")));
-        }
-        let resolved = parameter.resolved(gradient).map_err(|error| self.in_backward(error))?;
+        let resolved = parameter.resolved(gradient).map_err(|reason| self.model_error(reason))?;
         let (gradient, stays) = resolved;
         let (bucket, slot) = state.slots[index];
         let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive && stays)?;
@@ -328,11 +324,16 @@ impl Reducer {
 
     /// Launches the ready buckets whose turn it is.
     fn launch(&self, state: &mut BackwardState) -> Result<()> {
-        let last = state.buckets.len() - 1;
+        let last = state.buckets.iter().rposition(|bucket| !bucket.memory.waits_for_ranks());
         while let Some(scheduled) = state.buckets.get_mut(state.next).filter(|b| b.missing == 0) {
+            if scheduled.memory.waits_for_ranks() {
+                scheduled.pending = Some(scheduled.memory.launch()?);
+                state.next += 1;
+                continue;
+            }
             let mut bucket = GradBucket {
                 index: state.next,
-                is_last: state.next == last,
+                is_last: Some(state.next) == last,
                 memory: &mut *scheduled.memory,
                 members: &scheduled.members,
                 unused: &scheduled.unused,
@@ -380,9 +381,9 @@ impl Reducer {
                 continue;
             }
             let resolved =
-                parameter.resolved(&gradient).map_err(|error| self.in_backward(error))?;
+                parameter.resolved(&gradient).map_err(|reason| self.model_error(reason))?;
             let gradient = resolved.0;
-            if self.options.bucket_view || self.path.grads_are_views() {
+            if !parameter.is_sparse && (self.options.bucket_view || self.path.grads_are_views()) {
                 let apart = gradient.copy();
                 parameter.set_grad(&apart).map_err(|error| self.in_backward(error))?;
             }

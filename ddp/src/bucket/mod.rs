@@ -8,7 +8,10 @@ pub(crate) mod cuda;
 mod hook_progress;
 pub(crate) mod pending;
 mod progress;
+pub(crate) mod sparse;
 
+use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
 use self::pending::Pending;
@@ -34,6 +37,18 @@ pub(crate) trait Bucket: Send {
 
     /// Starts to reduce the bucket over all ranks, without waiting. All slots are ready.
     fn launch(&mut self) -> flow_comm::Result<Pending>;
+
+    /// Returns whether [`Bucket::complete`] reduces the bucket, at the end of backward, as it waits
+    /// for other ranks. Communication hooks do not get such a bucket.
+    fn waits_for_ranks(&self) -> bool {
+        false
+    }
+
+    /// Reduces a bucket that waits for ranks. All ranks call this for the same buckets in the same
+    /// order, after all launched buckets have been started.
+    fn complete(&mut self, _: &ProcessGroup) -> Result<(), BoxError> {
+        Ok(())
+    }
 
     /// Makes libtorch's current stream wait for the gradients that the slots were marked ready
     /// with.

@@ -21,6 +21,8 @@ enum Launched {
     InThread(Work<Instant>),
     /// A GPU reduces the bucket. libtorch's stream waits for that, rather than the host.
     OnDevice,
+    /// [`Bucket::complete`](super::Bucket::complete) reduces the bucket.
+    AtEnd,
     /// A communication hook reduces a tensor of its own.
     ByHook(Box<dyn FnOnce() -> Result<Tensor, BoxError> + Send>),
 }
@@ -29,6 +31,8 @@ enum Launched {
 pub(crate) enum Reduced {
     /// The bucket has them, since this time, if the host saw it.
     InBucket(Option<Instant>),
+    /// No rank has them yet: see [`Bucket::complete`](super::Bucket::complete).
+    NotYet,
     /// A tensor as long as the bucket has them.
     Flat(Tensor),
 }
@@ -59,12 +63,17 @@ impl Pending {
         Self(Launched::OnDevice)
     }
 
+    pub(super) fn at_end() -> Self {
+        Self(Launched::AtEnd)
+    }
+
     /// Waits until the reduced gradients may be used, in the order of libtorch's stream.
     pub(crate) fn wait(self) -> Result<Reduced, BoxError> {
         Ok(match self.0 {
             Launched::InHooks(progress, bucket) => Reduced::InBucket(Some(progress.wait(&bucket)?)),
             Launched::InThread(work) => Reduced::InBucket(Some(work.wait()?)),
             Launched::OnDevice => Reduced::InBucket(None),
+            Launched::AtEnd => Reduced::NotYet,
             Launched::ByHook(wait) => Reduced::Flat(wait()?),
         })
     }

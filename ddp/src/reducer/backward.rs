@@ -194,7 +194,8 @@ impl Reducer {
     fn wait(&self, state: &mut BackwardState) -> Result<()> {
         for (index, bucket) in state.buckets.iter_mut().enumerate() {
             let _wait = trace::wait(state.step.into(), index as u32);
-            bucket.wait().map_err(|error| Error::of_hook(&self.group, index, error))?;
+            let waited = bucket.wait(&**self.path, &self.group);
+            waited.map_err(|error| Error::of_hook(&self.group, index, error))?;
         }
         Ok(())
     }

@@ -19,6 +19,7 @@ mod out_of_step;
 mod parity;
 mod pipelines;
 mod reported;
+mod sparse;
 mod static_graph;
 mod tensors;
 mod tied;
@@ -89,6 +90,11 @@ const SCENARIOS: &[Scenario] = &[
     scenario("differing_models", reported::differing_models, ALL),
     scenario("unfit_models", reported::unfit_models, ALL),
     scenario("unfit_tensors", unfit::tensors, ALL),
+    scenario("sparse_random", sparse::random, ALL_AND_NODES),
+    scenario("sparse_trained", sparse::trained, ALL_AND_NODES),
+    scenario("sparse_in_join", sparse::in_join, ALL),
+    scenario("sparse_beside_hooks", sparse::beside_hooks, ALL),
+    scenario("sparse_misused", sparse::misused, ALL),
     scenario("no_memory", unfit::no_memory, CPU),
     scenario("replaced_buffers", unfit::replaced_buffers, ALL),
     scenario("tied", tied::trained, ALL),
