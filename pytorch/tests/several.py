@@ -1,8 +1,9 @@
-"""Runs programs of this folder one after the other, each in a child of this process, which has imported PyTorch for all of them.
+"""Runs programs one after the other, each in a child of this process, which has imported PyTorch for all of them.
 
 usage: several.py FOLDER [NAME=VALUE]... PROGRAM [ARGUMENT]... [-- [NAME=VALUE]... PROGRAM [ARGUMENT]...]...
 
-What the program of number N, from 0 on, prints on rank R is in FOLDER/N.R.out and FOLDER/N.R.err. The first that fails is the last.
+A program lies in this folder, or has its whole path as its name. What the program of number N, from 0 on, prints on rank R is in
+FOLDER/N.R.out and FOLDER/N.R.err. The first that fails is the last.
 """
 
 import ctypes
@@ -39,7 +40,9 @@ def become(number, words):
     while "=" in words[0]:
         name, value = words.pop(0).split("=", 1)
         os.environ[name] = value
-    sys.argv = [str(Path(__file__).with_name(words[0])), *words[1:]]
+    path = Path(__file__).parent / words[0]
+    sys.argv = [str(path), *words[1:]]
+    sys.path[0] = str(path.parent)
     return sys.argv[0]
 
 
