@@ -122,13 +122,6 @@ fn on_two_ranks() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Sizes of five are split into two, two and one.
-#[test]
-fn on_three_ranks() {
-    let place: Place = |group| Placement::new(group, [0, 1, 2]);
-    runner::run(&cases(), Ranks { size: 3, place, tried: 20 }, false);
-}
-
 #[test]
 fn on_a_mesh() {
     let place: Place = |group| Placement::new(group, [[0, 1], [2, 3]]);
@@ -156,7 +149,8 @@ fn on_a_mesh_of_six() {
     runner::run(&cases(), Ranks { size: 6, place, tried: 8 }, false);
 }
 
-/// Rank 1 has nothing of the tensors, and the order is another one than that of the ranks.
+/// Sizes of five are split into two, two and one. Rank 1 has nothing of the tensors, and the order is
+/// another one than that of the ranks.
 #[test]
 fn on_three_of_four_ranks() {
     let place: Place = |group| Placement::new(group, [2, 0, 3]);
