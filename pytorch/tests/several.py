@@ -7,12 +7,19 @@ FOLDER/N.R.out and FOLDER/N.R.err. The first that fails is the last.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
+# What is imported lives until the end: no collector looks at it, here or in a child.
+gc.disable()
+import torch._dynamo  # by the first optimizer otherwise, in each child
 import torch.distributed as dist
+
+gc.freeze()
+gc.enable()
 
 PR_SET_PDEATHSIG = 1
 FOLDER, RANK = sys.argv[1], os.environ["RANK"]
