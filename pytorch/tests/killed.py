@@ -10,6 +10,7 @@ import signal
 import sys
 
 import torch
+import torch._dynamo  # by each DDP otherwise, in each child
 import torch.distributed as dist
 
 import flow_torch
