@@ -236,6 +236,8 @@ unsafe extern "C" {
     pub fn flow_use_count(tensor: *const C_tensor) -> usize;
     /// Sets the gradient of a parameter; null for none.
     pub fn flow_set_grad(parameter: *const C_tensor, grad: *const C_tensor) -> *mut c_char;
+    /// Has autograd know that a tensor's values are others now.
+    pub fn flow_bump_version(tensor: *const C_tensor) -> *mut c_char;
     /// Checks that a tensor's elements lie in plain memory of the CPU or a GPU.
     pub fn flow_check_plain(tensor: *const C_tensor) -> *mut c_char;
     /// Returns what all handles of a tensor have in common.

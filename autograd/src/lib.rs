@@ -13,6 +13,7 @@
 //! | draw the same random numbers again | [`RngState`], [`with_rng_state`] |
 //! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
+//! | say that a tensor has been changed | [`bump_version`] |
 //! | read and write a tensor's memory | [`bytes`], [`bytes_mut`], [`data_ptr`] |
 //! | check that a tensor's elements can be sent | [`unsendable`] |
 //! | compare the identity of two handles | [`identity`] |
@@ -54,8 +55,8 @@ pub use gradient::map_gradient;
 pub use graph::{Graph, WeightGraph};
 pub use hook::{GradHook, at_end_of_backward, grad_is_exclusive, on_backward};
 pub use memory::{
-    bytes, bytes_mut, data_ptr, dtype, identity, resolved, set_grad, tensor_from_memory,
-    tensor_from_raw, unsendable, use_count,
+    bump_version, bytes, bytes_mut, data_ptr, dtype, identity, resolved, set_grad,
+    tensor_from_memory, tensor_from_raw, unsendable, use_count,
 };
 pub use optimizer::{OptimizerState, StateDict};
 pub use random::{RngState, with_rng_state};

@@ -120,6 +120,17 @@ pub fn set_grad(parameter: &Tensor, grad: Option<&Tensor>) -> Result<(), Error> 
     unsafe { ffi::check("set_grad", ffi::flow_set_grad(parameter.as_ptr(), grad)) }
 }
 
+/// Says that the tensor's values are others now, where libtorch has not noticed: its optimizers write
+/// past autograd. A backward that still needs the old values then fails.
+///
+/// # Errors
+///
+/// The tensor counts no changes, as global tensors.
+pub fn bump_version(tensor: &Tensor) -> Result<(), Error> {
+    // SAFETY: the tensor is alive.
+    unsafe { ffi::check("bump_version", ffi::flow_bump_version(tensor.as_ptr())) }
+}
+
 /// Returns a contiguous CPU tensor over `memory`, which is dropped when the last tensor that uses
 /// it is gone.
 ///

@@ -25,6 +25,23 @@ pub struct StateDict {
     pub tensors: Vec<(String, Tensor)>,
 }
 
+impl StateDict {
+    /// Checks that this is the state of an optimizer of such [`parameters`](Self::parameters).
+    ///
+    /// # Errors
+    ///
+    /// It is not. The error names the first parameter that differs.
+    pub fn check_parameters(&self, own: &[String]) -> Result<(), Error> {
+        let saved = &self.parameters;
+        let number = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i));
+        let Some(number) = number else { return Ok(()) };
+        let found = saved.get(number).map_or("none", String::as_str);
+        let expected = own.get(number).map_or("none", String::as_str);
+        let reason = format!("parameter {number} is {found} in the state, {expected} was expected");
+        Err(Error::Libtorch { operation: LOAD_STATE, reason })
+    }
+}
+
 /// Reads and replaces an optimizer's [`StateDict`], to be kept in a checkpoint. Learning rate,
 /// momentum and other options are not part of it.
 ///
@@ -65,53 +82,61 @@ pub trait OptimizerState {
 
 impl OptimizerState for Optimizer {
     fn state(&self) -> Result<StateDict, Error> {
-        const OPERATION: &str = "OptimizerState::state";
-        let optimizer = c_optimizer(self, OPERATION)?;
-        let mut tensors = Vec::<(String, Tensor)>::new();
-        // SAFETY: the optimizer is alive; `push_tensor` fits the data.
-        unsafe {
-            ffi::check(
-                OPERATION,
-                ffi::flow_optimizer_state(optimizer, (&raw mut tensors).cast(), push_tensor),
-            )?
-        };
-        Ok(StateDict { parameters: parameters(optimizer, OPERATION)?, tensors })
+        state(c_optimizer(self, STATE)?)
     }
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
-        const OPERATION: &str = "OptimizerState::load_state";
-        let optimizer = c_optimizer(self, OPERATION)?;
-        let own = parameters(optimizer, OPERATION)?;
-        let saved = &state.parameters;
-        if let Some(number) = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i))
-        {
-            let found = saved.get(number).map_or("none", String::as_str);
-            let expected = own.get(number).map_or("none", String::as_str);
-            let reason =
-                format!("parameter {number} is {found} in the state, {expected} was expected");
-            return Err(Error::Libtorch { operation: OPERATION, reason });
-        }
-        let mut names = Vec::new();
-        for (name, _) in &state.tensors {
-            names.push(CString::new(name.as_str()).map_err(|_| Error::Libtorch {
-                operation: OPERATION,
-                reason: "a name in the state has a zero byte".into(),
-            })?);
-        }
-        let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
-        let tensors: Vec<*const C_tensor> =
-            state.tensors.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
-        // SAFETY: the optimizer, which is borrowed mutably, and as many names and tensors as said
-        // are alive.
-        unsafe {
-            let result = ffi::flow_set_optimizer_state(
-                optimizer,
-                names.as_ptr(),
-                tensors.as_ptr(),
-                tensors.len(),
-            );
-            ffi::check(OPERATION, result)
-        }
+        load_state(c_optimizer(self, LOAD_STATE)?, state)
+    }
+}
+
+impl OptimizerState for COptimizer {
+    fn state(&self) -> Result<StateDict, Error> {
+        state(pointer(self))
+    }
+
+    fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
+        load_state(pointer(self), state)
+    }
+}
+
+const STATE: &str = "OptimizerState::state";
+const LOAD_STATE: &str = "OptimizerState::load_state";
+
+/// The optimizer is one that lives.
+fn state(optimizer: *const C_optimizer) -> Result<StateDict, Error> {
+    let mut tensors = Vec::<(String, Tensor)>::new();
+    // SAFETY: the optimizer is alive; `push_tensor` fits the data.
+    unsafe {
+        let data = (&raw mut tensors).cast();
+        ffi::check(STATE, ffi::flow_optimizer_state(optimizer, data, push_tensor))?;
+    }
+    Ok(StateDict { parameters: parameters(optimizer, STATE)?, tensors })
+}
+
+/// The optimizer is one that lives, and borrowed mutably.
+fn load_state(optimizer: *mut C_optimizer, state: &StateDict) -> Result<(), Error> {
+    state.check_parameters(&parameters(optimizer, LOAD_STATE)?)?;
+    let mut names = Vec::new();
+    for (name, _) in &state.tensors {
+        names.push(CString::new(name.as_str()).map_err(|_| Error::Libtorch {
+            operation: LOAD_STATE,
+            reason: "a name in the state has a zero byte".into(),
+        })?);
+    }
+    let names: Vec<*const c_char> = names.iter().map(|name| name.as_ptr()).collect();
+    let tensors: Vec<*const C_tensor> =
+        state.tensors.iter().map(|(_, tensor)| tensor.as_ptr()).collect();
+    // SAFETY: the optimizer, which is borrowed mutably, and as many names and tensors as said are
+    // alive.
+    unsafe {
+        let result = ffi::flow_set_optimizer_state(
+            optimizer,
+            names.as_ptr(),
+            tensors.as_ptr(),
+            tensors.len(),
+        );
+        ffi::check(LOAD_STATE, result)
     }
 }
 

@@ -48,6 +48,11 @@ char* flow_set_grad(const at::Tensor* parameter, const at::Tensor* grad) {
     });
 }
 
+// Has autograd know that the tensor's values are others now.
+char* flow_bump_version(const at::Tensor* tensor) {
+    return guarded([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
+}
+
 char* flow_check_plain(const at::Tensor* tensor) {
     return guarded([&] { check_plain(*tensor, ""); });
 }

@@ -18,6 +18,7 @@ use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::shm::bytes;
 use crate::shm::rounds::Rounds;
+use crate::shm::segments::Segments;
 use crate::work::Worker;
 
 /// The operation's name in errors.
@@ -134,13 +135,18 @@ impl BucketQueue {
         self.advance(&mut self.launched(), true)
     }
 
+    /// Waits for a launched bucket and those before it, but not for those after it.
+    pub fn finish_one(&self, segments: &Segments) -> Result<()> {
+        self.advance_in_turn(&mut self.launched(), Some(segments))
+    }
+
     fn launched(&self) -> MutexGuard<'_, VecDeque<QueuedBucket>> {
         self.launched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn advance(&self, launched: &mut VecDeque<QueuedBucket>, wait: bool) -> Result<()> {
         if wait && self.hierarchical.is_some() {
-            return self.advance_in_turn(launched);
+            return self.advance_in_turn(launched, None);
         }
         for queued in launched.iter_mut().filter(|queued| !queued.reduced) {
             if wait {
@@ -180,10 +186,17 @@ impl BucketQueue {
         })
     }
 
-    /// Finishes one bucket after the other: ranks that have launched fewer may wait for this one to
-    /// copy the result of the first.
-    fn advance_in_turn(&self, launched: &mut VecDeque<QueuedBucket>) -> Result<()> {
+    /// Finishes one bucket after the other, up to `last` if that is given: ranks that have launched
+    /// fewer may wait for this one to copy the result of the first.
+    fn advance_in_turn(
+        &self,
+        launched: &mut VecDeque<QueuedBucket>,
+        last: Option<&Segments>,
+    ) -> Result<()> {
         while let Some(first) = launched.front() {
+            if last.is_some_and(|last| last.finished().is_some()) {
+                return Ok(());
+            }
             let QueuedBucket { bucket, round, result_round, reduced } = first;
             let operation = &bucket.operation;
             match result_round {

@@ -69,10 +69,21 @@ impl ProcessGroup {
         OperationContext::within(self.timeout, || group.finish_buckets())
     }
 
-    /// Waits for a launched bucket, and those that were launched with it. Returns when this rank
-    /// saw that the bucket was reduced.
+    /// Waits for all launched buckets. Returns when this rank saw that this one was reduced.
     pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
         self.finish_buckets()?;
+        self.finished(segments)
+    }
+
+    /// Waits for a launched bucket and those that were launched before it, but not for later ones.
+    /// Returns when this rank saw that the bucket was reduced.
+    pub fn wait_bucket_in_turn(&self, segments: &Segments) -> Result<Instant> {
+        let group = self.parts(&"wait_bucket_in_turn")?;
+        OperationContext::within(self.timeout, || group.finish_bucket(segments))?;
+        self.finished(segments)
+    }
+
+    fn finished(&self, segments: &Segments) -> Result<Instant> {
         segments.finished().ok_or_else(|| {
             let reason = "the bucket was not launched since it was made or filled";
             self.system("wait_bucket", reason.into())

@@ -11,6 +11,7 @@ use crate::failure::Failure;
 use crate::internode::presence::{ALL_RANKS, Presence};
 use crate::shm::arena::Block;
 use crate::shm::control::Control;
+use crate::shm::segments::Segments;
 use crate::world::World;
 
 /// The parts of a group that its handles and threads share.
@@ -84,5 +85,11 @@ impl Parts {
         }
         let finished = self.host.buckets.finish();
         finished.inspect_err(|_| self.core.recorder.fail(launched.records()))
+    }
+
+    /// Waits for a launched bucket and those before it.
+    pub fn finish_bucket(&self, segments: &Segments) -> Result<()> {
+        let finished = self.host.buckets.finish_one(segments);
+        finished.inspect_err(|_| self.core.recorder.fail(self.core.launched_buckets.records()))
     }
 }

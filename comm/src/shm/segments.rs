@@ -89,6 +89,7 @@ impl Segments {
         // SAFETY: the table is this bucket's own.
         unsafe { self.entry(self.table.offset(), index) }.store(offset as u64, Ordering::Relaxed);
         pieces.owners[index] = Some(owner);
+        pieces.finished = None;
         true
     }
 
@@ -101,7 +102,7 @@ impl Segments {
     }
 
     /// Returns when this rank saw that the last reduction was over; None if there was none, or if
-    /// it is under way.
+    /// pieces have been placed since.
     pub fn finished(&self) -> Option<Instant> {
         self.placed().finished
     }
