@@ -92,6 +92,18 @@ impl ScheduledBucket {
         Ok(())
     }
 
+    /// Waits for the reduction, but for none that was launched later. Returns whether it is over;
+    /// false if it is to be waited for at the end of backward. `may_wait`: otherwise false, too, if it
+    /// is not over yet.
+    pub fn finish_early(&mut self, may_wait: bool) -> flow_comm::Result<bool> {
+        let Some(pending) = self.pending.take() else { return Ok(false) };
+        match pending.wait_in_turn(may_wait)? {
+            Ok(done) => self.done = Some(done),
+            Err(pending) => self.pending = Some(pending),
+        }
+        Ok(self.pending.is_none())
+    }
+
     /// Puts what a communication hook returned where reduced gradients are. The error is the length
     /// that it should have.
     pub fn scatter(&mut self, parameters: &[Parameter]) -> Result<(), usize> {
@@ -163,6 +175,8 @@ pub(crate) struct BackwardState {
     pub step: u32,
     /// The next bucket to launch.
     pub next: usize,
+    /// How many buckets the optimizer has applied, the first ones, in this backward.
+    pub applied: usize,
     pub rebuilt: bool,
     /// Another rank lacks gradients and has failed: backward runs to its end, where all ranks learn
     /// what each lacks.
@@ -201,6 +215,7 @@ impl BackwardState {
             join: None,
             step: 0,
             next: 0,
+            applied: 0,
             rebuilt: false,
             peer_misses_grads: false,
             unusable: false,
@@ -222,6 +237,7 @@ impl BackwardState {
             graph.begin();
         }
         self.next = 0;
+        self.applied = 0;
         for bucket in &mut self.buckets {
             bucket.begin(step);
         }
@@ -294,6 +310,11 @@ impl BackwardState {
     /// Returns whether a parameter has got a gradient since the last reduction, and still has it.
     pub fn is_used(&self, index: usize) -> bool {
         self.used[index] && self.parameters[index].tensor.grad().defined()
+    }
+
+    /// Returns whether the optimizer has applied a parameter's gradient in this backward.
+    pub fn is_applied(&self, index: usize) -> bool {
+        self.slots[index].0 < self.applied
     }
 
     /// Returns the state that trains the parameters that require gradients now. This one stays as it

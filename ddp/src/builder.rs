@@ -8,7 +8,7 @@ use flow_autograd::GradHook;
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast, cuda_group};
 use tch::Tensor;
-use tch::nn::{VarStore, Variables};
+use tch::nn::{OptimizerConfig, VarStore, Variables};
 
 use crate::bucket::ReducePath;
 use crate::bucket::assignment::Caps;
@@ -19,9 +19,10 @@ use crate::comm_hooks::AllReduce;
 use crate::ddp::{Ddp, HeldBuffer};
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
+use crate::optimizer_in_backward::{OptimizerChoice, OptimizerInBackward};
 use crate::options::{Delayed, Options};
 use crate::parameter::{by_training, numbered};
-use crate::reducer::Reducer;
+use crate::reducer::{Reducer, Reduction};
 use crate::settings::Settings;
 
 impl Ddp<()> {
@@ -78,6 +79,7 @@ pub struct DdpBuilder {
     broadcast_buffers: bool,
     forward_sync_buffers: bool,
     comm_hook: Box<dyn CommHook>,
+    optimizer: Option<OptimizerChoice>,
 }
 
 impl fmt::Debug for DdpBuilder {
@@ -88,6 +90,7 @@ impl fmt::Debug for DdpBuilder {
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("forward_sync_buffers", &self.forward_sync_buffers)
             .field("comm_hook", &self.comm_hook.name())
+            .field("optimizer_in_backward", &self.optimizer.is_some())
             .finish()
     }
 }
@@ -113,6 +116,7 @@ impl DdpBuilder {
             broadcast_buffers: true,
             forward_sync_buffers: true,
             comm_hook: Box::new(AllReduce),
+            optimizer: None,
         }
     }
 
@@ -206,8 +210,50 @@ impl DdpBuilder {
         self
     }
 
+    /// Has the optimizer of `config` step in backward: each bucket of gradients is applied as soon as it
+    /// is reduced, and freed. Gradients of a whole model then never exist at a time: on a CPU, those
+    /// of two buckets do. `loss.backward()` is the whole step, and leaves no `.grad`. The weights have
+    /// the same bits as with an optimizer that steps after it.
+    ///
+    /// ```no_run
+    /// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+    /// use tch::nn::{self, ModuleT};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// # let group = ProcessGroup::from_env()?;
+    /// # let vs = nn::VarStore::new(group.device());
+    /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
+    /// # let (images, labels) = (tch::Tensor::new(), tch::Tensor::new());
+    /// let builder = Ddp::builder(&group).optimizer_in_backward(nn::Adam::default(), 1e-3);
+    /// let model = builder.wrap(net, &vs)?;
+    /// let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+    /// loss.f_backward().map_err(flow_ddp::Error::from_backward)?;
+    /// model.optimizer_in_backward()?.set_lr(1e-4)?; // from the next step on
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// - A parameter changes once its gradient is there. A backward that uses its value later, through
+    ///   `detach()` or in a graph that is kept, fails.
+    /// - After an error in backward some parameters have changed and others have not: go on from a
+    ///   checkpoint.
+    /// - With [`find_unused_parameters`](Self::find_unused_parameters), ranks do not wait for each
+    ///   other in the middle of backward. How many gradients are there then depends on how far they
+    ///   are apart. Under [`Ddp::no_sync`] gradients add up, and stay until the backward that reduces
+    ///   them.
+    /// - A communication hook that returns a tensor of its own is waited for at the end of backward.
+    ///   On GPUs all buckets are: they keep their memory anyway.
+    /// - Gradients cannot be clipped by the norm of all of them, and the model cannot be joined.
+    pub fn optimizer_in_backward(
+        mut self,
+        config: impl OptimizerConfig + Send + 'static,
+        learning_rate: f64,
+    ) -> Self {
+        self.optimizer = Some(OptimizerChoice::new(config, learning_rate));
+        self
+    }
+
     /// Wraps a model whose variables are in `vs`: see [`Ddp::new`].
-    pub fn wrap<M>(self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
+    pub fn wrap<M>(mut self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
         let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
         // Parameters in the order of their creation, which is that of their use in forward as a
         // rule; the map of names has no order of its own.
@@ -221,6 +267,11 @@ impl DdpBuilder {
             .iter()
             .map(|v| flow_autograd::identity(&v.tensor))
             .collect();
+        if let Some(optimizer) = &mut self.optimizer {
+            let trained = variables.trainable_variables.iter();
+            optimizer.groups =
+                trained.map(|v| (flow_autograd::identity(&v.tensor), v.group)).collect();
+        }
         drop(variables);
         named.sort_by_cached_key(|(name, tensor)| {
             (position(&created, tensor).unwrap_or(usize::MAX), name.clone())
@@ -252,12 +303,21 @@ impl DdpBuilder {
         mut parameters: Vec<(String, Tensor)>,
         mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
-        let Self { group, mut options, broadcast_buffers, forward_sync_buffers, comm_hook } = self;
+        let Self {
+            group,
+            mut options,
+            broadcast_buffers,
+            forward_sync_buffers,
+            mut comm_hook,
+            optimizer,
+        } = self;
         options.communication = comm_hook.kind();
         let options = options.by_first_names(&parameters);
         let rank = job_rank(&group);
-        let fit = check(&parameters, &buffers, &options, broadcast_buffers);
-        if group.world_size() == 1 {
+        let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
+        let fit = check(&parameters, &buffers, &options, broadcast_buffers)
+            .and_then(|()| stepped.clone().map(drop));
+        if group.world_size() == 1 && optimizer.is_none() {
             fit.map_err(|reason| Error::Model { rank, reason })?;
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {
@@ -272,12 +332,18 @@ impl DdpBuilder {
                 held: Mutex::default(),
             });
         }
+        if group.world_size() == 1 {
+            // Nothing is sent.
+            options.communication = None;
+            comm_hook = Box::new(AllReduce);
+        }
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
         let mut lines = vec![format!(
             "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
-             {forward_sync_buffers}, comm_hook: {}",
-            comm_hook.name()
+             {forward_sync_buffers}, comm_hook: {}, optimizer_in_backward: {}",
+            comm_hook.name(),
+            stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
         )];
         match &settings {
             Ok(_) => {
@@ -310,8 +376,13 @@ impl DdpBuilder {
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
-        let made =
-            WrappedParts::new(own.clone(), &settings, options, comm_hook, parameters, buffers);
+        let optimizer = optimizer
+            .map(|choice| OptimizerInBackward::new(&choice, &parameters, &own))
+            .transpose();
+        let made = optimizer.and_then(|optimizer| {
+            let reduction = Reduction { options, comm_hook, optimizer };
+            WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
+        });
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
         let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
@@ -343,8 +414,7 @@ impl WrappedParts {
     fn new(
         own: ProcessGroup,
         settings: &Settings,
-        options: Options,
-        comm_hook: Box<dyn CommHook>,
+        reduction: Reduction,
         parameters: Vec<(String, Tensor)>,
         buffers: Vec<(String, Tensor)>,
     ) -> Result<Self> {
@@ -357,9 +427,10 @@ impl WrappedParts {
             .collect();
         let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
         held.retain(HeldBuffer::is_held);
-        let (path, allocator) = reduce_path(&own, settings, &parameters[0].1, options.op)?;
+        let (path, allocator) =
+            reduce_path(&own, settings, &parameters[0].1, reduction.options.op)?;
         let (trained, frozen) = by_training(numbered(parameters));
-        let reducer = Reducer::new(own, path, trained, frozen, options, comm_hook)?;
+        let reducer = Reducer::new(own, path, trained, frozen, reduction)?;
         let hooks = reducer.install_hooks()?;
         Ok(Self { reducer, hooks, allocator, buffers, held })
     }

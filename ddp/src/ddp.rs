@@ -11,6 +11,7 @@ use tch::Tensor;
 use tch::nn::{Module, ModuleT};
 
 use crate::error::{Error, Result, job_rank};
+use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::reducer::Reducer;
 use crate::stats::Stats;
 
@@ -62,7 +63,8 @@ use crate::stats::Stats;
 /// (`model.norm.running_mean = ...`) is an error of the next forward that would broadcast it. It is
 /// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
-/// installed and nothing costs.
+/// installed and nothing costs, but for an
+/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward).
 ///
 /// A process that is forked from a rank can use the model to infer (`forward_t` with `train`
 /// false). Forward in training mode and backward are errors there.
@@ -118,6 +120,20 @@ impl<M> Ddp<M> {
     pub fn without_sync<T>(&self, accumulate: impl FnOnce(&Self) -> T) -> T {
         let _guard = self.no_sync();
         accumulate(self)
+    }
+
+    /// Returns the optimizer that steps in backward.
+    ///
+    /// # Errors
+    /// The model was wrapped without one.
+    pub fn optimizer_in_backward(&self) -> Result<OptimizerInBackward> {
+        let optimizer = self.reducer.as_ref().and_then(|reducer| reducer.optimizer()).cloned();
+        optimizer.ok_or_else(|| Error::Model {
+            rank: job_rank(&self.group),
+            reason: "no optimizer steps in backward: build with optimizer_in_backward(config, \
+                     learning_rate)"
+                .to_owned(),
+        })
     }
 
     /// Waits until the last backward's gradients are averaged, which on a GPU may be after

@@ -15,7 +15,7 @@ use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, describe, first_mismatch};
 use crate::options::{Delayed, Options};
 use crate::parameter::numbered;
-use crate::reducer::Reducer;
+use crate::reducer::{Reducer, Reduction};
 use crate::settings::Settings;
 
 /// Adds up gradients over all ranks of a group in a [`Ddp`](crate::Ddp)'s buckets, while backward
@@ -70,9 +70,9 @@ impl GradReducer {
         let parameters = numbered(parameters);
         let made =
             reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
-                let hook = Box::new(AllReduce);
-                let reducer =
-                    Reducer::new(own.clone(), path, parameters, Vec::new(), options, hook)?;
+                let comm_hook = Box::new(AllReduce);
+                let reduction = Reduction { options, comm_hook, optimizer: None };
+                let reducer = Reducer::new(own.clone(), path, parameters, Vec::new(), reduction)?;
                 Ok(Self { reducer, _allocator: allocator })
             });
         agree(&own, made)

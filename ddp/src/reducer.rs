@@ -6,6 +6,7 @@
 //! what is under way and writes back what was copied. After the first backward the buckets are
 //! built anew, in the order in which rank 0's gradients came.
 
+mod apply;
 mod backward;
 mod join;
 
@@ -21,6 +22,7 @@ use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
 use crate::error::{Error, Result, job_rank};
+use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::Stats;
@@ -28,6 +30,14 @@ use crate::steps::Steps;
 
 /// Returns the name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
+
+/// How gradients are reduced, and what then becomes of them.
+pub(crate) struct Reduction {
+    pub options: Options,
+    pub comm_hook: Box<dyn CommHook>,
+    /// Applies the gradients in backward.
+    pub optimizer: Option<OptimizerInBackward>,
+}
 
 /// The state of one wrapped model, shared by its hooks.
 pub(crate) struct Reducer {
@@ -42,6 +52,7 @@ pub(crate) struct Reducer {
     comm_hook: ForkSafe<Mutex<Box<dyn CommHook>>>,
     /// The hook waits for other ranks.
     launches_at_end: bool,
+    optimizer: Option<OptimizerInBackward>,
 }
 
 impl Reducer {
@@ -51,9 +62,9 @@ impl Reducer {
         path: Arc<dyn ReducePath>,
         parameters: Vec<Parameter>,
         frozen: Vec<Parameter>,
-        options: Options,
-        comm_hook: Box<dyn CommHook>,
+        reduction: Reduction,
     ) -> Result<Arc<Self>> {
+        let Reduction { options, comm_hook, optimizer } = reduction;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = BackwardState::new(parameters, frozen, &options);
         state.build(&*path, &options, &order)?;
@@ -67,6 +78,7 @@ impl Reducer {
             state: ForkSafe::new(Mutex::new(state)),
             launches_at_end: comm_hook.waits_for_ranks(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
+            optimizer,
         }))
     }
 
@@ -135,6 +147,11 @@ impl Reducer {
     /// Returns the options that all ranks have.
     pub fn options(&self) -> &Options {
         &self.options
+    }
+
+    /// Returns the optimizer that steps in backward, if there is one.
+    pub fn optimizer(&self) -> Option<&OptimizerInBackward> {
+        self.optimizer.as_ref()
     }
 
     /// Returns the reducer's own group.
@@ -273,7 +290,8 @@ impl Reducer {
             if !self.launches_at_end {
                 self.launch(state)?;
             }
-            Ok(self.path.progress()?)
+            self.path.progress()?;
+            self.apply_reduced(state)
         })
     }
 

@@ -60,6 +60,16 @@ impl HookProgress {
         self.group.wait_bucket(bucket)
     }
 
+    /// Waits until a launched bucket is reduced, but not for those that were launched later. Returns
+    /// when that was.
+    pub fn wait_in_turn(&self, bucket: &Segments) -> Result<Instant> {
+        if let Some(finished) = bucket.finished() {
+            return Ok(finished);
+        }
+        self.flush()?;
+        self.group.wait_bucket_in_turn(bucket)
+    }
+
     fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<Segments>>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }

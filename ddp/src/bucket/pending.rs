@@ -18,7 +18,7 @@ enum Launched {
     /// The gradients' hooks reduce the bucket in shared memory.
     InHooks(Arc<HookProgress>, Arc<Segments>),
     /// A thread reduces the bucket in shared memory.
-    InThread(Work<Instant>),
+    InThread(Work<Instant>, Arc<Segments>),
     /// A GPU reduces the bucket. libtorch's stream waits for that, rather than the host.
     OnDevice,
     /// [`Bucket::complete`](super::Bucket::complete) reduces the bucket.
@@ -55,8 +55,8 @@ impl Pending {
         Self(Launched::InHooks(progress, bucket))
     }
 
-    pub(super) fn in_thread(work: Work<Instant>) -> Self {
-        Self(Launched::InThread(work))
+    pub(super) fn in_thread(work: Work<Instant>, bucket: Arc<Segments>) -> Self {
+        Self(Launched::InThread(work, bucket))
     }
 
     pub(super) fn on_device() -> Self {
@@ -67,11 +67,26 @@ impl Pending {
         Self(Launched::AtEnd)
     }
 
+    /// Waits for a reduction in shared memory, but for none that was launched later. Returns when it
+    /// was over, or itself: if it is to be waited for at the end of backward, or is not over yet and
+    /// `may_wait` is false.
+    pub(crate) fn wait_in_turn(self, may_wait: bool) -> flow_comm::Result<Result<Instant, Self>> {
+        match self.0 {
+            Launched::InHooks(progress, bucket) if may_wait || bucket.finished().is_some() => {
+                progress.wait_in_turn(&bucket).map(Ok)
+            }
+            Launched::InThread(work, bucket) if may_wait || bucket.finished().is_some() => {
+                work.wait().map(Ok)
+            }
+            other => Ok(Err(Self(other))),
+        }
+    }
+
     /// Waits until the reduced gradients may be used, in the order of libtorch's stream.
     pub(crate) fn wait(self) -> Result<Reduced, BoxError> {
         Ok(match self.0 {
             Launched::InHooks(progress, bucket) => Reduced::InBucket(Some(progress.wait(&bucket)?)),
-            Launched::InThread(work) => Reduced::InBucket(Some(work.wait()?)),
+            Launched::InThread(work, _) => Reduced::InBucket(Some(work.wait()?)),
             Launched::OnDevice => Reduced::InBucket(None),
             Launched::AtEnd => Reduced::NotYet,
             Launched::ByHook(wait) => Reduced::Flat(wait()?),

@@ -40,7 +40,9 @@ impl Progress {
                 hooks.launch(bucket)?;
                 Ok(Pending::in_hooks(Arc::clone(hooks), Arc::clone(bucket)))
             }
-            Self::Thread(thread) => Ok(Pending::in_thread(thread.launch(bucket))),
+            Self::Thread(thread) => {
+                Ok(Pending::in_thread(thread.launch(bucket), Arc::clone(bucket)))
+            }
         }
     }
 

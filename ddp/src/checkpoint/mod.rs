@@ -26,7 +26,7 @@ use flow_comm::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
-use tch::nn::{Optimizer, VarStore};
+use tch::nn::VarStore;
 
 use crate::data::sampler_state::{SamplerState, Stateful};
 use crate::ddp::Ddp;
@@ -143,7 +143,7 @@ impl Checkpoints {
         step: usize,
         model: &Ddp<M>,
         vs: &VarStore,
-        optimizer: &Optimizer,
+        optimizer: &dyn OptimizerState,
         sampler: &dyn Stateful,
         state: &S,
     ) -> Result<()> {
@@ -255,7 +255,7 @@ impl<S> Checkpoint<S> {
     pub fn resume(
         &self,
         vs: &VarStore,
-        optimizer: &mut Optimizer,
+        optimizer: &mut dyn OptimizerState,
         sampler: &mut dyn Stateful,
     ) -> Result<()> {
         sampler

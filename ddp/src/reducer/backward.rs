@@ -152,10 +152,8 @@ impl Reducer {
             used = graph.learn(used).to_vec();
         }
         for (index, &used) in used.iter().enumerate() {
-            if used {
-                state
-                    .write_back(index, &**self.path, self.options.bucket_view)
-                    .map_err(|error| self.in_backward(error))?;
+            if used && !state.is_applied(index) {
+                self.hand_back(state, index)?;
                 if let Some(scale) = state.join.as_ref().and_then(Joining::scale) {
                     let _ = tch::no_grad(|| state.parameters[index].grad().g_mul_scalar_(scale));
                 }

@@ -20,6 +20,12 @@ impl Reducer {
                  that have ended do not run",
             ));
         }
+        if self.optimizer.is_some() {
+            return Err(self.not_joined(
+                "build without optimizer_in_backward: the optimizer of a rank that has ended would \
+                 take no steps",
+            ));
+        }
         let mut state = self.state();
         if state.join.is_some() {
             return Err(self.not_joined("the model is in a join already: give it to one, once"));

@@ -14,6 +14,7 @@ mod join_random;
 mod lifecycle;
 mod models;
 mod nested;
+mod optimizer_in_backward;
 mod options;
 mod out_of_step;
 mod parity;
@@ -60,6 +61,8 @@ const AND_THREADS: &[Job] = &[
     in_process(4),
     in_process(5),
 ];
+/// Gradients are reduced where backward has put them.
+const IN_PLACE: &[Job] = &[CPU[0], CPU[1], CPU[3]];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
 const SCENARIOS: &[Scenario] = &[
@@ -85,6 +88,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("static_graph_random", static_graph::random, ALL_AND_NODES),
     scenario("static_graph_changed", static_graph::changed, ALL),
     scenario("static_graph_unused", static_graph::unused, ALL),
+    scenario("optimizer_in_backward_random", optimizer_in_backward::random, ALL_AND_NODES),
+    scenario("optimizer_in_backward_memory", optimizer_in_backward::memory, IN_PLACE),
+    scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
+    scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
     scenario("unused_reported", reported::unused, ALL_AND_NODES),
     scenario("frozen_later", reported::frozen_later, ALL),
     scenario("differing_models", reported::differing_models, ALL),
