@@ -55,6 +55,15 @@ fn joins_are_measured() {
 }
 
 #[test]
+fn optimizers_in_backward_are_measured() {
+    let arguments =
+        ["optimizer-in-backward", "--model", "mlp", "--blocks", "1", "--steps", "1", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["after_ms", "in_ms", "ratio", "after_mib", "in_mib", "ranks"]);
+}
+
+#[test]
 fn global_tensors_are_measured() {
     let measured =
         lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));
@@ -98,7 +107,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

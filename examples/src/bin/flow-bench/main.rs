@@ -15,6 +15,7 @@ mod launch;
 mod limit;
 mod losses;
 mod models;
+mod optimizer_in_backward;
 mod overhead;
 mod pipeline;
 mod sbp;
@@ -44,6 +45,8 @@ enum Command {
     SyncBatchnorm(in_turn::Options),
     /// A training step with Ddp, without and in a join, on all ranks, and while the last rank has ended
     Join(in_turn::Options),
+    /// A training step with Ddp, with an optimizer that steps after backward and in it, on all ranks
+    OptimizerInBackward(optimizer_in_backward::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Step(options) => step::run(options),
         Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
         Command::Join(options) => join::run(options),
+        Command::OptimizerInBackward(options) => optimizer_in_backward::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),
