@@ -8,6 +8,7 @@
 //! | [`convert_sync_batchnorm`] | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
 //! | [`WeightedRandomSampler`], [`BatchSampler`], [`Sampler`] | the same in `torch.utils.data` |
+//! | [`DdpBuilder::optimizer_in_backward`], [`OptimizerInBackward`] | `torch.distributed.optim._apply_optimizer_in_backward` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
