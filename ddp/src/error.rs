@@ -199,6 +199,13 @@ fn passed_through(error: BoxError) -> Result<Error, BoxError> {
         Ok(error) => return Ok(Error::Comm(*error)),
         Err(error) => error,
     };
+    let error = match error.downcast::<flow_tensor::Error>() {
+        Ok(error) => match *error {
+            flow_tensor::Error::Comm(error) => return Ok(Error::Comm(error)),
+            error => error.into(),
+        },
+        Err(error) => error,
+    };
     error.downcast().map(|error| *error)
 }
 

@@ -14,7 +14,8 @@ use crate::parameter::Parameter;
 ///
 /// All ranks use the same hook. It is called in `backward`, on the thread that runs the gradients'
 /// hooks, once for each bucket and in the same order on all ranks. An error ends the backward; a
-/// [`flow_ddp::Error`](crate::Error) or [`flow_comm::Error`] stays what it is.
+/// [`flow_ddp::Error`](crate::Error), a [`flow_comm::Error`], and what a collective on tensors returns
+/// when its group fails, stay what they are.
 ///
 /// The same hook as PyTorch's `allreduce_hook`, on tensors of any device:
 ///

@@ -10,7 +10,6 @@ pub(crate) mod pending;
 mod progress;
 pub(crate) mod sparse;
 
-use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
@@ -46,7 +45,7 @@ pub(crate) trait Bucket: Send {
 
     /// Reduces a bucket that waits for ranks. All ranks call this for the same buckets in the same
     /// order, after all launched buckets have been started.
-    fn complete(&mut self, _: &ProcessGroup) -> Result<(), BoxError> {
+    fn complete(&mut self, _: &ProcessGroup) -> Result<()> {
         Ok(())
     }
 

@@ -1,6 +1,5 @@
 //! A sparse gradient: the entries of all ranks are gathered and added up, as in PyTorch.
 
-use flow_autograd::BoxError;
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, Tensor};
@@ -76,7 +75,7 @@ impl Bucket for SparseBucket {
         Ok(Pending::at_end())
     }
 
-    fn complete(&mut self, group: &ProcessGroup) -> Result<(), BoxError> {
+    fn complete(&mut self, group: &ProcessGroup) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let own = self.gradient.as_ref().map(Tensor::coalesce);
         let described = match &own {
@@ -99,7 +98,7 @@ impl Bucket for SparseBucket {
                 "the sparse gradients of ranks have indices of {sparse_dims:?} dimensions: all ranks \
                  compute them alike"
             );
-            return Err(failed(group, reason).into());
+            return Err(failed(group, reason));
         }
         let sparse_dim = sparse_dims.first().copied().unwrap_or(1);
         let (mut indices, mut values) = self.entries(own.as_ref(), sparse_dim);

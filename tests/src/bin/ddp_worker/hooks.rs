@@ -11,7 +11,7 @@ use flow_ddp::{
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{SentAs, error, gradient_is, mean, plausible, says};
+use crate::helpers::{SentAs, error, failure, gradient_is, mean, plausible, says};
 use crate::models::{Vectors, store};
 
 /// A hook in a closure.
@@ -202,6 +202,20 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
         says(&error.to_string(), words)?;
         group.barrier()?;
     }
+    // One rank's alone is not that of the other ranks' hooks, which wait for it.
+    let hook = Hook(|bucket: &mut GradBucket<'_>| {
+        if bucket.group().rank() == 0 {
+            return Err("the disk is full".into());
+        }
+        Ok(Pending::ready(sum(bucket)?))
+    });
+    let store = store();
+    let model = Ddp::builder(group).comm_hook(hook).wrap(Vectors::new(&store, &[10]), &store)?;
+    let text = failure(|| model.weighted_sum(&[(0, 1.0)]).f_backward())?;
+    says(&text, &["rank 0: the communication hook", "the disk is full"])?;
+    let own = format!("rank {}: the communication hook", group.rank());
+    ensure!(text.contains(&own) == (group.rank() == 0), "{text}");
+    group.barrier()?;
     Ok(())
 }
 
