@@ -383,12 +383,13 @@ impl BackwardState {
         Ok(())
     }
 
-    /// Gives gradients memory of their own. Views of buckets would keep the buckets' memory.
+    /// Gives gradients memory of their own. Views of buckets would keep the buckets' memory; sparse
+    /// gradients are none.
     pub fn keep_grads_apart(&self) -> Result<(), flow_autograd::Error> {
-        for parameter in &self.parameters {
-            let gradient = parameter.grad();
-            if gradient.defined() && !parameter.is_sparse {
-                parameter.set_grad(&gradient.copy())?;
+        for Parameter { tensor, .. } in &self.parameters {
+            let gradient = tensor.grad();
+            if gradient.defined() && !gradient.is_sparse() {
+                flow_autograd::set_grad(tensor, Some(&gradient.copy()))?;
             }
         }
         Ok(())

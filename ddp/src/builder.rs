@@ -179,7 +179,8 @@ impl DdpBuilder {
     /// Names the parameters whose gradients are sparse, as those of an embedding with `sparse: true`.
     /// Each is reduced on its own at the end of backward: the entries of all ranks are gathered, so
     /// that what is sent and kept grows with the entries rather than with the parameter. After
-    /// backward `.grad` is sparse and coalesced. Communication hooks do not get these gradients.
+    /// backward `.grad` is sparse and coalesced; with one rank it is as libtorch has made it.
+    /// Communication hooks do not get these gradients.
     /// Parameters that are not named must not get sparse gradients.
     pub fn sparse_gradients(mut self, names: &[&str]) -> Self {
         self.options.sparse = names.iter().map(|&name| name.into()).collect();
@@ -188,7 +189,7 @@ impl DdpBuilder {
 
     /// Sets whether the sparse gradients of parameters that [`DdpBuilder::sparse_gradients`] does not
     /// name become dense, and are reduced with all others (default: no, they are an error). That is
-    /// faster where most rows of a table have gradients.
+    /// faster where most rows of a table have gradients. With one rank they stay sparse.
     pub fn sparse_as_dense(mut self, as_dense: bool) -> Self {
         self.options.sparse_as_dense = as_dense;
         self

@@ -175,7 +175,8 @@ pub(crate) fn check(
         };
         if !can_be_averaged(tensor.kind()) || tensor.dim() == 0 {
             return Err(format!(
-                "sparse_gradients names {wanted}, which is {:?} of {} dimensions: it must be Float,                  Double, Half or BFloat16, of one dimension or more",
+                "sparse_gradients names {wanted}, which is {:?} of {} dimensions: it must be Float, \
+                 Double, Half or BFloat16, of one dimension or more",
                 tensor.kind(),
                 tensor.dim()
             ));

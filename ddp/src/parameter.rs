@@ -70,18 +70,16 @@ impl Parameter {
     }
 
     fn unfit(&self, gradient: &Tensor) -> Option<String> {
-        let is_sparse = gradient.defined() && gradient.is_sparse();
+        if gradient.defined() && gradient.is_sparse() {
+            return (!self.is_sparse && !self.as_dense).then(|| {
+                "is sparse: name it in sparse_gradients, or set sparse_as_dense(true)".into()
+            });
+        }
         if self.is_sparse {
-            let reason = "is not sparse: do not name it in sparse_gradients, or let all that it gets be \
-                          sparse";
-            return (!is_sparse).then(|| reason.into());
-        }
-        if is_sparse && self.as_dense {
-            return None;
-        }
-        if is_sparse {
             return Some(
-                "is sparse: name it in sparse_gradients, or set sparse_as_dense(true)".into(),
+                "is not sparse: do not name it in sparse_gradients, or let all that it gets be \
+                 sparse"
+                    .into(),
             );
         }
         flow_autograd::unsendable(gradient)

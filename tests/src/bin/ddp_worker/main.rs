@@ -100,6 +100,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("sparse_random", sparse::random, ALL_AND_NODES),
     scenario("sparse_trained", sparse::trained, ALL_AND_NODES),
     scenario("sparse_in_join", sparse::in_join, ALL),
+    scenario("sparse_refreshed", sparse::refreshed, ALL),
     scenario("sparse_beside_hooks", sparse::beside_hooks, ALL),
     scenario("sparse_misused", sparse::misused, ALL),
     scenario("no_memory", unfit::no_memory, CPU),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Result, ensure};
 use flow_autograd::Forward;
 use flow_comm::ProcessGroup;
-use flow_ddp::{BoxError, CommHook, Ddp, GradBucket, Pending};
+use flow_ddp::{BoxError, CommHook, Ddp, GradBucket, JoinOptions, Pending};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
@@ -67,12 +67,14 @@ pub fn random(group: &ProcessGroup) -> Result<()> {
         let named = named.map(|(name, tensor)| (name.to_owned(), tensor.shallow_clone()));
         let name = if group.rank() == 0 { "table" } else { "also table" };
         let as_dense = draws.below(3) == 0;
+        let delayed: &[&str] = if draws.below(3) == 0 { &["table"] } else { &[] };
         let names = [name];
         let model = Ddp::builder(group)
             .find_unused_parameters(true)
             .gradient_as_bucket_view(draws.below(2) == 0)
             .sparse_gradients(if as_dense { &[] } else { &names })
             .sparse_as_dense(as_dense)
+            .delay_all_reduce_named_params(delayed, "weight")
             .wrap_tensors((), named.into(), vec![])?;
         for step in 0..3 {
             for parameter in [&table, &weight] {
@@ -177,21 +179,58 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
 
 /// A rank that has ended has no entries.
 pub fn in_join(group: &ProcessGroup) -> Result<()> {
-    let store = store();
-    let model = Ddp::builder(group)
-        .sparse_gradients(&["words.weight"])
-        .wrap(words(&store, true), &store)?;
-    let mut optimizer = nn::Sgd::default().build(&store, 0.5)?;
-    model.join(|| -> Result<()> {
-        for step in 0..=group.rank() as i64 {
-            let words = part(&batch(step, group.world_size()), group);
-            optimizer.zero_grad();
-            model.forward_t(&words, true).sum(Kind::Float).f_backward()?;
-            optimizer.step();
+    for divide_by_initial_world_size in [true, false] {
+        let table = Tensor::ones([4, 3], (Kind::Float, device())).set_requires_grad(true);
+        let named = vec![("table".to_owned(), table.shallow_clone())];
+        let builder = Ddp::builder(group).sparse_gradients(&["table"]);
+        let model = builder.wrap_tensors((), named, vec![])?;
+        let options = JoinOptions { divide_by_initial_world_size, ..Default::default() };
+        model.join_with(options, || -> Result<()> {
+            for step in 0..=group.rank() {
+                flow_autograd::set_grad(&table, None)?;
+                embedding(&table, &[1, 1, 3]).sum(Kind::Float).f_backward()?;
+                let active = group.world_size() - step;
+                let ranks = if divide_by_initial_world_size { group.world_size() } else { active };
+                row_is(&table, 1, (2 * active) as f64 / ranks as f64)?;
+                row_is(&table, 0, 0.0)?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Every element in a row of the gradient must be `expected`.
+fn row_is(table: &Tensor, row: i64, expected: f64) -> Result<()> {
+    let gradient = table.grad();
+    let dense = if gradient.is_sparse() { gradient.to_dense(None, false) } else { gradient };
+    let difference = (dense.get(row) - expected).abs().max().double_value(&[]);
+    ensure!(difference <= 1e-6, "row {row} should be {expected}: {dense}");
+    Ok(())
+}
+
+/// What backwards under `no_sync` have added up stays as it is.
+pub fn refreshed(group: &ProcessGroup) -> Result<()> {
+    for as_dense in [false, true] {
+        let table = Tensor::ones([4, 3], (Kind::Float, device())).set_requires_grad(true);
+        let named = vec![("table".to_owned(), table.shallow_clone())];
+        let mut model = Ddp::builder(group)
+            .gradient_as_bucket_view(true)
+            .sparse_gradients(if as_dense { &[] } else { &["table"] })
+            .sparse_as_dense(as_dense)
+            .wrap_tensors((), named, vec![])?;
+        for _ in 0..2 {
+            flow_autograd::set_grad(&table, None)?;
+            let no_sync = model.no_sync();
+            embedding(&table, &[group.rank() as i64, 3]).sum(Kind::Float).f_backward()?;
+            drop(no_sync);
+            model.refresh()?;
+            embedding(&table, &[3]).sum(Kind::Float).f_backward()?;
+            row_is(&table, 3, 2.0)?;
+            row_is(&table, 0, 1.0 / group.world_size() as f64)?;
         }
-        Ok(())
-    })?;
-    same_everywhere(group, &store)
+    }
+    Ok(())
 }
 
 /// Counts the last buckets.
@@ -259,12 +298,26 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     };
     says(&error(loss.f_backward())?, &["indices of [1, 2] dimensions"])?;
     drop(model);
+    // On one rank only: the others learn it at once.
+    let model = Ddp::builder(group).sparse_gradients(&["table"]).wrap_tensors(
+        (),
+        vec![("table".to_owned(), table.shallow_clone())],
+        vec![],
+    )?;
+    let loss = if group.rank() == 0 {
+        table.sum(Kind::Float)
+    } else {
+        embedding(&table, &[1, 2]).sum(Kind::Float)
+    };
+    flow_autograd::set_grad(&table, None)?;
+    says(&error(loss.f_backward())?, &["rank 0", "the gradient of table is not sparse"])?;
+    drop(model);
     // Names of what cannot be sparse.
     let vectors = Vectors::new(&store(), &[10]).0;
     let single = Tensor::from(1f32).to_device(device()).set_requires_grad(true);
     for (tensor, wanted, text) in [
         (&vectors[0], "w1", "names w1, which is no parameter: w is one"),
-        (&single, "w", "of one dimension or more"),
+        (&single, "w", "it must be Float, Double, Half or BFloat16, of one dimension or more"),
     ] {
         let named = vec![("w".to_owned(), tensor.shallow_clone())];
         let builder = Ddp::builder(group).sparse_gradients(&[wanted]);
