@@ -72,6 +72,22 @@ def callback_that_asks_others(rank):
     begun.wait()
 
 
+def callback_that_waits_for_a_future(rank):
+    """It begins an operation after the program has ended, and waits for its future rather than for the operation."""
+    received = dist.irecv(torch.zeros(1), 1 - rank, tag=4)
+    begun = threading.Event()
+
+    def ask(_):
+        begun.set()
+        time.sleep(0.5)
+        total = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        print(f"rank {rank} has {total.wait()[0].item():g}", flush=True)
+
+    dist.send(torch.ones(1), 1 - rank, tag=4)
+    received.get_future().then(ask)
+    begun.wait()
+
+
 def end_that_is_interrupted(rank):
     """It waits for what the other rank never begins."""
     store = dist.distributed_c10d._get_default_store()
@@ -84,7 +100,14 @@ def end_that_is_interrupted(rank):
     at_last.append(lambda: print(f"rank {rank} has ended", flush=True))
 
 
-CASES = callback_that_sends, callback_that_begins_late, receive_without_a_partner, callback_that_asks_others, end_that_is_interrupted
+CASES = (
+    callback_that_sends,
+    callback_that_begins_late,
+    receive_without_a_partner,
+    callback_that_asks_others,
+    callback_that_waits_for_a_future,
+    end_that_is_interrupted,
+)
 
 
 def main():

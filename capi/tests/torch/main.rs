@@ -202,6 +202,7 @@ fn interrupts_come_at_once_and_the_end_waits_for_callbacks() {
         ("callback_that_begins_late", "has 2"),
         ("receive_without_a_partner", ""),
         ("callback_that_asks_others", "was asked"),
+        ("callback_that_waits_for_a_future", "has 2"),
         ("end_that_is_interrupted", "has ended"),
     ];
     let mut several = Several::new();

@@ -37,11 +37,11 @@ public:
         // The second time what the callbacks have begun.
         for (const bool is_last : {false, true}) {
             try {
-                all().close_all(is_last);
+                all().end(is_last);
             } catch (const py::error_already_set&) {
                 interrupt = std::current_exception();
                 all().interrupt();
-                all().close_all(is_last);
+                all().end(is_last);
             }
         }
         if (interrupt) std::rethrow_exception(interrupt);
@@ -51,24 +51,16 @@ public:
     Lane(Group group, std::chrono::microseconds patience, bool receives)
         : group_(std::move(group)), patience_(patience), receives_(receives) {}
 
-    // Ends the helper, before the last owner goes. First runs what there is; but what waits for messages, which may never come,
-    // fails, and a message that is being waited for is left to its thread. In a forked process the helper is missing, and nobody
-    // may destroy what a thread that is missing waits on.
-    void close() {
-        if (is_forked()) {
-            new std::shared_ptr<Lane>(shared_from_this());
-            return;
-        }
-        if (!receives_) run_up_to(nullptr, kNoTimeout);
+    // Runs what there is; but what waits for messages, which may never come, fails, and a message that is being waited for is left to
+    // its thread.
+    void finish() {
+        if (is_forked()) return;
+        if (!receives_) return run_up_to(nullptr, kNoTimeout);
         std::deque<OperationPtr> dropped;
-        bool is_waiting = false;
         {
             std::lock_guard<std::mutex> lock(queue_mutex_);
-            closing_ = true;
-            if (receives_) dropped.swap(queue_);
-            is_waiting = receives_ && is_running_;
+            dropped.swap(queue_);
         }
-        wakeup_.notify_all();
         for (const auto& operation : dropped) {
             operation->job_.run = [](const flow_group*) {
                 C10_THROW_ERROR(DistBackendError, "flow: the group was destroyed before this message came");
@@ -76,6 +68,24 @@ public:
             operation->run(group_);
             operation->announce();
         }
+    }
+
+    // Finishes, and ends the helper, before the last owner goes. In a forked process the helper is missing, and nobody may destroy what a
+    // thread that is missing waits on.
+    void close() {
+        if (is_forked()) {
+            new std::shared_ptr<Lane>(shared_from_this());
+            return;
+        }
+        finish();
+        bool is_waiting = false;
+        {
+            std::lock_guard<std::mutex> lock(queue_mutex_);
+            closing_ = true;
+            // Or is about to: another thread may just have begun a receive.
+            is_waiting = receives_ && (is_running_ || !queue_.empty());
+        }
+        wakeup_.notify_all();
         // A callback may close the lane as well, at the end of the program say: one of them joins the helper.
         std::thread helper;
         {
@@ -253,11 +263,17 @@ private:
             return found;
         }
 
-        // Receives fail after all others: callbacks that run may wait for theirs.
-        void close_all(bool is_last) {
+        // Receives fail after all others: callbacks that run may wait for theirs. The helpers stay until the last time, for what
+        // callbacks begin.
+        void end(bool is_last) {
             for (const bool receives : {false, true}) {
                 for (const auto& lane : lanes()) {
-                    if (lane->receives_ == receives) lane->close();
+                    if (lane->receives_ != receives) continue;
+                    if (is_last) {
+                        lane->close();
+                    } else {
+                        lane->finish();
+                    }
                 }
                 PythonStay::wait_for_all(is_last && receives);
             }
