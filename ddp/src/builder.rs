@@ -306,14 +306,14 @@ impl DdpBuilder {
     ) -> Result<Ddp<M>> {
         let Self {
             group,
-            mut options,
+            options,
             broadcast_buffers,
             forward_sync_buffers,
             mut comm_hook,
             optimizer,
         } = self;
+        let mut options = options.by_first_names(&parameters);
         options.communication = comm_hook.kind();
-        let options = options.by_first_names(&parameters);
         let rank = job_rank(&group);
         let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
         let fit = check(&parameters, &buffers, &options, broadcast_buffers)

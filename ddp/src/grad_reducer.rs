@@ -62,7 +62,7 @@ impl GradReducer {
             op: ReduceOp::Sum,
             delayed: Delayed::default(),
             sparse: Vec::new(),
-            sparse_as_dense: false,
+            sparse_as_dense: true,
         };
         let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());

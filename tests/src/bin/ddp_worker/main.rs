@@ -120,6 +120,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("sampler", lifecycle::sampler, ALL),
     scenario("alone", lifecycle::alone, ALL),
     scenario("kinds", options::kinds, ALL),
+    scenario("large_halves", options::large_halves, ALL_AND_NODES),
     scenario("complex", options::complex, ALL),
     scenario("zeros_without_memory", options::zeros_without_memory, ALL),
     scenario("communication_kinds", options::communication_kinds, ALL),

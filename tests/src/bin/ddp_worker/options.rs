@@ -61,6 +61,22 @@ pub fn kinds(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// Gradients of half precision whose sum is too large for their type, large ones and small ones.
+pub fn large_halves(group: &ProcessGroup) -> Result<()> {
+    let half = (Kind::Half, device());
+    let all = [70_000, 7].map(|length| Tensor::ones([length], half).set_requires_grad(true));
+    let named = [("large", &all[0]), ("small", &all[1])];
+    let named = named.map(|(name, tensor)| (name.to_owned(), tensor.shallow_clone()));
+    let _model = Ddp::builder(group).wrap_tensors((), named.into(), vec![])?;
+    for _ in 0..2 {
+        all.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?;
+        let loss: Tensor = all.iter().map(|w| w.sum(Kind::Double) * 60_000).sum();
+        loss.f_backward()?;
+        all.iter().try_for_each(|w| gradient_is(w, 60_000.0))?;
+    }
+    Ok(())
+}
+
 /// Complex parameters beside real ones, large and small, transposed, empty and of one element. Some
 /// gradients come as conjugates that are computed only when they are read. Each rank's gradients are
 /// those of the bare model.

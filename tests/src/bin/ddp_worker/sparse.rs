@@ -145,12 +145,20 @@ fn batch(step: i64, ranks: usize) -> Tensor {
 
 /// Trains with sparse gradients, and in one process with dense ones.
 pub fn trained(group: &ProcessGroup) -> Result<()> {
-    for (is_static, communication) in [(false, None), (true, None), (false, Some(Kind::Double))] {
+    for (is_static, communication, in_backward) in [
+        (false, None, false),
+        (true, None, false),
+        (false, Some(Kind::Double), false),
+        (false, None, true),
+    ] {
         let sparse = store();
         let net = words(&sparse, true);
         let mut builder = Ddp::builder(group).static_graph(is_static);
         if let Some(kind) = communication {
             builder = builder.comm_hook(SentAs(kind));
+        }
+        if in_backward {
+            builder = builder.optimizer_in_backward(nn::Sgd::default(), 0.5);
         }
         let model = builder.sparse_gradients(&["words.weight"]).wrap(net, &sparse)?;
         let mut dense = store();
@@ -163,6 +171,7 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
             let loss = model.forward_t(&part(&all, group), true).square().mean(Kind::Float);
             optimizer.zero_grad();
             loss.f_backward()?;
+            // One that steps in backward has freed the gradients.
             optimizer.step();
             optimizer_alone.backward_step(&alone.forward(&all).square().mean(Kind::Float));
         }
