@@ -243,7 +243,8 @@ fn a_recorded_error_is_reported_and_passed_on() {
 }
 
 /// Rank 1 fails, and takes its time to end; rank 0 fails because of that, and is faster. flow-launch
-/// stands still until both have ended, so that it finds them together.
+/// stands still until both have ended, so that it finds them together. The times of files go by ticks
+/// of the kernel: rank 0 writes until its file is newer.
 #[test]
 fn who_recorded_its_error_first_is_the_cause() {
     let folder = tempfile::tempdir().unwrap();
@@ -256,7 +257,9 @@ fn who_recorded_its_error_first_is_the_cause() {
              until [ -s {0}.0 ] && has_ended $(cat {0}.0); do sleep 0.02; done
              {{ until has_ended $$; do sleep 0.02; done; kill -CONT $PPID; }} & exit 3
          fi
-         until [ -e {0} ]; do sleep 0.02; done; {record}; echo $$ > {0}.0; exit 4",
+         until [ -e {0} ]; do sleep 0.02; done
+         until [ $TORCHELASTIC_ERROR_FILE -nt {0} ]; do {record}; done
+         echo $$ > {0}.0; exit 4",
         gate.display()
     );
     let finished = run(&mut script("--nproc-per-node 2", &text));
