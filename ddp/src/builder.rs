@@ -179,9 +179,7 @@ impl DdpBuilder {
     /// Names the parameters whose gradients are sparse, as those of an embedding with `sparse: true`.
     /// Each is reduced on its own at the end of backward: the entries of all ranks are gathered, so
     /// that what is sent and kept grows with the entries rather than with the parameter. After
-    /// backward `.grad` is sparse and coalesced; with one rank it is as libtorch has made it.
-    /// Communication hooks do not get these gradients.
-    /// Parameters that are not named must not get sparse gradients.
+    /// backward `.grad` is sparse and coalesced. Communication hooks do not get these gradients.
     pub fn sparse_gradients(mut self, names: &[&str]) -> Self {
         self.options.sparse = names.iter().map(|&name| name.into()).collect();
         self
@@ -189,7 +187,7 @@ impl DdpBuilder {
 
     /// Sets whether the sparse gradients of parameters that [`DdpBuilder::sparse_gradients`] does not
     /// name become dense, and are reduced with all others (default: no, they are an error). That is
-    /// faster where most rows of a table have gradients. With one rank they stay sparse.
+    /// faster where most rows of a table have gradients.
     pub fn sparse_as_dense(mut self, as_dense: bool) -> Self {
         self.options.sparse_as_dense = as_dense;
         self
@@ -224,7 +222,8 @@ impl DdpBuilder {
     /// # let group = ProcessGroup::from_env()?;
     /// # let vs = nn::VarStore::new(group.device());
     /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
-    /// # let (images, labels) = (tch::Tensor::new(), tch::Tensor::new());
+    /// # let images = tch::Tensor::new();
+    /// # let labels = tch::Tensor::new();
     /// let builder = Ddp::builder(&group).optimizer_in_backward(nn::Adam::default(), 1e-3);
     /// let model = builder.wrap(net, &vs)?;
     /// let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
@@ -318,7 +317,8 @@ impl DdpBuilder {
         let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
         let fit = check(&parameters, &buffers, &options, broadcast_buffers)
             .and_then(|()| stepped.clone().map(drop));
-        if group.world_size() == 1 && optimizer.is_none() {
+        let takes_gradients = optimizer.is_some() || options.takes_sparse_gradients();
+        if group.world_size() == 1 && !takes_gradients {
             fit.map_err(|reason| Error::Model { rank, reason })?;
             let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
             return Ok(Ddp {

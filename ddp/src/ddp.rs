@@ -64,7 +64,8 @@ use crate::stats::Stats;
 /// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
 /// installed and nothing costs, but for an
-/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward).
+/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward) and
+/// [sparse gradients](crate::DdpBuilder::sparse_gradients).
 ///
 /// A process that is forked from a rank can use the model to infer (`forward_t` with `train`
 /// false). Forward in training mode and backward are errors there.

@@ -25,6 +25,11 @@ pub(crate) struct Options {
 }
 
 impl Options {
+    /// Returns whether sparse gradients are taken, with one rank too.
+    pub fn takes_sparse_gradients(&self) -> bool {
+        !self.sparse.is_empty() || self.sparse_as_dense
+    }
+
     /// Returns the same with the first name of each tensor that has several, and names in
     /// alphabetical order.
     pub fn by_first_names(mut self, parameters: &[(String, Tensor)]) -> Self {

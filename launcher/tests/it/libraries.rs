@@ -153,7 +153,8 @@ fn trainers() {
     }
     let Some(lines) = printed.get("with_accelerate.py") else { return };
     let Some(bin) = installed() else { return };
-    let (script, port) = (file("with_accelerate.py"), free_port());
+    let script = file("with_accelerate.py");
+    let port = free_port();
     let command = format!(
         "accelerate launch --multi_gpu --num_processes 2 --main_process_port {port} {script}"
     );
@@ -166,7 +167,8 @@ fn fabric_run() {
         return;
     }
     let Some(bin) = installed() else { return };
-    let (script, port) = (file("with_fabric_run.py"), free_port());
+    let script = file("with_fabric_run.py");
+    let port = free_port();
     let command = format!(
         "fabric run --accelerator cpu --strategy ddp --devices 2 --main-port {port} {script}"
     );

@@ -1,8 +1,12 @@
 //! What benches have in common that train in blocks of two kinds, which take turns.
 
+use anyhow::Result;
 use clap::Args;
+use flow_ddp::{ProcessGroup, TensorCollectives};
+use tch::{Kind, Tensor};
 
 use crate::models::Model;
+use crate::timing::{block, median, milliseconds};
 
 /// So small that weights, on which times depend, stay alike.
 pub const LEARNING_RATE: f64 = 1e-6;
@@ -20,4 +24,30 @@ pub struct Options {
     /// Print a JSON line
     #[arg(long)]
     pub json: bool,
+}
+
+pub type Step = Box<dyn FnMut() -> Result<()>>;
+
+/// Joins the job. Returns its group, and random inputs and labels of this rank's steps.
+pub fn begin(model: Model) -> Result<(ProcessGroup, Tensor, Tensor)> {
+    let group = ProcessGroup::from_env()?;
+    let device = group.device();
+    tch::set_num_threads(1);
+    tch::manual_seed(group.rank() as i64);
+    let shape = model.input();
+    let x = Tensor::randn(shape, (Kind::Float, device));
+    let y = Tensor::randint(10, [shape[0]], (Kind::Int64, device));
+    Ok((group, x, y))
+}
+
+/// Returns the milliseconds that either step takes: the median of its blocks, which take turns with
+/// those of the other.
+pub fn times(group: &ProcessGroup, options: &Options, steps: &mut [Step; 2]) -> Result<[f64; 2]> {
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..options.blocks {
+        for (step, times) in steps.iter_mut().zip(&mut times) {
+            times.extend(block(group, group.device(), options.steps as usize, step)?);
+        }
+    }
+    Ok(times.each_mut().map(|times| milliseconds(median(times))))
 }

@@ -4,24 +4,18 @@
 //! takes part in what the others do.
 
 use anyhow::{Result, ensure};
-use flow_ddp::{Ddp, ProcessGroup, TensorCollectives};
+use flow_ddp::{Ddp, TensorCollectives};
 use serde_json::json;
 use tch::nn::{ModuleT, OptimizerConfig, Sgd, VarStore};
-use tch::{Kind, Tensor};
 
-use crate::in_turn::{LEARNING_RATE, Options};
+use crate::in_turn::{self, LEARNING_RATE, Options};
 use crate::timing::{block, median, milliseconds, steps};
 
 pub fn run(options: &Options) -> Result<()> {
-    let group = ProcessGroup::from_env()?;
+    let (group, x, y) = in_turn::begin(options.model)?;
     let ranks = group.world_size();
     ensure!(ranks > 1, "start two ranks or more: one has nobody to wait for");
     let device = group.device();
-    tch::set_num_threads(1);
-    tch::manual_seed(group.rank() as i64);
-    let shape = options.model.input();
-    let x = Tensor::randn(shape, (Kind::Float, device));
-    let y = Tensor::randint(10, [shape[0]], (Kind::Int64, device));
     let vs = VarStore::new(device);
     let model = Ddp::new(options.model.build(&vs.root()), &vs, &group)?;
     let mut optimizer = Sgd::default().build(&vs, LEARNING_RATE)?;

@@ -11,13 +11,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use flow_ddp::{Ddp, DdpBuilder, ProcessGroup, TensorCollectives};
+use flow_ddp::{Ddp, DdpBuilder, ProcessGroup};
 use serde_json::json;
-use tch::nn::{Adam, ModuleT, OptimizerConfig, SequentialT, VarStore};
-use tch::{Kind, Tensor};
+use tch::Tensor;
+use tch::nn::{Adam, ModuleT, OptimizerConfig, VarStore};
 
-use crate::in_turn::{self, LEARNING_RATE};
-use crate::timing::{block, median, milliseconds};
+use crate::in_turn::{self, LEARNING_RATE, Step};
+use crate::models::Model;
 
 /// The time between two readings of the bytes in use.
 const INTERVAL: Duration = Duration::from_micros(200);
@@ -34,39 +34,26 @@ pub struct Options {
 
 pub fn run(options: &Options) -> Result<()> {
     let Options { in_turn: options, bucket_cap_mb } = options;
-    let group = ProcessGroup::from_env()?;
-    let device = group.device();
-    tch::set_num_threads(1);
-    tch::manual_seed(group.rank() as i64);
-    let shape = options.model.input();
-    let x = Tensor::randn(shape, (Kind::Float, device));
-    let y = Tensor::randint(10, [shape[0]], (Kind::Int64, device));
-    let mut steps = Vec::with_capacity(2);
-    for in_backward in [false, true] {
-        let vs = VarStore::new(device);
-        tch::manual_seed(0);
-        let net = options.model.build(&vs.root());
-        let mut builder = Ddp::builder(&group);
-        if let Some(cap) = bucket_cap_mb {
-            builder = builder.bucket_cap_mb(*cap);
+    let (group, x, y) = in_turn::begin(options.model)?;
+    let builder = || {
+        let builder = Ddp::builder(&group);
+        match bucket_cap_mb {
+            Some(cap) => builder.bucket_cap_mb(*cap),
+            None => builder,
         }
-        steps.push(step(net, &vs, builder, in_backward, &x, &y)?);
-    }
-    let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..options.blocks {
-        for (step, times) in steps.iter_mut().zip(&mut times) {
-            times.extend(block(&group, device, options.steps as usize, step)?);
-        }
-    }
+    };
+    let model = options.model;
+    let mut steps = [step(model, builder(), false, &x, &y)?, step(model, builder(), true, &x, &y)?];
+    let [after, within] = in_turn::times(&group, options, &mut steps)?;
     let mut peaks = [0.0; 2];
     for (step, peak) in steps.iter_mut().zip(&mut peaks) {
         *peak = peak_of(&group, options.steps, step)?;
     }
     if group.rank() == 0 {
-        let [after, within] = times.each_mut().map(|times| milliseconds(median(times)));
         let ratio = within / after;
         let [after_mib, within_mib] = peaks;
-        let (model, ranks) = (options.model.name(), group.world_size());
+        let model = options.model.name();
+        let ranks = group.world_size();
         if options.json {
             let line = json!({
                 "bench": "optimizer_in_backward", "model": model, "ranks": ranks,
@@ -87,22 +74,25 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Returns what runs a training step, which leaves no gradients.
 fn step(
-    net: SequentialT,
-    vs: &VarStore,
+    model: Model,
     builder: DdpBuilder,
     in_backward: bool,
     x: &Tensor,
     y: &Tensor,
-) -> Result<Box<dyn FnMut() -> Result<()>>> {
-    let (x, y) = (x.shallow_clone(), y.shallow_clone());
+) -> Result<Step> {
+    let x = x.shallow_clone();
+    let y = y.shallow_clone();
+    let vs = VarStore::new(x.device());
+    tch::manual_seed(0);
+    let net = model.build(&vs.root());
     if in_backward {
-        let model = builder.optimizer_in_backward(Adam::default(), LEARNING_RATE).wrap(net, vs)?;
+        let model = builder.optimizer_in_backward(Adam::default(), LEARNING_RATE).wrap(net, &vs)?;
         return Ok(Box::new(move || {
             Ok(model.forward_t(&x, true).cross_entropy_for_logits(&y).f_backward()?)
         }));
     }
-    let model = builder.wrap(net, vs)?;
-    let mut optimizer = Adam::default().build(vs, LEARNING_RATE)?;
+    let model = builder.wrap(net, &vs)?;
+    let mut optimizer = Adam::default().build(&vs, LEARNING_RATE)?;
     Ok(Box::new(move || {
         model.forward_t(&x, true).cross_entropy_for_logits(&y).f_backward()?;
         optimizer.step();

@@ -5,33 +5,21 @@
 use anyhow::Result;
 use flow_ddp::{Ddp, ProcessGroup, TensorCollectives, convert_sync_batchnorm};
 use serde_json::json;
+use tch::Tensor;
 use tch::nn::{ModuleT, OptimizerConfig, Sgd, VarStore};
-use tch::{Kind, Tensor};
 
-use crate::in_turn::{LEARNING_RATE, Options};
+use crate::in_turn::{self, LEARNING_RATE, Options, Step};
 use crate::models::Model;
-use crate::timing::{block, median, milliseconds};
 
 pub fn run(options: &Options) -> Result<()> {
-    let group = ProcessGroup::from_env()?;
-    let device = group.device();
-    tch::set_num_threads(1);
-    tch::manual_seed(group.rank() as i64);
-    let shape = options.model.input();
-    let x = Tensor::randn(shape, (Kind::Float, device));
-    let y = Tensor::randint(10, [shape[0]], (Kind::Int64, device));
+    let (group, x, y) = in_turn::begin(options.model)?;
     let mut steps =
         [step(options.model, &group, false, &x, &y)?, step(options.model, &group, true, &x, &y)?];
-    let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..options.blocks {
-        for (step, times) in steps.iter_mut().zip(&mut times) {
-            times.extend(block(&group, device, options.steps as usize, step)?);
-        }
-    }
+    let [without, with] = in_turn::times(&group, options, &mut steps)?;
     if group.rank() == 0 {
-        let [without, with] = times.each_mut().map(|times| milliseconds(median(times)));
         let ratio = with / without;
-        let (model, ranks) = (options.model.name(), group.world_size());
+        let model = options.model.name();
+        let ranks = group.world_size();
         if options.json {
             let line = json!({
                 "bench": "sync_batchnorm", "model": model, "ranks": ranks,
@@ -55,8 +43,9 @@ fn step(
     sync_batchnorm: bool,
     x: &Tensor,
     y: &Tensor,
-) -> Result<Box<dyn FnMut() -> Result<()>>> {
-    let (x, y) = (x.shallow_clone(), y.shallow_clone());
+) -> Result<Step> {
+    let x = x.shallow_clone();
+    let y = y.shallow_clone();
     let vs = VarStore::new(group.device());
     tch::manual_seed(0);
     let net = model.build(&vs.root());

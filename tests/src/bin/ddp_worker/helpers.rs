@@ -43,6 +43,15 @@ pub fn part(joined: &Tensor, group: &ProcessGroup) -> Tensor {
     joined.chunk(group.world_size() as i64, 0).swap_remove(group.rank())
 }
 
+/// A group of this rank alone.
+pub fn own_group(group: &ProcessGroup) -> Result<ProcessGroup> {
+    let mut own = None;
+    for rank in 0..group.world_size() {
+        own = group.new_group(&[rank])?.or(own);
+    }
+    own.context("each rank has a group of its own")
+}
+
 /// The mean of `of(rank)`.
 pub fn mean(group: &ProcessGroup, of: impl Fn(usize) -> f64) -> f64 {
     (0..group.world_size()).map(of).sum::<f64>() / group.world_size() as f64

@@ -10,7 +10,7 @@ use flow_ddp::{Ddp, DdpBuilder, Error, OptimizerInBackward};
 use tch::nn::{self, Adam, AdamW, Optimizer, OptimizerConfig, RmsProp, Sgd, VarStore};
 use tch::{COptimizer, Kind, TchError, Tensor};
 
-use crate::helpers::{Draws, error, failure, says};
+use crate::helpers::{Draws, error, failure, own_group, says};
 use crate::models::{Vectors, device, on_gpu, store};
 
 const LARGE: i64 = 40_000;
@@ -108,7 +108,7 @@ pub fn random(group: &ProcessGroup) -> Result<()> {
     for seed in 0..24 {
         trained(group, seed).with_context(|| format!("seed {seed}"))?;
     }
-    let alone = own_group(group)?.context("each rank has a group of its own")?;
+    let alone = own_group(group)?;
     for seed in 24..30 {
         trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
     }
@@ -163,11 +163,12 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
             _ => builder,
         }
     };
-    let (after_store, store) = (store(), store());
+    let after_store = store();
+    let within_store = store();
     let mut after = builder().wrap(Parameters::new(&after_store, &model), &after_store)?;
     let mut optimizer = config.build(&after_store, 0.1)?;
     let builder = builder().optimizer_in_backward(config, 0.1);
-    let mut within = builder.wrap(Parameters::new(&store, &model), &store)?;
+    let mut within = builder.wrap(Parameters::new(&within_store, &model), &within_store)?;
     let in_backward = within.optimizer_in_backward()?;
     for step in 0..6 {
         let learning_rate = 0.1 / f64::from(1 + step);
@@ -193,8 +194,8 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
         optimizer.step();
         within.loss(uses)?.f_backward()?;
         let what = || format!("step {step}, {config:?}, {model:?}, {graphs:?}");
-        same_bits(&store, &after_store).with_context(what)?;
-        no_gradients(&store).with_context(what)?;
+        same_bits(&within_store, &after_store).with_context(what)?;
+        no_gradients(&within_store).with_context(what)?;
     }
     ensure!(within.stats().backwards == 6, "{:?}", within.stats());
     Ok(())
@@ -233,7 +234,8 @@ fn peak(group: &ProcessGroup, with: impl Fn(DdpBuilder) -> DdpBuilder) -> Result
         let before = arena.usage().0;
         for layer in model.iter() {
             x = x.apply(layer).tanh();
-            let (arena, most) = (Arc::clone(&arena), Arc::clone(&most));
+            let arena = Arc::clone(&arena);
+            let most = Arc::clone(&most);
             map_gradient(&x, move |_| {
                 let now = arena.usage().0.saturating_sub(before);
                 let mut most = most.lock().unwrap_or_else(PoisonError::into_inner);
@@ -269,7 +271,8 @@ pub fn resumed(group: &ProcessGroup) -> Result<()> {
                 }
             }
         };
-        let (after_store, within_store) = (store(), store());
+        let after_store = store();
+        let within_store = store();
         let after = Ddp::new(Parameters::new(&after_store, &model), &after_store, group)?;
         let mut optimizer = config.build(&after_store, 0.1)?;
         let builder = || Ddp::builder(group).optimizer_in_backward(config, 0.1);
@@ -354,28 +357,18 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     drop(model);
 
     // The multiplication needs the value that a weight had before its gradient came.
-    if let Some(alone) = own_group(group)? {
-        let own = store();
-        let builder = Ddp::builder(&alone).bucket_cap_mb(0.00001);
-        let builder = builder.optimizer_in_backward(Sgd::default(), 0.5);
-        let model = builder.wrap(Vectors::new(&own, &[10, 10, 10]), &own)?;
-        let later = &model.0[0] * model.0[2].detach();
-        let loss = model.weighted_sum(&[(2, 1.0), (1, 1.0)]) + later.sum(Kind::Float);
-        let result = loss.f_backward();
-        if on_gpu() {
-            result?; // all is applied at the end
-        } else {
-            says(&error(result)?, &["modified by an inplace operation"])?;
-        }
+    let alone = own_group(group)?;
+    let own = store();
+    let builder = Ddp::builder(&alone).bucket_cap_mb(0.00001);
+    let builder = builder.optimizer_in_backward(Sgd::default(), 0.5);
+    let model = builder.wrap(Vectors::new(&own, &[10, 10, 10]), &own)?;
+    let later = &model.0[0] * model.0[2].detach();
+    let loss = model.weighted_sum(&[(2, 1.0), (1, 1.0)]) + later.sum(Kind::Float);
+    let result = loss.f_backward();
+    if on_gpu() {
+        result?; // all is applied at the end
+    } else {
+        says(&error(result)?, &["modified by an inplace operation"])?;
     }
     Ok(())
-}
-
-/// Returns a group of this rank alone.
-fn own_group(group: &ProcessGroup) -> Result<Option<ProcessGroup>> {
-    let mut own = None;
-    for rank in 0..group.world_size() {
-        own = group.new_group(&[rank])?.or(own);
-    }
-    Ok(own)
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use flow_autograd::Forward;
 use flow_comm::ProcessGroup;
 use flow_ddp::{BoxError, CommHook, Ddp, GradBucket, JoinOptions, Pending};
@@ -11,7 +11,7 @@ use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{
-    Draws, SentAs, close, error, gradient_is, mean, part, same_everywhere, says, values,
+    Draws, SentAs, close, error, gradient_is, mean, own_group, part, same_everywhere, says, values,
 };
 use crate::models::{Vectors, device, store};
 
@@ -56,8 +56,13 @@ fn embedding(table: &Tensor, rows: &[i64]) -> Tensor {
 
 /// Random tables and lookups, some of them by no rank, against the mean of all ranks' gradients.
 pub fn random(group: &ProcessGroup) -> Result<()> {
+    reduced(group, 24)?;
+    reduced(&own_group(group)?, 6).context("alone")
+}
+
+fn reduced(group: &ProcessGroup, rounds: u64) -> Result<()> {
     let mut draws = Draws(27);
-    for round in 0..24 {
+    for round in 0..rounds {
         let (kind, tolerance) = KINDS[draws.below(4) as usize];
         let rows = [0, 1, 2, 7, 40][draws.below(5) as usize];
         let width = [0, 1, 3][draws.below(3) as usize];
@@ -188,6 +193,11 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
 
 /// A rank that has ended has no entries.
 pub fn in_join(group: &ProcessGroup) -> Result<()> {
+    joined(group)?;
+    joined(&own_group(group)?).context("alone")
+}
+
+fn joined(group: &ProcessGroup) -> Result<()> {
     for divide_by_initial_world_size in [true, false] {
         let table = Tensor::ones([4, 3], (Kind::Float, device())).set_requires_grad(true);
         let named = vec![("table".to_owned(), table.shallow_clone())];
