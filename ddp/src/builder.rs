@@ -15,8 +15,9 @@ use crate::bucket::assignment::Caps;
 use crate::bucket::comm_hook::CommHook;
 use crate::bucket::cpu::CpuPath;
 use crate::bucket::cuda::CudaPath;
+use crate::buffers::{BufferCommHook, Buffers, HeldBuffer};
 use crate::comm_hooks::AllReduce;
-use crate::ddp::{Ddp, HeldBuffer};
+use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::optimizer_in_backward::{OptimizerChoice, OptimizerInBackward};
@@ -79,6 +80,7 @@ pub struct DdpBuilder {
     broadcast_buffers: bool,
     forward_sync_buffers: bool,
     comm_hook: Box<dyn CommHook>,
+    buffer_comm_hook: Option<Box<dyn BufferCommHook>>,
     optimizer: Option<OptimizerChoice>,
 }
 
@@ -90,6 +92,7 @@ impl fmt::Debug for DdpBuilder {
             .field("broadcast_buffers", &self.broadcast_buffers)
             .field("forward_sync_buffers", &self.forward_sync_buffers)
             .field("comm_hook", &self.comm_hook.name())
+            .field("buffer_comm_hook", &self.buffer_comm_hook.as_ref().map(|hook| hook.name()))
             .field("optimizer_in_backward", &self.optimizer.is_some())
             .finish()
     }
@@ -116,6 +119,7 @@ impl DdpBuilder {
             broadcast_buffers: true,
             forward_sync_buffers: true,
             comm_hook: Box::new(AllReduce),
+            buffer_comm_hook: None,
             optimizer: None,
         }
     }
@@ -209,6 +213,16 @@ impl DdpBuilder {
         self
     }
 
+    /// Sets a hook that communicates the buffers, instead of the broadcast from rank 0 in each forward
+    /// in training mode: PyTorch's `_register_buffer_comm_hook`. The model begins with rank 0's all the
+    /// same, and a [`join`](crate::join()) ends with those of a rank that ended last. In a join, ranks
+    /// that have ended call the hook with the buffers that they have; one
+    /// [after the forward](crate::BufferCommHookLocation::PostForward), too.
+    pub fn buffer_comm_hook(mut self, hook: impl BufferCommHook) -> Self {
+        self.buffer_comm_hook = Some(Box::new(hook));
+        self
+    }
+
     /// Has the optimizer of `config` step in backward: each bucket of gradients is applied as soon as it
     /// is reduced, and freed. Gradients of a whole model then never exist at a time: on a CPU, those
     /// of two buckets do. `loss.backward()` is the whole step, and leaves no `.grad`. The weights have
@@ -280,7 +294,7 @@ impl DdpBuilder {
         let (parameters, buffers) =
             named.into_iter().partition(|(_, tensor)| position(&created, tensor).is_some());
         let mut ddp = self.wrap_tensors(model, parameters, buffers)?;
-        let held = ddp.held.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let held = &mut ddp.buffers.get_mut().unwrap_or_else(PoisonError::into_inner).held;
         for buffer in held.iter_mut() {
             buffer.others += 1; // the store has one handle, too
         }
@@ -309,18 +323,25 @@ impl DdpBuilder {
             broadcast_buffers,
             forward_sync_buffers,
             mut comm_hook,
+            buffer_comm_hook,
             optimizer,
         } = self;
         let mut options = options.by_first_names(&parameters);
         options.communication = comm_hook.kind();
         let rank = job_rank(&group);
         let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
+        let shares_buffers = if buffer_comm_hook.is_some() && !broadcast_buffers {
+            Err("buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".to_owned())
+        } else {
+            Ok(())
+        };
         let fit = check(&parameters, &buffers, &options, broadcast_buffers)
-            .and_then(|()| stepped.clone().map(drop));
+            .and_then(|()| stepped.clone().map(drop))
+            .and(shares_buffers);
         let takes_gradients = optimizer.is_some() || options.takes_sparse_gradients();
         if group.world_size() == 1 && !takes_gradients {
             fit.map_err(|reason| Error::Model { rank, reason })?;
-            let buffers = Mutex::new(CoalescedBroadcast::new(&group, Vec::new())?);
+            let broadcast = CoalescedBroadcast::new(&group, Vec::new())?;
             return Ok(Ddp {
                 model,
                 group,
@@ -328,9 +349,8 @@ impl DdpBuilder {
                 hooks: Vec::new(),
                 _allocator: None,
                 forward_sync_buffers,
-                buffers,
+                buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
                 all_buffers: Mutex::default(),
-                held: Mutex::default(),
             });
         }
         if group.world_size() == 1 {
@@ -340,10 +360,13 @@ impl DdpBuilder {
         }
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
+        let shared_by =
+            buffer_comm_hook.as_ref().map(|hook| format!("{} {:?}", hook.name(), hook.location()));
         let mut lines = vec![format!(
             "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
-             {forward_sync_buffers}, comm_hook: {}, optimizer_in_backward: {}",
+             {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}",
             comm_hook.name(),
+            shared_by.unwrap_or_else(|| "none".to_owned()),
             stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
         )];
         match &settings {
@@ -386,7 +409,7 @@ impl DdpBuilder {
         });
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
-        let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
+        let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
         Ok(Ddp {
             model,
             group,
@@ -394,9 +417,8 @@ impl DdpBuilder {
             hooks,
             _allocator: allocator,
             forward_sync_buffers,
-            buffers: Mutex::new(buffers),
+            buffers: Mutex::new(Buffers { broadcast, held, hook: buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
-            held: Mutex::new(held),
         })
     }
 }
@@ -406,7 +428,7 @@ struct WrappedParts {
     reducer: Arc<Reducer>,
     hooks: Vec<GradHook>,
     allocator: Allocator,
-    buffers: CoalescedBroadcast,
+    broadcast: CoalescedBroadcast,
     held: Vec<HeldBuffer>,
 }
 
@@ -426,14 +448,14 @@ impl WrappedParts {
             // Here, in the broadcast, and in the list of all buffers.
             .map(|(name, tensor)| HeldBuffer { name, tensor, others: 3 })
             .collect();
-        let buffers = CoalescedBroadcast::new(&own, to_broadcast)?;
+        let broadcast = CoalescedBroadcast::new(&own, to_broadcast)?;
         held.retain(HeldBuffer::is_held);
         let (path, allocator) =
             reduce_path(&own, settings, &parameters[0].1, reduction.options.op)?;
         let (trained, frozen) = by_training(numbered(parameters));
         let reducer = Reducer::new(own, path, trained, frozen, reduction)?;
         let hooks = reducer.install_hooks()?;
-        Ok(Self { reducer, hooks, allocator, buffers, held })
+        Ok(Self { reducer, hooks, allocator, broadcast, held })
     }
 }
 

@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
-use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast};
+use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 use tch::nn::{Module, ModuleT};
 
+use crate::buffers::{BufferCommHookLocation, Buffers};
 use crate::error::{Error, Result, job_rank};
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::reducer::Reducer;
@@ -77,27 +78,11 @@ pub struct Ddp<M> {
     /// Dropped with the wrapper, so that the bare model is left as it was.
     pub(crate) hooks: Vec<GradHook>,
     pub(crate) _allocator: Option<Arc<ArenaAllocatorGuard>>,
-    /// Whether each forward in training mode broadcasts the buffers.
+    /// Whether each forward in training mode shares the buffers.
     pub(crate) forward_sync_buffers: bool,
-    pub(crate) buffers: Mutex<CoalescedBroadcast>,
-    /// All buffers, also those that are not broadcast.
+    pub(crate) buffers: Mutex<Buffers>,
+    /// All buffers, also those that are not shared.
     pub(crate) all_buffers: Mutex<Vec<Tensor>>,
-    pub(crate) held: Mutex<Vec<HeldBuffer>>,
-}
-
-/// A buffer that the model itself held when it was wrapped, beside the handles of its owners.
-pub(crate) struct HeldBuffer {
-    pub name: String,
-    pub tensor: Tensor,
-    /// The handles that are left once the model has replaced the buffer.
-    pub others: usize,
-}
-
-impl HeldBuffer {
-    /// Returns whether the model, or somebody else, still holds the buffer.
-    pub fn is_held(&self) -> bool {
-        flow_autograd::use_count(&self.tensor) > self.others
-    }
 }
 
 impl<M> Ddp<M> {
@@ -165,12 +150,13 @@ impl<M> Ddp<M> {
     }
 
     /// Gives all ranks rank 0's buffers, or in [`Ddp::join_with`] another rank's, as `forward_t` does
-    /// in training mode. A step with several forwards under [`Ddp::no_sync`], which leave buffers
+    /// in training mode; or calls the
+    /// [hook](crate::DdpBuilder::buffer_comm_hook) that does so. A step with several forwards under [`Ddp::no_sync`], which leave buffers
     /// alone, calls this once before them. So does whoever has turned
     /// [`forward_sync_buffers`](crate::DdpBuilder::forward_sync_buffers) off. All ranks call this.
     ///
     /// # Errors
-    /// A failure of this rank or another; a buffer that the model has replaced.
+    /// A failure of this rank or another; a buffer that the model has replaced; the hook's.
     pub fn sync_buffers(&self) -> Result<()> {
         let Some(reducer) = &self.reducer else { return Ok(()) };
         reducer.check_process("forward")?;
@@ -178,36 +164,34 @@ impl<M> Ddp<M> {
             return Ok(());
         }
         // The others wait for this rank's buffers: an error in them must reach all ranks.
-        self.broadcast_buffers(reducer).inspect_err(|error| {
+        self.share_buffers(reducer).inspect_err(|error| {
             if !matches!(error, Error::Comm(_) | Error::EndedEarly { .. }) {
                 reducer.abort(&error.to_string());
             }
         })
     }
 
-    fn broadcast_buffers(&self, reducer: &Reducer) -> Result<()> {
+    fn share_buffers(&self, reducer: &Reducer) -> Result<()> {
         let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-        if !buffers.is_empty() {
-            let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(replaced) = held.iter().find(|buffer| !buffer.is_held()) {
-                let reason = format!(
-                    "the model has another tensor in place of the buffer {} since it was wrapped, \
-                     which ranks would not share (or whoever else held the buffer then has dropped \
-                     it): copy into the buffer (copy_), or wrap the model again",
-                    replaced.name
-                );
-                return Err(Error::Model { rank: job_rank(&self.group), reason });
-            }
-            let root = reducer.announce_buffers()?;
-            reducer.broadcast(&mut buffers, root)?;
+        if buffers.broadcast.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        buffers.check(&self.group)?;
+        let root = reducer.announce_buffers()?;
+        buffers.share(reducer.group(), root)
+    }
+
+    /// Shares the buffers in a forward in training mode that is at this place.
+    fn sync_buffers_in_forward(&self, now: BufferCommHookLocation) -> Result<()> {
+        let buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_now = self.forward_sync_buffers && buffers.location() == now;
+        drop(buffers);
+        if is_now { self.sync_buffers() } else { Ok(()) }
     }
 }
 
 impl<M: ModuleT> Ddp<M> {
-    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers, or
-    /// [`Error::EndedEarly`].
+    /// Runs `forward_t`. The error is that of [`Ddp::sync_buffers`], or [`Error::EndedEarly`].
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train && self.reducer.is_some() && self.hooks.is_empty() {
             let reason = "a refresh has failed half-way: wrap the model again".to_owned();
@@ -216,11 +200,14 @@ impl<M: ModuleT> Ddp<M> {
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.announce_forward()?;
         }
-        if train && self.forward_sync_buffers {
-            self.sync_buffers()?;
+        if train {
+            self.sync_buffers_in_forward(BufferCommHookLocation::PreForward)?;
         }
         let _phase = self.reducer.as_ref().filter(|_| train).map(|reducer| reducer.begin_forward());
         let output = self.model.forward_t(input, train);
+        if train {
+            self.sync_buffers_in_forward(BufferCommHookLocation::PostForward)?;
+        }
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.follow(&output)?;
         }
@@ -237,7 +224,7 @@ impl<M: Module> Ddp<M> {
 }
 
 impl<M: ModuleT> ModuleT for Ddp<M> {
-    /// A failure to broadcast the buffers is returned by the backward that follows, on all ranks;
+    /// A failure to share the buffers is returned by the backward that follows, on all ranks;
     /// use [`Ddp::try_forward_t`] to have it here.
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
         self.try_forward_t(input, train).unwrap_or_else(|error| {

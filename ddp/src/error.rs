@@ -84,6 +84,14 @@ pub enum Error {
         /// The hook's own text, or what it should have returned.
         reason: String,
     },
+    /// The hook that communicates buffers failed.
+    #[error("rank {rank}: the buffers' communication hook: {reason}")]
+    BufferCommHook {
+        /// This rank.
+        rank: usize,
+        /// The hook's own text.
+        reason: String,
+    },
     /// A [`join`](crate::join()) cannot begin, or a joinable has failed in it.
     #[error("rank {rank}: join: {reason}")]
     Join {
@@ -182,6 +190,14 @@ impl Error {
         passed_through(error).unwrap_or_else(|error| Self::CommHook {
             rank: job_rank(group),
             bucket,
+            reason: error.to_string(),
+        })
+    }
+
+    /// Returns an error of the hook that communicates buffers, or one that passed through it.
+    pub(crate) fn in_buffer_comm_hook(group: &ProcessGroup, error: BoxError) -> Self {
+        passed_through(error).unwrap_or_else(|error| Self::BufferCommHook {
+            rank: job_rank(group),
             reason: error.to_string(),
         })
     }

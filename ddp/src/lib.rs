@@ -9,6 +9,8 @@
 //! | [`DistributedSampler`] | `torch.utils.data.distributed.DistributedSampler` |
 //! | [`WeightedRandomSampler`], [`BatchSampler`], [`Sampler`] | the same in `torch.utils.data` |
 //! | [`DdpBuilder::optimizer_in_backward`], [`OptimizerInBackward`] | `torch.distributed.optim._apply_optimizer_in_backward` |
+//! | [`ModelAverager`] | `torch.distributed.algorithms.model_averaging` |
+//! | [`DiLoCo`] | torchft's `DiLoCo` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
@@ -32,16 +34,19 @@
 
 mod backward_state;
 mod bucket;
+mod buffers;
 mod builder;
 #[doc(hidden)]
 pub mod checkpoint;
 pub mod comm_hooks;
 mod data;
 mod ddp;
+mod diloco;
 mod error;
 mod grad_layout;
 mod grad_reducer;
 mod join;
+mod model_averager;
 mod model_check;
 mod optimizer;
 mod optimizer_in_backward;
@@ -57,6 +62,7 @@ mod sync_batchnorm;
 
 pub use bucket::comm_hook::{CommHook, GradBucket};
 pub use bucket::pending::Pending;
+pub use buffers::{BufferCommHook, BufferCommHookLocation};
 pub use builder::DdpBuilder;
 pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
 pub use data::batch_sampler::BatchSampler;
@@ -74,12 +80,14 @@ pub use data::shuffle::Shuffle;
 pub use data::token_file::{TokenDataset, TokenError, TokenFile, TokenKind};
 pub use data::weighted::WeightedRandomSampler;
 pub use ddp::{Ddp, NoSync};
+pub use diloco::{DiLoCo, DiLoCoOptions};
 pub use error::{Error, Result};
 pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
 pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};
+pub use model_averager::ModelAverager;
 pub use optimizer::TryBackwardStep;
 pub use optimizer_in_backward::OptimizerInBackward;
 pub use stats::{BucketStats, BucketTimes, Stats};

@@ -15,7 +15,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use flow_autograd::{BoxError, GradHook};
 use flow_comm::{ForkSafe, ProcessGroup, trace};
-use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
 use crate::backward_state::BackwardState;
@@ -205,12 +204,6 @@ impl Reducer {
     pub fn abort(&self, cause: &str) {
         self.group.abort(cause);
         self.path.abort(cause);
-    }
-
-    /// Gives all ranks the root's buffers. It uses the group in which gradients are reduced, so that
-    /// a rank that is out of step finds the others in backward.
-    pub fn broadcast(&self, buffers: &mut CoalescedBroadcast, root: usize) -> Result<()> {
-        Ok(buffers.run(&self.group, root)?)
     }
 
     /// Returns whether `.grad` is a view of its bucket after a backward.

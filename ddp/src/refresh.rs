@@ -38,7 +38,7 @@ impl<M> Ddp<M> {
         let broadcast = CoalescedBroadcast::new(group, unfrozen).map_err(Error::from);
         let mut broadcast = agree(group, broadcast)?;
         if !broadcast.is_empty() {
-            agree(group, reducer.broadcast(&mut broadcast, 0))?;
+            agree(group, broadcast.run(group, 0).map_err(Error::from))?;
         }
         // A hook that is dropped takes another one of its parameter with it.
         self.hooks.clear();

@@ -99,6 +99,12 @@ impl CoalescedBroadcast {
         Ok(Self { names, tensors, sizes, buffers })
     }
 
+    /// Returns the tensors with their names.
+    pub fn named(&self) -> Vec<(String, Tensor)> {
+        let tensors = self.tensors.iter().map(Tensor::shallow_clone);
+        self.names.iter().cloned().zip(tensors).collect()
+    }
+
     /// Returns whether there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()

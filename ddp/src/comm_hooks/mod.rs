@@ -6,6 +6,7 @@
 //! | [`Fp16Compress`] | `default_hooks.fp16_compress_hook` |
 //! | [`Bf16Compress`] | `default_hooks.bf16_compress_hook` |
 //! | [`PowerSgd`] | `powerSGD_hook.powerSGD_hook` |
+//! | [`PostLocalSgd`] | `post_localSGD_hook.post_localSGD_hook` |
 //! | [`TopK`] | none |
 //! | [`Quantize`] | `quantization_hooks.quantization_pertensor_hook`, `quantization_perchannel_hook` |
 //!
@@ -15,6 +16,7 @@
 mod all_reduce;
 mod bf16_compress;
 mod fp16_compress;
+mod post_local_sgd;
 mod power_sgd;
 mod quantize;
 mod top_k;
@@ -22,6 +24,7 @@ mod top_k;
 pub use all_reduce::AllReduce;
 pub use bf16_compress::Bf16Compress;
 pub use fp16_compress::Fp16Compress;
+pub use post_local_sgd::PostLocalSgd;
 pub use power_sgd::PowerSgd;
 pub use quantize::Quantize;
 pub use top_k::TopK;
@@ -29,7 +32,7 @@ pub use top_k::TopK;
 use tch::Kind;
 
 /// Returns the kind in which a hook computes with gradients of this kind.
-fn wide(kind: Kind) -> Kind {
+pub(crate) fn wide(kind: Kind) -> Kind {
     match kind {
         Kind::Half | Kind::BFloat16 => Kind::Float,
         other => other,

@@ -33,7 +33,7 @@ impl Quantize {
     }
 
     /// Returns the bytes of each channel, and the smallest element and the step of each.
-    fn quantized(&self, flat: &Tensor) -> Result<(Tensor, Tensor), TchError> {
+    pub(crate) fn quantized(&self, flat: &Tensor) -> Result<(Tensor, Tensor), TchError> {
         let length = flat.numel() as i64;
         let channel =
             self.channel.map_or(length, |channel| channel.min(flat.numel()) as i64).max(1);
@@ -46,6 +46,15 @@ impl Quantize {
         let safe = step.f_where_self(&step.f_gt(0.0)?, &step.f_ones_like()?)?;
         let bytes = rows.f_sub(&smallest)?.f_div(&safe)?.f_round()?.f_clamp(0.0, 255.0)?;
         Ok((bytes.f_to_kind(Kind::Uint8)?, Tensor::f_cat(&[smallest, step], 1)?))
+    }
+
+    /// Returns the mean of so many elements, from the bytes and ranges of all ranks.
+    pub(crate) fn mean(bytes: &Tensor, ranges: &Tensor, length: i64) -> Result<Tensor, TchError> {
+        let smallest = ranges.f_narrow(2, 0, 1)?;
+        let step = ranges.f_narrow(2, 1, 1)?;
+        let values = bytes.f_to_kind(ranges.kind())?.f_mul(&step)?.f_add(&smallest)?;
+        let mean = values.f_mean_dim(0i64, false, ranges.kind())?;
+        mean.f_view([-1])?.f_narrow(0, 0, length)
     }
 }
 
@@ -62,11 +71,7 @@ impl CommHook for Quantize {
         let group = bucket.group();
         let bytes = group.all_gather_tensor(&bytes)?;
         let ranges = group.all_gather_tensor(&ranges)?;
-        let smallest = ranges.f_narrow(2, 0, 1)?;
-        let step = ranges.f_narrow(2, 1, 1)?;
-        let values = bytes.f_to_kind(ranges.kind())?.f_mul(&step)?.f_add(&smallest)?;
-        let mean = values.f_mean_dim(0i64, false, ranges.kind())?;
-        Ok(Pending::ready(mean.f_view([-1])?.f_narrow(0, 0, length)?.f_to_kind(kind)?))
+        Ok(Pending::ready(Self::mean(&bytes, &ranges, length)?.f_to_kind(kind)?))
     }
 
     fn waits_for_ranks(&self) -> bool {

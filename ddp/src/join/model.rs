@@ -5,10 +5,10 @@ use std::sync::{Mutex, PoisonError};
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
-use flow_tensor::CoalescedBroadcast;
 
 use super::joining::{BUFFERS, FORWARD, root_of};
 use super::{JoinContext, JoinHook, JoinOptions, Joinable, join};
+use crate::buffers::Buffers;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::reducer::Reducer;
@@ -91,7 +91,7 @@ impl<M> Joinable for Ddp<M> {
 
 struct ModelHook<'a> {
     reducer: Option<&'a Reducer>,
-    buffers: &'a Mutex<CoalescedBroadcast>,
+    buffers: &'a Mutex<Buffers>,
 }
 
 impl JoinHook for ModelHook<'_> {
@@ -101,7 +101,7 @@ impl JoinHook for ModelHook<'_> {
             FORWARD => {}
             BUFFERS => {
                 let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-                reducer.broadcast(&mut buffers, root_of(active))?;
+                buffers.share(reducer.group(), root_of(active))?;
             }
             step => reducer.shadow_backward(step as u32, active)?,
         }
@@ -111,7 +111,7 @@ impl JoinHook for ModelHook<'_> {
     fn post_hook(&mut self, last_joiners: &[usize]) -> Result<(), BoxError> {
         if let Some(reducer) = self.reducer {
             let mut buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
-            reducer.broadcast_model(last_joiners, &mut buffers)?;
+            reducer.broadcast_model(last_joiners, &mut buffers.broadcast)?;
         }
         Ok(())
     }

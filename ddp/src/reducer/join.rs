@@ -118,7 +118,7 @@ impl Reducer {
         let root = root_of(last_joiners);
         CoalescedBroadcast::new(&self.group, self.named_parameters())?.run(&self.group, root)?;
         if !buffers.is_empty() {
-            self.broadcast(buffers, root)?;
+            buffers.run(&self.group, root)?;
         }
         Ok(())
     }

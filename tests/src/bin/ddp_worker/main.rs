@@ -1,6 +1,7 @@
 //! Runs one scenario that needs libtorch: `ddp_worker ddp::NAME`, `ddp_worker forks::NAME`.
 
 mod accumulation;
+mod buffer_hook;
 mod checkpoints;
 mod compression;
 mod equivalence;
@@ -12,6 +13,7 @@ mod hooks;
 mod join;
 mod join_random;
 mod lifecycle;
+mod local_sgd;
 mod models;
 mod nested;
 mod optimizer_in_backward;
@@ -112,6 +114,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("refreshed", lifecycle::refreshed, ALL_AND_NODES),
     scenario("buffers", lifecycle::buffers, ALL),
     scenario("changed", lifecycle::changed, ALL),
+    scenario("buffer_hook", buffer_hook::averaged, ALL_AND_NODES),
+    scenario("buffer_hook_by_hand", buffer_hook::by_hand, ALL),
+    scenario("buffer_hook_in_join", buffer_hook::in_join, ALL_AND_NODES),
+    scenario("buffer_hook_misused", buffer_hook::misused, ALL),
     scenario("wrapped_again", lifecycle::wrapped_again, CPU),
     scenario("joined_again", lifecycle::joined_again, CPU),
     scenario("sub_group", lifecycle::sub_group, ALL),
@@ -140,6 +146,12 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_unused", compression::unused, ALL),
     scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
     scenario("differing_hooks", hooks::differing, ALL),
+    scenario("post_local_sgd", local_sgd::post_local, ALL_AND_NODES),
+    scenario("hierarchical_averages", local_sgd::hierarchical, ALL_AND_NODES),
+    scenario("diloco", local_sgd::diloco, ALL_AND_NODES),
+    scenario("diloco_quantized", local_sgd::diloco_quantized, ALL_AND_NODES),
+    scenario("diloco_resumed", local_sgd::diloco_resumed, ALL),
+    scenario("local_sgd_misused", local_sgd::misused, ALL),
     scenario("join_random", join_random::trained, AND_THREADS),
     scenario("join_ended_early", join::ended_early, ALL_AND_NODES),
     scenario("join_ended_early_in_forward_t", join::ended_early_in_forward_t, ALL),
