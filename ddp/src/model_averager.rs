@@ -95,7 +95,9 @@ impl ModelAverager {
             return Ok(false);
         }
         let passed = step - self.origin;
-        let Some((_, group)) = self.levels.iter().rfind(|(period, _)| passed % period == 0) else {
+        let Some((_, group)) =
+            self.levels.iter().rfind(|(period, _)| passed.is_multiple_of(*period))
+        else {
             return Ok(false);
         };
         tch::no_grad(|| group.all_reduce_coalesced(&mut trained(vs), ReduceOp::Avg))?;
@@ -120,7 +122,7 @@ fn check(group: &ProcessGroup, periods_and_sizes: &[(u64, usize)]) -> Result<()>
         if period <= before {
             return Err(unfit(group, format!("the period {period} must be above {before}")));
         }
-        if size == 0 || ranks % size != 0 {
+        if !ranks.is_multiple_of(size) {
             return Err(unfit(group, format!("{size} ranks must divide the group's {ranks}")));
         }
         before = period;

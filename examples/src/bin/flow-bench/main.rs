@@ -8,6 +8,7 @@
 
 mod allreduce;
 mod boxing;
+mod comm_hooks;
 mod gpt;
 mod in_turn;
 mod join;
@@ -47,6 +48,8 @@ enum Command {
     Join(in_turn::Options),
     /// A training step with Ddp, with an optimizer that steps after backward and in it, on all ranks
     OptimizerInBackward(optimizer_in_backward::Options),
+    /// A training with a communication hook, local SGD or DiLoCo, on all ranks
+    CommHooks(comm_hooks::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -71,6 +74,7 @@ fn main() -> ExitCode {
         Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
         Command::Join(options) => join::run(options),
         Command::OptimizerInBackward(options) => optimizer_in_backward::run(options),
+        Command::CommHooks(options) => comm_hooks::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),

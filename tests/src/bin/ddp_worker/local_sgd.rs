@@ -117,7 +117,7 @@ pub fn post_local(group: &ProcessGroup) -> Result<()> {
 /// Parts of the group average more often than all of it.
 pub fn hierarchical(group: &ProcessGroup) -> Result<()> {
     let ranks = group.world_size();
-    let part = if ranks % 2 == 0 { 2 } else { 1 };
+    let part = if ranks.is_multiple_of(2) { 2 } else { 1 };
     let mut model = Model::new()?;
     let mut averager = ModelAverager::hierarchical(group, &[(2, part), (6, ranks)], 1)?;
     let mut twins = twins(ranks)?;

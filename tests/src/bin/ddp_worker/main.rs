@@ -65,6 +65,8 @@ const AND_THREADS: &[Job] = &[
 ];
 /// Gradients are reduced where backward has put them.
 const IN_PLACE: &[Job] = &[CPU[0], CPU[1], CPU[3]];
+/// Where gradients' way makes no difference.
+const EACH_TRANSPORT: &[Job] = &[CPU[0], CPU[1], GPUS[0], NODES[0]];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
 const SCENARIOS: &[Scenario] = &[
@@ -147,11 +149,11 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
     scenario("differing_hooks", hooks::differing, ALL),
     scenario("post_local_sgd", local_sgd::post_local, ALL_AND_NODES),
-    scenario("hierarchical_averages", local_sgd::hierarchical, ALL_AND_NODES),
-    scenario("diloco", local_sgd::diloco, ALL_AND_NODES),
-    scenario("diloco_quantized", local_sgd::diloco_quantized, ALL_AND_NODES),
-    scenario("diloco_resumed", local_sgd::diloco_resumed, ALL),
-    scenario("local_sgd_misused", local_sgd::misused, ALL),
+    scenario("hierarchical_averages", local_sgd::hierarchical, EACH_TRANSPORT),
+    scenario("diloco", local_sgd::diloco, EACH_TRANSPORT),
+    scenario("diloco_quantized", local_sgd::diloco_quantized, EACH_TRANSPORT),
+    scenario("diloco_resumed", local_sgd::diloco_resumed, EACH_TRANSPORT),
+    scenario("local_sgd_misused", local_sgd::misused, EACH_TRANSPORT),
     scenario("join_random", join_random::trained, AND_THREADS),
     scenario("join_ended_early", join::ended_early, ALL_AND_NODES),
     scenario("join_ended_early_in_forward_t", join::ended_early_in_forward_t, ALL),
