@@ -236,12 +236,23 @@ impl fmt::Display for OpDescriptor {
             write!(f, ", root {}", self.root)?;
         }
         if let Some(bucket) = self.bucket {
-            write!(f, ", bucket {bucket}")?;
+            write!(f, ", {}", bucket_name(bucket))?;
         }
         if self.step > 0 {
             write!(f, ", step {}", self.step)?;
         }
         write!(f, ")")
+    }
+}
+
+/// The number of a bucket without gradients: what ranks in a join tell each other.
+pub const JOIN_NOTICE: u32 = u32::MAX - 1;
+
+/// Names a bucket, for errors and reports.
+pub fn bucket_name(bucket: u32) -> String {
+    match bucket {
+        JOIN_NOTICE => "a notice in a join".to_owned(),
+        number => format!("bucket {number}"),
     }
 }
 
@@ -313,5 +324,14 @@ mod tests {
             }
         }
         assert_eq!(OpDescriptor::read(&DescriptorWords::default()), Err(UNREADABLE));
+    }
+
+    #[test]
+    fn buckets_are_named() {
+        let reduction = OpDescriptor::new(Kind::AllReduce, DType::I64, 4);
+        let bucket = OpDescriptor { bucket: Some(3), step: 2, ..reduction };
+        assert!(bucket.to_string().ends_with("sum, bucket 3, step 2)"), "{bucket}");
+        let notice = OpDescriptor { bucket: Some(JOIN_NOTICE), ..reduction };
+        assert!(notice.to_string().ends_with("sum, a notice in a join)"), "{notice}");
     }
 }

@@ -61,6 +61,7 @@ mod world;
 
 pub use buffer::{Buffer, SharedBuffer};
 pub use collectives::Peers;
+pub use descriptor::JOIN_NOTICE;
 pub use error::{Error, Result};
 pub use flow_kernels::{DType, Element, ReduceOp, bf16, digest, f16};
 pub use flow_store as store;

@@ -7,7 +7,7 @@ use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
 use tch::{Kind, Tensor};
 
-use crate::bucket::assignment::{Item, assign};
+use crate::bucket::assignment::{Caps, Item, assign};
 use crate::bucket::pending::{Pending, Reduced};
 use crate::bucket::sparse::SparseBucket;
 use crate::bucket::{Bucket, ReducePath};
@@ -17,6 +17,7 @@ use crate::options::{Delayed, Options};
 use crate::parameter::{Parameter, by_training, numbered};
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
+use crate::tuning::Tuning;
 
 /// A bucket in its place in the order of launches.
 pub(crate) struct ScheduledBucket {
@@ -178,6 +179,10 @@ pub(crate) struct BackwardState {
     /// How many buckets the optimizer has applied, the first ones, in this backward.
     pub applied: usize,
     pub rebuilt: bool,
+    /// The order in which gradients come, once the buckets are rebuilt for it.
+    pub order: Vec<usize>,
+    /// The trial of sizes of buckets, while it lasts.
+    pub tuning: Option<Tuning>,
     /// Another rank lacks gradients and has failed: backward runs to its end, where all ranks learn
     /// what each lacks.
     pub peer_misses_grads: bool,
@@ -217,6 +222,8 @@ impl BackwardState {
             next: 0,
             applied: 0,
             rebuilt: false,
+            order: Vec::new(),
+            tuning: None,
             peer_misses_grads: false,
             unusable: false,
             stats: Stats::default(),
@@ -263,14 +270,16 @@ impl BackwardState {
         items
     }
 
-    /// Makes the buckets anew, for gradients that come in `order`.
+    /// Makes the buckets anew, for gradients that come in `order`, with these caps.
     pub fn build(
         &mut self,
         path: &dyn ReducePath,
         options: &Options,
         order: &[usize],
+        caps: &Caps,
     ) -> Result<()> {
-        let assigned = assign(&self.items(options), order, &options.caps);
+        self.stats.bucket_cap_mb = caps.in_mib();
+        let assigned = assign(&self.items(options), order, caps);
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
@@ -291,6 +300,15 @@ impl BackwardState {
             self.buckets.push(ScheduledBucket::new(memory, members));
         }
         Ok(())
+    }
+
+    /// Returns the sizes of buckets to try. Those that make the same buckets as one before are left
+    /// out.
+    pub fn sizes_to_try(&self, options: &Options) -> Vec<Caps> {
+        let items = self.items(options);
+        let mut seen = HashSet::new();
+        let candidates = Tuning::candidates(&options.caps).into_iter();
+        candidates.filter(|caps| seen.insert(assign(&items, &self.order, caps))).collect()
     }
 
     /// Returns all parameters, trained and frozen, in the order of the model.
@@ -330,7 +348,7 @@ impl BackwardState {
         fresh.step = self.step;
         fresh.stats.backwards = self.stats.backwards;
         let order: Vec<usize> = (0..fresh.parameters.len()).rev().collect();
-        fresh.build(path, options, &order)?;
+        fresh.build(path, options, &order, &options.caps)?;
         Ok(fresh)
     }
 
@@ -422,6 +440,7 @@ impl BackwardState {
     /// asking for them waits for it.
     pub fn timed_stats(&self, path: &dyn ReducePath) -> Stats {
         let mut stats = self.stats.clone();
+        stats.is_tuning = self.tuning.is_some();
         if stats.backwards == 0 {
             return stats;
         }

@@ -104,6 +104,7 @@ impl DdpBuilder {
     fn new(group: &ProcessGroup) -> Self {
         let options = Options {
             caps: Caps::default(),
+            tune: 0,
             find_unused: false,
             static_graph: false,
             bucket_view: false,
@@ -133,6 +134,16 @@ impl DdpBuilder {
     /// one is that of all further buckets.
     pub fn bucket_cap_mb_list(mut self, caps: &[f64]) -> Self {
         self.options.caps = Caps::mib(caps);
+        self
+    }
+
+    /// Tries several sizes of buckets in the first steps, `steps` of each in turns, and keeps the
+    /// fastest (default: 0, none is tried). All ranks choose the same: another size than the
+    /// [cap](Self::bucket_cap_mb) that was set, or PyTorch's, if its median step is 2 % shorter.
+    /// [`Stats::bucket_cap_mb`](crate::Stats::bucket_cap_mb) says which. What the size is does not
+    /// change the gradients. [`Ddp::refresh`] begins anew.
+    pub fn tune(mut self, steps: u32) -> Self {
+        self.options.tune = steps;
         self
     }
 

@@ -55,6 +55,7 @@ impl GradReducer {
         };
         let options = Options {
             caps: Caps::default(),
+            tune: 0,
             find_unused: false,
             static_graph: false,
             bucket_view: false,

@@ -59,6 +59,7 @@ mod static_graph;
 mod stats;
 mod steps;
 mod sync_batchnorm;
+mod tuning;
 
 pub use bucket::comm_hook::{CommHook, GradBucket};
 pub use bucket::pending::Pending;

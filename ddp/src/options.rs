@@ -9,6 +9,8 @@ use crate::bucket::assignment::Caps;
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
     pub caps: Caps,
+    /// The steps in which each size of buckets is tried; 0: none is.
+    pub tune: u32,
     pub find_unused: bool,
     /// Each backward has the same graph.
     pub static_graph: bool,

@@ -9,6 +9,7 @@
 mod apply;
 mod backward;
 mod join;
+mod tune;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -66,7 +67,7 @@ impl Reducer {
         let Reduction { options, comm_hook, optimizer } = reduction;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let mut state = BackwardState::new(parameters, frozen, &options);
-        state.build(&*path, &options, &order)?;
+        state.build(&*path, &options, &order, &options.caps)?;
         Ok(Arc::new(Self {
             group,
             options,

@@ -7,6 +7,12 @@ use std::time::{Duration, Instant};
 pub struct Stats {
     /// Backwards that reduced gradients so far.
     pub backwards: u64,
+    /// The caps of the buckets, in MiB: see
+    /// [`DdpBuilder::bucket_cap_mb_list`](crate::DdpBuilder::bucket_cap_mb_list).
+    pub bucket_cap_mb: Vec<f64>,
+    /// Whether sizes of buckets are still being tried: see
+    /// [`DdpBuilder::tune`](crate::DdpBuilder::tune).
+    pub is_tuning: bool,
     /// The buckets, in the order of reduction.
     pub buckets: Vec<BucketStats>,
     /// The time from the first gradient to the last, without what reductions add.

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::clock::Scale;
 use super::record::Record;
+use crate::descriptor::bucket_name;
 use crate::kind::Kind;
 
 /// The number of operations that a group keeps.
@@ -144,6 +145,7 @@ impl Ring {
 
 /// Names an operation, for errors and reports.
 pub fn name(record: &Record) -> String {
-    let bucket = record.bucket.map_or(String::new(), |bucket| format!(" (bucket {bucket})"));
+    let bucket =
+        record.bucket.map_or(String::new(), |bucket| format!(" ({})", bucket_name(bucket)));
     format!("{} #{}{bucket}", record.operation, record.sequence)
 }

@@ -12,6 +12,11 @@ impl Caps {
         Self(caps.iter().map(|cap| (cap * MIB) as usize).collect())
     }
 
+    /// Returns the caps in MiB.
+    pub fn in_mib(&self) -> Vec<f64> {
+        self.0.iter().map(|&cap| cap as f64 / MIB).collect()
+    }
+
     /// Returns whether there are caps, and none is 0.
     pub fn are_positive(&self) -> bool {
         !self.0.is_empty() && !self.0.contains(&0)

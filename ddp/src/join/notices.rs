@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::tensor_from_memory;
-use flow_comm::{DType, ProcessGroup, ReduceOp, Segments};
+use flow_comm::{DType, JOIN_NOTICE, ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
 
 use super::options::JoinOptions;
@@ -19,8 +19,6 @@ use crate::error::{Error, Result, job_rank};
 const ENDED: i64 = 0;
 /// The numbers of a notice.
 const LENGTH: usize = 2;
-/// The bucket's number, in errors.
-const BUCKET: u32 = u32::MAX - 1;
 
 /// A joinable's part of a join.
 #[derive(Clone)]
@@ -136,7 +134,7 @@ impl Notices {
             .map_err(|error| failed(&group, error.to_string()))?;
         let state = State { all, backwards: 0, active: (0..ranks).collect() };
         Ok(Self {
-            segments: Arc::new(group.segments(BUCKET, DType::I64, vec![length])?),
+            segments: Arc::new(group.segments(JOIN_NOTICE, DType::I64, vec![length])?),
             group,
             groups,
             options,

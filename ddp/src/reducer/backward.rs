@@ -10,6 +10,7 @@ use flow_comm::{ReduceOp, trace};
 use super::Reducer;
 use crate::backward_state::BackwardState;
 use crate::bucket::BackwardEvent;
+use crate::bucket::assignment::Caps;
 use crate::error::{Error, Result, job_rank};
 use crate::join::joining::Joining;
 use crate::parameter::names_of;
@@ -111,11 +112,13 @@ impl Reducer {
         self.drop_grads(state, reduced.is_ok());
         let missing = reduced?;
         self.steps.end();
-        if state.rebuilt {
+        if !state.rebuilt {
+            state.rebuilt = true;
+            self.rebuild(state, missing)?;
+            self.begin_tuning(state);
             return Ok(());
         }
-        state.rebuilt = true;
-        self.rebuild(state, missing)
+        self.tune(state)
     }
 
     /// Waits for all buckets and gives the reduced gradients to the parameters. Returns the
@@ -250,11 +253,19 @@ impl Reducer {
         if state.peer_misses_grads {
             return Err(self.missing_gradients(state, &missing));
         }
-        let order: Vec<usize> = order.into_iter().map(|i| i as usize).collect();
+        state.order = order.into_iter().map(|i| i as usize).collect();
+        self.build(state, &self.options.caps)
+    }
+
+    /// Makes the buckets anew, with these caps.
+    pub(super) fn build(&self, state: &mut BackwardState, caps: &Caps) -> Result<()> {
         if self.path.grads_are_views() {
             state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
         }
-        state.build(&**self.path, &self.options, &order)
+        let order = std::mem::take(&mut state.order);
+        let built = state.build(&**self.path, &self.options, &order, caps);
+        state.order = order;
+        built
     }
 
     /// Drops the buckets' gradients. libtorch may use their memory again once its stream waits for

@@ -24,7 +24,7 @@ const WARM_UP: u64 = 10;
 /// Steps from one average of parameters to the next.
 const PERIOD: u64 = 4;
 /// Steps from one exchange of DiLoCo's to the next.
-const SYNC_EVERY: u64 = 50;
+const SYNC_EVERY: u64 = 100;
 
 #[derive(Args)]
 pub struct Options {
@@ -56,7 +56,7 @@ enum Way {
     QuantizePerChannel,
     /// Parameters are averaged every 4 steps
     PostLocalSgd,
-    /// An exchange every 50 steps
+    /// An exchange every 100 steps
     Diloco,
     /// Four fragments in 8 bits, exchanged beside training
     StreamingDiloco,

@@ -25,6 +25,7 @@ mod step;
 mod sync_batchnorm;
 mod timeline;
 mod timing;
+mod tune;
 
 use std::process::ExitCode;
 
@@ -48,6 +49,8 @@ enum Command {
     Join(in_turn::Options),
     /// A training step with Ddp, with an optimizer that steps after backward and in it, on all ranks
     OptimizerInBackward(optimizer_in_backward::Options),
+    /// A training step with Ddp, with buckets of the usual size and of one that is found, on all ranks
+    Tune(in_turn::Options),
     /// A training with a communication hook, local SGD or DiLoCo, on all ranks
     CommHooks(comm_hooks::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
         Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
         Command::Join(options) => join::run(options),
         Command::OptimizerInBackward(options) => optimizer_in_backward::run(options),
+        Command::Tune(options) => tune::run(options),
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),

@@ -26,6 +26,7 @@ mod sparse;
 mod static_graph;
 mod tensors;
 mod tied;
+mod tuned;
 mod unfit;
 mod unused;
 
@@ -133,6 +134,8 @@ const SCENARIOS: &[Scenario] = &[
     scenario("zeros_without_memory", options::zeros_without_memory, ALL),
     scenario("communication_kinds", options::communication_kinds, ALL),
     scenario("many_buckets", options::many_buckets, ALL_AND_NODES),
+    scenario("tuned", tuned::same_bits, ALL_AND_NODES),
+    scenario("tuned_in_join", tuned::in_join, ALL),
     scenario("ready_order", options::ready_order, ALL_AND_NODES),
     scenario("layouts", options::layouts, ALL),
     scenario("who_reduces", options::who_reduces, WHO_REDUCES),
