@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use flow_kernels::{DType, ReduceOp};
 
+use crate::bucket_name::bucket_name;
 use crate::kind::Kind;
 use crate::label::Label;
 use crate::trace::Start;
@@ -245,17 +246,6 @@ impl fmt::Display for OpDescriptor {
     }
 }
 
-/// The number of a bucket without gradients: what ranks in a join tell each other.
-pub const JOIN_NOTICE: u32 = u32::MAX - 1;
-
-/// Names a bucket, for errors and reports.
-pub fn bucket_name(bucket: u32) -> String {
-    match bucket {
-        JOIN_NOTICE => "a notice in a join".to_owned(),
-        number => format!("bucket {number}"),
-    }
-}
-
 /// So many elements of a type, or what a label calls them: for errors.
 pub struct Elements(pub u64, pub DType, pub Option<Label>);
 
@@ -301,6 +291,7 @@ impl fmt::Display for MessageDescriptor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bucket_name::JOIN_NOTICE;
 
     #[test]
     fn descriptors_are_read_as_they_were_written() {

@@ -33,6 +33,7 @@
 
 mod arguments;
 mod bootstrap;
+mod bucket_name;
 mod buffer;
 mod collectives;
 mod descriptor;
@@ -59,9 +60,9 @@ mod transport;
 mod work;
 mod world;
 
+pub use bucket_name::JOIN_NOTICE;
 pub use buffer::{Buffer, SharedBuffer};
 pub use collectives::Peers;
-pub use descriptor::JOIN_NOTICE;
 pub use error::{Error, Result};
 pub use flow_kernels::{DType, Element, ReduceOp, bf16, digest, f16};
 pub use flow_store as store;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use super::clock::Scale;
 use super::record::Record;
-use crate::descriptor::bucket_name;
+use crate::bucket_name::bucket_name;
 use crate::kind::Kind;
 
 /// The number of operations that a group keeps.
