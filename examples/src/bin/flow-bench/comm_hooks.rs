@@ -17,7 +17,6 @@ use serde_json::json;
 use crate::models::Model;
 
 const BATCH: usize = 50;
-const LEARNING_RATE: f64 = 0.02;
 const MOMENTUM: f64 = 0.9;
 /// Steps before times are taken. The ways that begin later do so in these.
 const WARM_UP: u64 = 10;
@@ -33,6 +32,9 @@ pub struct Options {
     /// Steps, after 10 that are not counted
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
+    /// Learning rate, with a momentum of 0.9
+    #[arg(long, default_value_t = 0.01)]
+    lr: f64,
     /// Also find out how many test images the trained model classifies rightly
     #[arg(long)]
     accuracy: bool,
@@ -66,7 +68,7 @@ pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
     tch::set_num_threads(1);
     let (train, test) = Images::load(&fashion::default_folder(), Pixels::Standardized)?;
-    let mut training = Training::new(options.way, &group)?;
+    let mut training = Training::new(options, &group)?;
     training.run(&train, WARM_UP)?;
     group.barrier()?;
     let sent_before = bytes_sent()?;
@@ -108,7 +110,8 @@ struct Training {
 }
 
 impl Training {
-    fn new(way: Way, group: &ProcessGroup) -> Result<Self> {
+    fn new(options: &Options, group: &ProcessGroup) -> Result<Self> {
+        let Options { way, lr, .. } = *options;
         tch::manual_seed(0);
         let vs = nn::VarStore::new(Device::Cpu);
         let net = Model::Lenet.build(&vs.root());
@@ -140,7 +143,7 @@ impl Training {
                 Box::new(net)
             }
         };
-        let optimizer = nn::sgd(MOMENTUM, 0.0, 0.0, false).build(&vs, LEARNING_RATE)?;
+        let optimizer = nn::sgd(MOMENTUM, 0.0, 0.0, false).build(&vs, lr)?;
         let sampler = DistributedSampler::new(60_000, group);
         Ok(Self { vs, model, optimizer, sampler, averager, diloco })
     }
