@@ -108,16 +108,36 @@ impl Process {
     }
 
     /// Waits until the process has ended, at most for `time`.
-    pub fn finish(mut self, time: Duration) -> Finished {
+    pub fn finish(self, time: Duration) -> Finished {
         let deadline = Instant::now() + time;
+        self.finish_while(|_| Instant::now() < deadline)
+    }
+
+    /// Waits until the process has ended, which writes something at least once in `time`.
+    pub fn finish_unless_silent(self, time: Duration) -> Finished {
+        let mut length = 0;
+        let mut last = Instant::now();
+        self.finish_while(|process| {
+            let now = process.stdout.length() + process.stderr.length();
+            if now > length {
+                length = now;
+                last = Instant::now();
+            }
+            last.elapsed() < time
+        })
+    }
+
+    fn finish_while(mut self, mut may_run: impl FnMut(&Self) -> bool) -> Finished {
+        let start = Instant::now();
         let status = loop {
             if let Some(status) = self.child.try_wait().expect("the child is ours") {
                 break status;
             }
             assert!(
-                Instant::now() < deadline,
-                "{} runs for more than {time:?}:\n{}",
+                may_run(&self),
+                "{} still runs after {:?}:\n{}",
                 self.pid(),
+                start.elapsed(),
                 self.output()
             );
             std::thread::sleep(Duration::from_millis(5));
@@ -159,6 +179,10 @@ impl Collected {
     pub(crate) fn so_far(&self) -> String {
         String::from_utf8_lossy(&self.text.lock().unwrap_or_else(PoisonError::into_inner))
             .into_owned()
+    }
+
+    fn length(&self) -> usize {
+        self.text.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     pub(crate) fn all(&mut self) -> String {
