@@ -78,6 +78,17 @@ pub trait OptimizerState {
     /// `state` is of another kind of optimizer, or of another model. The optimizer is then as it
     /// was.
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error>;
+
+    /// Gathers the whole state on rank `to`, for its [`state`](Self::state), where ranks share it. All
+    /// ranks call this after a step; checkpoints do. Others have nothing to gather, and do nothing.
+    ///
+    /// # Errors
+    ///
+    /// A failure of this rank or another.
+    fn consolidate_state_dict(&self, to: usize) -> Result<(), Error> {
+        let _ = to;
+        Ok(())
+    }
 }
 
 impl OptimizerState for Optimizer {

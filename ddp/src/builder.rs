@@ -20,7 +20,8 @@ use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
-use crate::optimizer_in_backward::{OptimizerChoice, OptimizerInBackward};
+use crate::optimizer_choice::OptimizerChoice;
+use crate::optimizer_in_backward::{self, OptimizerInBackward};
 use crate::options::{Delayed, Options};
 use crate::parameter::{by_training, numbered};
 use crate::reducer::{Reducer, Reduction};
@@ -346,6 +347,8 @@ impl DdpBuilder {
         } else {
             Ok(())
         };
+        let stepped =
+            stepped.map_err(|reason| format!("{}: {reason}", optimizer_in_backward::OPERATION));
         let fit = check(&parameters, &buffers, &options, broadcast_buffers)
             .and_then(|()| stepped.clone().map(drop))
             .and(shares_buffers);

@@ -11,6 +11,7 @@
 //! | [`DdpBuilder::optimizer_in_backward`], [`OptimizerInBackward`] | `torch.distributed.optim._apply_optimizer_in_backward` |
 //! | [`ModelAverager`] | `torch.distributed.algorithms.model_averaging` |
 //! | [`DiLoCo`] | torchft's `DiLoCo` |
+//! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
@@ -49,6 +50,7 @@ mod join;
 mod model_averager;
 mod model_check;
 mod optimizer;
+mod optimizer_choice;
 mod optimizer_in_backward;
 mod options;
 mod parameter;
@@ -60,6 +62,7 @@ mod stats;
 mod steps;
 mod sync_batchnorm;
 mod tuning;
+mod zero;
 
 pub use bucket::comm_hook::{CommHook, GradBucket};
 pub use bucket::pending::Pending;
@@ -93,3 +96,4 @@ pub use optimizer::TryBackwardStep;
 pub use optimizer_in_backward::OptimizerInBackward;
 pub use stats::{BucketStats, BucketTimes, Stats};
 pub use sync_batchnorm::convert_sync_batchnorm;
+pub use zero::ZeroRedundancyOptimizer;

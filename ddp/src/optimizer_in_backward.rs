@@ -1,55 +1,17 @@
 //! An optimizer that a [`Ddp`](crate::Ddp) steps in backward.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::{OptimizerState, StateDict};
 use flow_comm::{ForkSafe, ProcessGroup};
-use tch::nn::OptimizerConfig;
-use tch::{COptimizer, Device, Kind, TchError, Tensor};
+use tch::{COptimizer, TchError, Tensor};
 
 use crate::error::{Error, Result, job_rank};
+use crate::optimizer_choice::OptimizerChoice;
 
 /// The operation's name in errors.
-const OPERATION: &str = "optimizer_in_backward";
-
-/// The optimizer that is chosen before a model is wrapped.
-pub(crate) struct OptimizerChoice {
-    build: Box<dyn Fn() -> Result<COptimizer, TchError> + Send>,
-    learning_rate: f64,
-    /// The groups that parameters have in their `VarStore`, by identity; 0 of others.
-    pub groups: HashMap<usize, usize>,
-}
-
-impl OptimizerChoice {
-    pub fn new(config: impl OptimizerConfig + Send + 'static, learning_rate: f64) -> Self {
-        let build = Box::new(move || config.build_copt(learning_rate));
-        Self { build, learning_rate, groups: HashMap::new() }
-    }
-
-    /// Describes what must be equal on all ranks, in a line. The error is that of a choice that makes
-    /// no sense.
-    pub fn describe(&self) -> Result<String, String> {
-        let like = Tensor::zeros([0], (Kind::Float, Device::Cpu));
-        let built = self.build_for(&like).map_err(|error| one_line(&error.to_string()));
-        let state = built.and_then(|built| built.state().map_err(|error| error.to_string()));
-        let state = state.map_err(|reason| format!("{OPERATION}: {reason}"))?;
-        let kind = state.parameters[0].split(" of ").next().unwrap_or_default();
-        Ok(format!("{kind} with learning rate {}", self.learning_rate))
-    }
-
-    fn build_for(&self, parameter: &Tensor) -> Result<COptimizer, TchError> {
-        let mut optimizer = (self.build)()?;
-        optimizer.add_parameters(parameter, 0)?;
-        Ok(optimizer)
-    }
-}
-
-/// libtorch's errors have lines that name its sources.
-fn one_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().to_owned()
-}
+pub(crate) const OPERATION: &str = "optimizer_in_backward";
 
 /// The optimizer that a [`Ddp`](crate::Ddp) steps in backward: see
 /// [`DdpBuilder::optimizer_in_backward`](crate::DdpBuilder::optimizer_in_backward). This is a handle;

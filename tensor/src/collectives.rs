@@ -86,6 +86,12 @@ pub trait TensorCollectives {
         operation::all_gather(self.group(), tensor)?.run(self.group())
     }
 
+    /// Gathers all ranks' `input`, one after the other, in `output`, which has as many elements as all
+    /// of them.
+    fn all_gather_into_tensor(&self, output: &mut Tensor, input: &Tensor) -> Result<()> {
+        operation::all_gather_into(self.group(), output, input)?.run(self.group()).map(drop)
+    }
+
     /// Reduces `tensor` over all ranks; rank r gets `tensor[r]` of the result. The first dimension
     /// is the number of ranks.
     fn reduce_scatter_tensor(&self, tensor: &Tensor, op: ReduceOp) -> Result<Tensor> {

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`TensorCollectives::all_reduce_tensor`], `reduce_` | `all_reduce`, `reduce` |
 //! | [`TensorCollectives::broadcast_tensor`] | `broadcast` |
-//! | [`TensorCollectives::all_gather_tensor`] | `all_gather_into_tensor` |
+//! | [`TensorCollectives::all_gather_tensor`] | `all_gather` |
+//! | [`TensorCollectives::all_gather_into_tensor`] | the same |
 //! | [`TensorCollectives::reduce_scatter_tensor`] | `reduce_scatter_tensor` |
 //! | [`TensorCollectives::all_to_all_tensor`] | `all_to_all_single` |
 //! | `all_gather_v_`, `reduce_scatter_v_`, `all_to_all_v_` | the same with uneven sizes |

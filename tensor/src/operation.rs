@@ -249,6 +249,14 @@ pub(crate) fn all_gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Call> 
     Call::new(group, AllGather, Some(tensor), Output::New(shape))
 }
 
+pub(crate) fn all_gather_into(
+    group: &ProcessGroup,
+    output: &Tensor,
+    input: &Tensor,
+) -> Result<Call> {
+    Call::new(group, AllGather, Some(input), Output::Given(output))
+}
+
 pub(crate) fn reduce_scatter(group: &ProcessGroup, tensor: &Tensor, op: ReduceOp) -> Result<Call> {
     let operation = ReduceScatter(op);
     let size = tensor.size();

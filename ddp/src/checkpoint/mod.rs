@@ -148,10 +148,13 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         model.synchronize()?;
+        let path = self.folder.checkpoint(step);
+        optimizer
+            .consolidate_state_dict(0)
+            .map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
         if self.group.rank() != 0 {
             return Ok(());
         }
-        let path = self.folder.checkpoint(step);
         let optimizer =
             optimizer.state().map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
         let state = SavedState {

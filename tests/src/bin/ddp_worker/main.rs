@@ -17,6 +17,7 @@ mod local_sgd;
 mod models;
 mod nested;
 mod optimizer_in_backward;
+mod optimizers;
 mod options;
 mod out_of_step;
 mod parity;
@@ -29,6 +30,8 @@ mod tied;
 mod tuned;
 mod unfit;
 mod unused;
+mod zero;
+mod zero_misused;
 
 use std::process::ExitCode;
 
@@ -97,6 +100,13 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_memory", optimizer_in_backward::memory, IN_PLACE),
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
+    scenario("zero_random", zero::random, AND_THREADS),
+    scenario("zero_layouts", zero::layouts, ALL_AND_NODES),
+    scenario("zero_memory", zero::memory, CPU),
+    scenario("zero_resumed", zero::resumed, ALL_AND_NODES),
+    scenario("zero_joined", zero::joined, ALL_AND_NODES),
+    scenario("zero_misused", zero_misused::misused, ALL_AND_NODES),
+    scenario("zero_failing", zero_misused::failing, ALL_AND_NODES),
     scenario("unused_reported", reported::unused, ALL_AND_NODES),
     scenario("frozen_later", reported::frozen_later, ALL),
     scenario("differing_models", reported::differing_models, ALL),

@@ -7,92 +7,12 @@ use flow_autograd::{OptimizerState, map_gradient};
 use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::{Bf16Compress, PowerSgd};
 use flow_ddp::{Ddp, DdpBuilder, Error, OptimizerInBackward};
-use tch::nn::{self, Adam, AdamW, Optimizer, OptimizerConfig, RmsProp, Sgd, VarStore};
-use tch::{COptimizer, Kind, TchError, Tensor};
+use tch::nn::{self, Optimizer, OptimizerConfig, Sgd, VarStore};
+use tch::{Kind, Tensor};
 
 use crate::helpers::{Draws, error, failure, own_group, says};
 use crate::models::{Vectors, device, on_gpu, store};
-
-const LARGE: i64 = 40_000;
-
-/// One of tch's optimizers.
-#[derive(Clone, Copy, Debug)]
-enum Config {
-    Sgd(Sgd),
-    Adam(Adam),
-    AdamW(AdamW),
-    RmsProp(RmsProp),
-}
-
-impl OptimizerConfig for Config {
-    fn build_copt(&self, learning_rate: f64) -> Result<COptimizer, TchError> {
-        match self {
-            Self::Sgd(config) => config.build_copt(learning_rate),
-            Self::Adam(config) => config.build_copt(learning_rate),
-            Self::AdamW(config) => config.build_copt(learning_rate),
-            Self::RmsProp(config) => config.build_copt(learning_rate),
-        }
-    }
-}
-
-const MOMENTUM: Sgd = Sgd { momentum: 0.9, dampening: 0.0, wd: 0.01, nesterov: true };
-
-fn configs() -> [Config; 6] {
-    [
-        Config::Sgd(Sgd::default()),
-        Config::Sgd(MOMENTUM),
-        Config::Adam(Adam::default()),
-        Config::Adam(Adam::default().amsgrad(true).wd(0.01)),
-        Config::AdamW(AdamW::default()),
-        Config::RmsProp(nn::rms_prop(0.9, 1e-6, 0.01, 0.9, true)),
-    ]
-}
-
-/// Parameters of several types, one of which has two names.
-#[derive(Debug)]
-struct Parameters(Vec<Tensor>);
-
-impl Parameters {
-    fn new(store: &VarStore, kinds: &[(i64, Kind)]) -> Self {
-        let root = store.root();
-        let mut all = Vec::new();
-        for (index, &(length, kind)) in kinds.iter().enumerate() {
-            let start = Tensor::arange(length, (Kind::Float, device())) * 0.01 + 0.5;
-            let path = root.set_group(index % 2);
-            all.push(path.add(&format!("w{index}"), start.to_kind(kind), true));
-        }
-        let _ = root.add("tied", all[0].shallow_clone(), false);
-        Self(all)
-    }
-
-    /// A loss whose gradients depend on the parameters themselves.
-    fn loss(&self, uses: &[(usize, f64)]) -> Result<Tensor> {
-        let mut sum = Tensor::zeros([], (Kind::Double, device()));
-        for &(index, factor) in uses {
-            sum += (&self.0[index] * factor).abs().square().sum(Kind::Float);
-        }
-        Ok(sum)
-    }
-}
-
-/// All variables have the same bits, NaN too.
-fn same_bits(actual: &VarStore, expected: &VarStore) -> Result<()> {
-    let expected = expected.variables();
-    for (name, tensor) in actual.variables() {
-        let [own, other] = [&tensor, &expected[&name]]
-            .map(|tensor| tensor.detach().to(tch::Device::Cpu).contiguous());
-        ensure!(
-            flow_autograd::bytes(&own)? == flow_autograd::bytes(&other)?,
-            "{name} is {own}, and {other} with an optimizer that steps after backward"
-        );
-    }
-    Ok(())
-}
-
-fn drop_gradients(store: &VarStore) -> Result<()> {
-    let trained = store.trainable_variables();
-    Ok(trained.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?)
-}
+use crate::optimizers::{Config, LARGE, Parameters, configs, drop_gradients, same_bits};
 
 fn no_gradients(store: &VarStore) -> Result<()> {
     for (name, tensor) in store.variables() {

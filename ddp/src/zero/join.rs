@@ -1,0 +1,213 @@
+//! Uneven inputs: a rank that has ended early still steps its parts, with the gradients of one that
+//! has not.
+
+use flow_autograd::BoxError;
+use flow_comm::ProcessGroup;
+use tch::{COptimizer, Device, TchError, Tensor};
+
+use super::ZeroRedundancyOptimizer;
+use super::shards::{ShardedParameter, Shards};
+use crate::error::{Error, Result, job_rank};
+use crate::join::joining::root_of;
+use crate::join::{JoinContext, JoinHook, Joinable};
+use crate::optimizer_choice::one_line;
+
+/// What is set.
+#[derive(Clone, Copy)]
+pub(crate) enum Hyperparameter {
+    LearningRate,
+    Momentum,
+    WeightDecay,
+}
+
+/// A value that a program has set, of all parameters or a group of them.
+#[derive(Clone, Copy)]
+pub(crate) struct Setting {
+    pub parameter: Hyperparameter,
+    pub group: Option<usize>,
+    pub value: f64,
+}
+
+impl Setting {
+    /// Sets the value.
+    pub fn apply(self, shards: &mut Shards) -> Result<(), String> {
+        let is_set = |parameter: &ShardedParameter| {
+            self.group.is_none_or(|group| parameter.group == group)
+        };
+        if let Some(group) = self.group.filter(|_| !shards.parameters.iter().any(is_set)) {
+            return Err(format!("no parameter is in group {group}: Path::set_group puts it there"));
+        }
+        for parameter in shards.parameters.iter_mut().filter(|parameter| is_set(parameter)) {
+            if let Some(own) = &mut parameter.own {
+                self.set(&mut own.optimizer).map_err(one_line)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set(self, optimizer: &mut COptimizer) -> Result<(), TchError> {
+        match self.parameter {
+            Hyperparameter::LearningRate => optimizer.set_learning_rate(self.value),
+            Hyperparameter::Momentum => optimizer.set_momentum(self.value),
+            Hyperparameter::WeightDecay => optimizer.set_weight_decay(self.value),
+        }
+    }
+
+    /// Returns the setting as numbers to send.
+    fn encode(self) -> [i64; NUMBERS] {
+        let group = self.group.map_or(-1, |group| group as i64);
+        [self.parameter as i64, group, self.value.to_bits() as i64]
+    }
+
+    fn decode(numbers: &[i64]) -> Self {
+        Self {
+            parameter: match numbers[0] {
+                0 => Hyperparameter::LearningRate,
+                1 => Hyperparameter::Momentum,
+                _ => Hyperparameter::WeightDecay,
+            },
+            group: usize::try_from(numbers[1]).ok(),
+            value: f64::from_bits(numbers[2] as u64),
+        }
+    }
+}
+
+/// The numbers of a setting.
+const NUMBERS: usize = 3;
+
+/// The steps of a join under way.
+pub(crate) struct JoinedSteps {
+    context: JoinContext,
+    /// What was set since the last step. Ranks that have ended do not run the program that sets it.
+    pub settings: Vec<Setting>,
+}
+
+impl ZeroRedundancyOptimizer {
+    /// Before a step in a join: gives the ranks that have ended what they need for it.
+    pub(super) fn with_ended_ranks(&self) -> Result<()> {
+        let mut joined = self.joined.borrow_mut();
+        let Some(JoinedSteps { context, settings }) = &mut *joined else { return Ok(()) };
+        let settings = std::mem::take(settings);
+        let active = context.notify(settings.len() as i64)?;
+        if self.group.rank() != root_of(&active) {
+            return Ok(());
+        }
+        let ended = (0..self.group.world_size()).filter(|rank| !active.contains(rank));
+        let sent = ended.into_iter().try_for_each(|rank| self.send_step(rank, &settings));
+        sent.inspect_err(|error| self.group.abort(&error.to_string()))
+    }
+
+    /// Sends a rank what was set, and the gradients of its parts.
+    fn send_step(&self, to: usize, settings: &[Setting]) -> Result<()> {
+        let settings: Vec<i64> = settings.iter().flat_map(|setting| setting.encode()).collect();
+        if !settings.is_empty() {
+            self.group.send(&settings[..], to)?;
+        }
+        let mut are_there = Vec::new();
+        let mut bytes = Vec::new();
+        for parameter in &self.shards.borrow().parameters {
+            for shard in parameter.shards.iter().filter(|shard| shard.rank == to) {
+                let gradient = parameter.gradient(&shard.elements);
+                let gradient = gradient.map_err(|reason| self.failed(reason))?;
+                are_there.push(u8::from(gradient.is_some()));
+                if let Some(gradient) = gradient {
+                    let gradient = gradient.to_device(Device::Cpu).contiguous();
+                    let own = flow_autograd::bytes(&gradient).map_err(|error| self.failed(error))?;
+                    bytes.extend_from_slice(own);
+                }
+            }
+        }
+        for message in [are_there, bytes] {
+            if !message.is_empty() {
+                self.group.send(&message[..], to)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the step of the ranks in `active` on this one, which has ended.
+    fn shadow_step(&self, settings: usize, active: &[usize]) -> Result<()> {
+        let from = root_of(active);
+        let mut numbers = vec![0; settings * NUMBERS];
+        if !numbers.is_empty() {
+            self.group.recv(&mut numbers[..], from)?;
+        }
+        for setting in numbers.chunks_exact(NUMBERS).map(Setting::decode) {
+            setting.apply(&mut self.shards.borrow_mut()).map_err(|reason| self.failed(reason))?;
+        }
+        let gradients = self.receive_gradients(from)?;
+        self.take_step(|shards| {
+            for (parameter, gradient) in shards.parameters.iter_mut().zip(gradients) {
+                if let Some(gradient) = gradient {
+                    parameter.step(&gradient)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Receives the gradients of this rank's parts, one for each parameter that has one.
+    fn receive_gradients(&self, from: usize) -> Result<Vec<Option<Tensor>>> {
+        let shards = self.shards.borrow();
+        let own = shards.parameters.iter().filter(|parameter| parameter.own.is_some());
+        let mut are_there = vec![0u8; own.count()];
+        if !are_there.is_empty() {
+            self.group.recv(&mut are_there[..], from)?;
+        }
+        let mut are_there = are_there.into_iter().map(|is_there| is_there != 0);
+        let mut lengths = Vec::with_capacity(shards.parameters.len());
+        for parameter in &shards.parameters {
+            let own = parameter.own.as_ref().filter(|_| are_there.next() == Some(true));
+            lengths.push(own.map(|own| own.elements.len() * parameter.kind().elt_size_in_bytes()));
+        }
+        let mut bytes = vec![0u8; lengths.iter().flatten().sum()];
+        if !bytes.is_empty() {
+            self.group.recv(&mut bytes[..], from)?;
+        }
+        let mut rest = &bytes[..];
+        let mut gradients = Vec::with_capacity(lengths.len());
+        for (parameter, length) in shards.parameters.iter().zip(lengths) {
+            let Some(length) = length else {
+                gradients.push(None);
+                continue;
+            };
+            let (own, others) = rest.split_at(length);
+            rest = others;
+            let shape = [(length / parameter.kind().elt_size_in_bytes()) as i64];
+            let gradient = Tensor::f_from_data_size(own, &shape, parameter.kind());
+            let gradient = gradient.and_then(|own| own.f_to_device(parameter.tensor.device()));
+            gradients.push(Some(gradient.map_err(|error| self.failed(one_line(error)))?));
+        }
+        Ok(gradients)
+    }
+}
+
+impl Joinable for ZeroRedundancyOptimizer {
+    fn join_group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    fn join_hook(&self, context: JoinContext) -> Result<Box<dyn JoinHook + '_>, BoxError> {
+        let mut joined = self.joined.borrow_mut();
+        if joined.is_some() {
+            let reason = "the optimizer is in a join already: give it to one, once".to_owned();
+            return Err(Error::Join { rank: job_rank(&self.group), reason }.into());
+        }
+        *joined = Some(JoinedSteps { context, settings: Vec::new() });
+        Ok(Box::new(OptimizerHook(self)))
+    }
+}
+
+struct OptimizerHook<'a>(&'a ZeroRedundancyOptimizer);
+
+impl JoinHook for OptimizerHook<'_> {
+    fn main_hook(&mut self, code: i64, active: &[usize]) -> Result<(), BoxError> {
+        Ok(self.0.shadow_step(code as usize, active)?)
+    }
+}
+
+impl Drop for OptimizerHook<'_> {
+    fn drop(&mut self) {
+        self.0.joined.take();
+    }
+}

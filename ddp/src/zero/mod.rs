@@ -1,0 +1,275 @@
+//! ZeRO, stage 1 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+//! Models, 2020): ranks share the state of the optimizer.
+//!
+//! | file | what |
+//! |---|---|
+//! | `mod.rs` | [`ZeroRedundancyOptimizer`] |
+//! | `partition.rs` | which rank has which elements |
+//! | `shards.rs` | the parameters, and this rank's parts with their optimizers |
+//! | `gather.rs` | how ranks get what others have stepped |
+//! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
+//! | `join.rs` | uneven inputs |
+
+mod gather;
+mod join;
+mod partition;
+mod shards;
+mod state;
+
+use std::cell::RefCell;
+use std::fmt;
+
+use flow_autograd::StateDict;
+use flow_comm::{ProcessGroup, trace};
+use tch::Tensor;
+use tch::nn::{OptimizerConfig, VarStore};
+
+use self::gather::Gather;
+use self::join::{Hyperparameter, JoinedSteps, Setting};
+use self::shards::Shards;
+use crate::error::{Error, Result, job_rank};
+use crate::model_check::{agree, describe, device_kind, first_mismatch};
+use crate::optimizer::TryBackwardStep;
+use crate::optimizer_choice::OptimizerChoice;
+use crate::steps::last_step;
+
+/// An optimizer whose state is shared by all ranks, each of which keeps its part: PyTorch's
+/// `ZeroRedundancyOptimizer`. It is used beside [`Ddp`](crate::Ddp) as tch's optimizers are.
+///
+/// ```no_run
+/// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives, ZeroRedundancyOptimizer};
+/// use tch::nn::{self, ModuleT};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// # let group = ProcessGroup::from_env()?;
+/// # let vs = nn::VarStore::new(group.device());
+/// # let net = nn::linear(vs.root(), 784, 10, Default::default());
+/// # let (images, labels) = (tch::Tensor::new(), tch::Tensor::new());
+/// let model = Ddp::new(net, &vs, &group)?;
+/// let optimizer = ZeroRedundancyOptimizer::new(&vs, &group, nn::Adam::default(), 1e-3)?;
+/// let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+/// optimizer.backward_step(&loss)?;
+/// # Ok(()) }
+/// ```
+///
+/// A step changes this rank's parts of the parameters, and then gathers all ranks'. The weights have
+/// the same bits as with `config.build(&vs, learning_rate)`: tch's optimizers compute each element by
+/// itself. Parameters of more than 64 KiB are split over all ranks, others are a rank's alone.
+///
+/// Gradients are equal on all ranks, as [`Ddp`](crate::Ddp) leaves them. Also without it, all ranks call
+/// [`step`](Self::step) and the setters at the same places of their programs. An error of a rank in
+/// [`step`](Self::step) is one of all, and the optimizer is then of no more use.
+///
+/// [`Checkpoints`](crate::Checkpoints) save the whole state, as tch's optimizer has it: either can go on
+/// from the other's, on any number of ranks. In [`join`](crate::join()) it is given beside the model.
+pub struct ZeroRedundancyOptimizer {
+    /// The optimizer's own group.
+    group: ProcessGroup,
+    shards: RefCell<Shards>,
+    gather: RefCell<Gather>,
+    /// The whole state, if this rank has gathered it since the last step.
+    consolidated: RefCell<Option<StateDict>>,
+    joined: RefCell<Option<JoinedSteps>>,
+}
+
+impl fmt::Debug for ZeroRedundancyOptimizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ZeroRedundancyOptimizer").field("group", &self.group).finish_non_exhaustive()
+    }
+}
+
+impl ZeroRedundancyOptimizer {
+    /// Makes an optimizer of the trainable variables of `vs`, which are the same on all ranks. All ranks
+    /// call this. `config` is one of tch's optimizers.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks: models or optimizers that differ between them; a learning rate or a variable that
+    /// cannot be used; a failure of the group.
+    pub fn new(
+        vs: &VarStore,
+        group: &ProcessGroup,
+        config: impl OptimizerConfig + Send + 'static,
+        learning_rate: f64,
+    ) -> Result<Self> {
+        let rank = job_rank(group);
+        let choice = OptimizerChoice::new(config, learning_rate);
+        let chosen = choice.describe();
+        let made = chosen.and_then(|chosen| {
+            let shards = Shards::new(vs, &choice, group.rank(), group.world_size())?;
+            Ok((shards, chosen))
+        });
+        let lines = match &made {
+            Ok((shards, chosen)) => lines(shards, chosen),
+            Err(reason) => vec![format!("an optimizer that cannot be made: {reason}")],
+        };
+        if let Some(difference) = first_mismatch(group, &lines)? {
+            return Err(failed(rank, format!("the model differs between ranks: {difference}")));
+        }
+        let (shards, _) = made.map_err(|reason| failed(rank, reason))?;
+        let own = group.duplicate()?;
+        let gather = agree(&own, Gather::new(&own, &shards.parameters))?;
+        Ok(Self {
+            group: own,
+            shards: RefCell::new(shards),
+            gather: RefCell::new(gather),
+            consolidated: RefCell::default(),
+            joined: RefCell::default(),
+        })
+    }
+
+    /// Drops the gradients.
+    ///
+    /// # Errors
+    ///
+    /// Of libtorch.
+    pub fn zero_grad(&self) -> Result<()> {
+        let dropped = self.shards.borrow().zero_grad();
+        dropped.map_err(|reason| self.failed(reason))
+    }
+
+    /// Changes the parameters by their gradients, where they have any. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks: the `VarStore` has got variables since, or one has other memory; a gradient is
+    /// sparse; a failure of this rank or another, a rank that does not come in time.
+    pub fn step(&self) -> Result<()> {
+        self.group.check("step")?;
+        let _phase = trace::phase(trace::Phase::Optimizer, last_step().into());
+        self.with_ended_ranks()?;
+        self.take_step(Shards::step)
+    }
+
+    /// Runs a step, whose own part is `step`.
+    fn take_step(&self, step: impl FnOnce(&mut Shards) -> Result<(), String>) -> Result<()> {
+        self.consolidated.take();
+        let shards = &mut *self.shards.borrow_mut();
+        let stepped = shards.check().and_then(|()| step(shards));
+        let stepped = stepped.map_err(|reason| self.failed(reason));
+        let gathered = stepped.and_then(|()| {
+            if self.group.world_size() == 1 {
+                return Ok(());
+            }
+            self.gather.borrow_mut().run(&self.group)
+        });
+        // The others wait for this rank's parts.
+        gathered.inspect_err(|error| self.group.abort(&error.to_string()))
+    }
+
+    /// Drops the gradients, runs backward from `loss`, and steps.
+    ///
+    /// # Errors
+    ///
+    /// That of backward, as [`Error::from_backward`] gives it: the parameters are then as they were.
+    /// Those of [`ZeroRedundancyOptimizer::step`].
+    pub fn backward_step(&self, loss: &Tensor) -> Result<()> {
+        self.zero_grad()?;
+        loss.f_backward().map_err(Error::from_backward)?;
+        self.step()
+    }
+
+    /// Clips the norm of all gradients together to `max`, between backward and
+    /// [`step`](Self::step). Returns the norm before: 0 where there are no gradients.
+    ///
+    /// # Errors
+    ///
+    /// Of libtorch.
+    pub fn clip_grad_norm(&self, max: f64) -> Result<f64> {
+        let clipped = self.shards.borrow().clip_grad_norm(max);
+        clipped.map_err(|reason| self.failed(reason))
+    }
+
+    /// Sets the learning rate of the steps to come.
+    ///
+    /// # Errors
+    ///
+    /// Of libtorch.
+    pub fn set_lr(&self, learning_rate: f64) -> Result<()> {
+        self.set(Hyperparameter::LearningRate, None, learning_rate)
+    }
+
+    /// Sets the learning rate of a group of parameters: see [`tch::nn::Path::set_group`].
+    ///
+    /// # Errors
+    ///
+    /// No parameter is in the group.
+    pub fn set_lr_group(&self, group: usize, learning_rate: f64) -> Result<()> {
+        self.set(Hyperparameter::LearningRate, Some(group), learning_rate)
+    }
+
+    /// Sets the momentum; of Adam and AdamW, their first beta.
+    ///
+    /// # Errors
+    ///
+    /// Of libtorch.
+    pub fn set_momentum(&self, momentum: f64) -> Result<()> {
+        self.set(Hyperparameter::Momentum, None, momentum)
+    }
+
+    /// Sets the momentum of a group of parameters.
+    ///
+    /// # Errors
+    ///
+    /// No parameter is in the group.
+    pub fn set_momentum_group(&self, group: usize, momentum: f64) -> Result<()> {
+        self.set(Hyperparameter::Momentum, Some(group), momentum)
+    }
+
+    /// Sets the weight decay.
+    ///
+    /// # Errors
+    ///
+    /// Of libtorch.
+    pub fn set_weight_decay(&self, weight_decay: f64) -> Result<()> {
+        self.set(Hyperparameter::WeightDecay, None, weight_decay)
+    }
+
+    /// Sets the weight decay of a group of parameters.
+    ///
+    /// # Errors
+    ///
+    /// No parameter is in the group.
+    pub fn set_weight_decay_group(&self, group: usize, weight_decay: f64) -> Result<()> {
+        self.set(Hyperparameter::WeightDecay, Some(group), weight_decay)
+    }
+
+    fn set(&self, parameter: Hyperparameter, group: Option<usize>, value: f64) -> Result<()> {
+        let setting = Setting { parameter, group, value };
+        setting.apply(&mut self.shards.borrow_mut()).map_err(|reason| self.failed(reason))?;
+        if let Some(joined) = &mut *self.joined.borrow_mut() {
+            joined.settings.push(setting);
+        }
+        Ok(())
+    }
+
+    fn failed(&self, reason: impl ToString) -> Error {
+        failed(job_rank(&self.group), reason)
+    }
+}
+
+impl TryBackwardStep for ZeroRedundancyOptimizer {
+    fn try_backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        self.backward_step(loss)
+    }
+}
+
+/// Describes what must be equal on all ranks, in lines.
+fn lines(shards: &Shards, chosen: &str) -> Vec<String> {
+    let mut lines = vec![
+        chosen.to_owned(),
+        format!("a model on {}", device_kind(shards.parameters[0].tensor.device())),
+    ];
+    let parameters = shards.parameters.iter();
+    let named: Vec<(String, Tensor)> = parameters
+        .map(|parameter| (parameter.name.clone(), parameter.tensor.shallow_clone()))
+        .collect();
+    for (line, parameter) in describe(&named, &[]).into_iter().zip(&shards.parameters) {
+        lines.push(format!("{line} group={}", parameter.group));
+    }
+    lines
+}
+
+fn failed(rank: usize, reason: impl ToString) -> Error {
+    Error::Torch { rank, operation: "ZeroRedundancyOptimizer", reason: reason.to_string() }
+}

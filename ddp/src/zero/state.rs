@@ -1,0 +1,236 @@
+//! The state as a whole: gathered on a rank, and loaded.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use flow_autograd::{OptimizerState, StateDict};
+use tch::{Device, Kind, TchError, Tensor};
+
+use super::ZeroRedundancyOptimizer;
+use super::shards::{ShardedParameter, Shards};
+use crate::error::Result;
+use crate::model_check::{agree, gather_texts};
+
+/// The part of a state that counts steps. All others are like the parameter.
+const COUNT: &str = "step";
+
+/// A part of the state of one parameter.
+type Part<'a> = (usize, &'a str);
+
+impl OptimizerState for ZeroRedundancyOptimizer {
+    /// Returns the whole state, as tch's optimizer has it.
+    fn state(&self) -> Result<StateDict, flow_autograd::Error> {
+        if self.group.world_size() == 1 {
+            self.consolidate_state_dict(0)?;
+        }
+        let consolidated = self.consolidated.borrow();
+        let Some(state) = &*consolidated else {
+            return Err(in_state(
+                "the state is on all ranks: let all call consolidate_state_dict(to) after the last \
+                 step, and only rank `to` this"
+                    .to_owned(),
+            ));
+        };
+        let tensors = state.tensors.iter();
+        Ok(StateDict {
+            parameters: state.parameters.clone(),
+            tensors: tensors.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect(),
+        })
+    }
+
+    /// Replaces this rank's part of the state. All ranks call this, with the same state.
+    fn load_state(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
+        let shards = self.shards.get_mut();
+        saved.check_parameters(&shards.described)?;
+        let own = own_parts(shards, saved)?;
+        let before = shards.own_state()?;
+        self.consolidated.take();
+        let loaded = shards.load(own);
+        if loaded.is_err() {
+            shards.load(before)?;
+        }
+        loaded
+    }
+
+    fn consolidate_state_dict(&self, to: usize) -> Result<(), flow_autograd::Error> {
+        let state = self.gather_state(to).map_err(|error| in_state(error.to_string()))?;
+        *self.consolidated.borrow_mut() = state;
+        Ok(())
+    }
+}
+
+impl ZeroRedundancyOptimizer {
+    /// Returns the whole state on rank `to`; None on the others.
+    fn gather_state(&self, to: usize) -> Result<Option<StateDict>> {
+        let shards = self.shards.borrow();
+        let own = own_bytes(&shards).map_err(|error| self.failed(error));
+        let (names, bytes) = agree(&self.group, own)?;
+        let names = gather_texts(&self.group, &names)?;
+        if self.group.rank() != to {
+            if !bytes.is_empty() {
+                self.group.send(&bytes[..], to)?;
+            }
+            return Ok(None);
+        }
+        let mut parts: BTreeMap<Part, Tensor> = BTreeMap::new();
+        for (rank, names) in names.iter().enumerate() {
+            let names: Vec<Part> = names.lines().filter_map(parse).collect();
+            let lengths: Vec<usize> =
+                names.iter().map(|&part| length(&shards, rank, part)).collect();
+            let mut received = vec![0; lengths.iter().sum()];
+            if rank == to {
+                received.copy_from_slice(&bytes);
+            } else if !received.is_empty() {
+                self.group.recv(&mut received[..], rank)?;
+            }
+            let mut rest = &received[..];
+            for (part, length) in names.into_iter().zip(lengths) {
+                let (bytes, others) = rest.split_at(length);
+                rest = others;
+                add(&shards, &mut parts, rank, part, bytes).map_err(|error| self.failed(error))?;
+            }
+        }
+        Ok(Some(whole(&shards, parts)))
+    }
+}
+
+/// Returns the names of this rank's parts of the state, each in a line, and their bytes.
+fn own_bytes(shards: &Shards) -> Result<(String, Vec<u8>), flow_autograd::Error> {
+    let mut names = String::new();
+    let mut all = Vec::new();
+    for (number, parts) in shards.own_state()?.into_iter().enumerate() {
+        for (name, tensor) in parts {
+            names += &format!("{number} {name}\n");
+            let tensor = tensor.to_device(Device::Cpu).contiguous();
+            all.extend_from_slice(flow_autograd::bytes(&tensor)?);
+        }
+    }
+    Ok((names, all))
+}
+
+fn parse(line: &str) -> Option<Part<'_>> {
+    let (number, name) = line.split_once(' ')?;
+    Some((number.parse().ok()?, name))
+}
+
+/// Returns the bytes that a rank has of a part.
+fn length(shards: &Shards, rank: usize, (number, name): Part) -> usize {
+    if name == COUNT {
+        return Kind::Int64.elt_size_in_bytes();
+    }
+    let parameter = &shards.parameters[number];
+    parameter.elements_on(rank).len() * parameter.kind().elt_size_in_bytes()
+}
+
+/// Adds what a rank has of a part.
+fn add<'a>(
+    shards: &Shards,
+    parts: &mut BTreeMap<Part<'a>, Tensor>,
+    rank: usize,
+    part: Part<'a>,
+    bytes: &[u8],
+) -> Result<(), TchError> {
+    let (number, name) = part;
+    if name == COUNT {
+        parts.insert(part, Tensor::f_from_data_size(bytes, &[], Kind::Int64)?);
+        return Ok(());
+    }
+    let parameter = &shards.parameters[number];
+    let elements = parameter.elements_on(rank);
+    let shape = [elements.len() as i64];
+    let given = Tensor::f_from_data_size(bytes, &shape, parameter.kind())?;
+    let whole = parts.entry(part).or_insert_with(|| {
+        let like = (parameter.kind(), Device::Cpu);
+        parameter.layout.in_own_order(&Tensor::empty(parameter.layout.memory_shape(), like))
+    });
+    parameter.elements_of(whole, &elements)?.f_copy_(&given)
+}
+
+/// Names parts as an optimizer that has all parameters does, which has them group by group.
+fn whole(shards: &Shards, mut parts: BTreeMap<Part, Tensor>) -> StateDict {
+    let mut tensors = Vec::with_capacity(parts.len());
+    for (place, number) in shards.in_groups().into_iter().enumerate() {
+        while let Some((&part, _)) = parts.range((number, "")..(number + 1, "")).next() {
+            let tensor = parts.remove(&part).unwrap_or_default();
+            tensors.push((format!("{place}.{}", part.1), tensor));
+        }
+    }
+    StateDict { parameters: shards.described.clone(), tensors }
+}
+
+/// The state of each parameter, by PyTorch's names.
+type OwnState = Vec<Vec<(String, Tensor)>>;
+
+/// Returns this rank's part of a state.
+fn own_parts(shards: &Shards, saved: &StateDict) -> Result<OwnState, flow_autograd::Error> {
+    let order = shards.in_groups();
+    let mut own: OwnState = order.iter().map(|_| Vec::new()).collect();
+    for (name, tensor) in &saved.tensors {
+        let place = name.split_once('.').and_then(|(place, part)| {
+            let place: usize = place.parse().ok()?;
+            Some((*order.get(place)?, part))
+        });
+        let Some((number, part)) = place else {
+            return Err(in_state(format!(
+                "the state has {name}, which the optimizer has no place for"
+            )));
+        };
+        let parameter = &shards.parameters[number];
+        let Some(own_shard) = &parameter.own else { continue };
+        let value = if part == COUNT {
+            tensor.shallow_clone()
+        } else {
+            if tensor.size() != parameter.tensor.size() {
+                return Err(in_state(format!(
+                    "{name} has the shape {:?} in the state, {} has {:?}",
+                    tensor.size(),
+                    parameter.name,
+                    parameter.tensor.size()
+                )));
+            }
+            let elements = parameter.elements_of(tensor, &own_shard.elements);
+            elements.map_err(|error| in_state(error.to_string()))?
+        };
+        own[number].push((part.to_owned(), value));
+    }
+    Ok(own)
+}
+
+impl Shards {
+    /// Returns the places of parameters as a tch optimizer has them: group by group.
+    fn in_groups(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.parameters.len()).collect();
+        order.sort_by_key(|&number| self.parameters[number].group);
+        order
+    }
+
+    /// Returns the state of this rank's parts.
+    fn own_state(&self) -> Result<OwnState, flow_autograd::Error> {
+        let parameters = self.parameters.iter();
+        parameters
+            .map(|parameter| parameter.own.as_ref().map_or(Ok(Vec::new()), |own| own.state()))
+            .collect()
+    }
+
+    /// Replaces the state of this rank's parts; of some only, if there is an error.
+    fn load(&mut self, state: OwnState) -> Result<(), flow_autograd::Error> {
+        for (parameter, state) in self.parameters.iter_mut().zip(state) {
+            if let Some(own) = &mut parameter.own {
+                own.load_state(state)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ShardedParameter {
+    /// Returns the elements that a rank has, in the order of memory.
+    pub fn elements_on(&self, rank: usize) -> Range<usize> {
+        let shard = self.shards.iter().find(|shard| shard.rank == rank);
+        shard.map_or(0..0, |shard| shard.elements.clone())
+    }
+}
+
+fn in_state(reason: String) -> flow_autograd::Error {
+    flow_autograd::Error::Libtorch { operation: "OptimizerState", reason }
+}

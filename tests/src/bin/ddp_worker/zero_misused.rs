@@ -1,0 +1,143 @@
+//! `ZeroRedundancyOptimizer` where it cannot work: errors that say what would be right, on all ranks.
+
+use anyhow::{Result, ensure};
+use flow_autograd::OptimizerState;
+use flow_comm::ProcessGroup;
+use flow_ddp::{JoinOptions, ZeroRedundancyOptimizer, join};
+use tch::nn::{Adam, Sgd, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::helpers::{error, says};
+use crate::models::{Vectors, device, store};
+use crate::optimizers::LARGE;
+
+fn adam(store: &VarStore, group: &ProcessGroup) -> flow_ddp::Result<ZeroRedundancyOptimizer> {
+    ZeroRedundancyOptimizer::new(store, group, Adam::default(), 0.1)
+}
+
+/// An optimizer that cannot be made, and one that cannot do what is asked and goes on.
+pub fn misused(group: &ProcessGroup) -> Result<()> {
+    let rank = group.rank();
+    let like = (Kind::Float, device());
+    let says_in_a_line = |text: String, words: &[&str]| {
+        ensure!(text.lines().count() == 1, "{text}");
+        says(&text, words)
+    };
+
+    let words = ["ZeroRedundancyOptimizer: the VarStore has no trainable variables", "model first"];
+    says_in_a_line(error(adam(&store(), group))?, &words)?;
+    let own = store();
+    let _model = Vectors::new(&own, &[10]);
+    let text = error(ZeroRedundancyOptimizer::new(&own, group, Adam::default(), -1.0))?;
+    says_in_a_line(text, &["Invalid learning rate: -1"])?;
+    let text =
+        error(ZeroRedundancyOptimizer::new(&own, group, Sgd::default(), 1.0 + rank as f64))?;
+    says_in_a_line(
+        text,
+        &["differs between ranks", "SGD with learning rate 1,", "SGD with learning rate 2"],
+    )?;
+    let gaps = store();
+    let _ = gaps.root().add("gaps", Tensor::ones([4, 6], like).slice(1, 0, 6, 2), true);
+    says_in_a_line(error(adam(&gaps, group))?, &["gaps has gaps in its memory", "contiguous()"])?;
+    let overlapping = store();
+    let _ = overlapping.root().add("same", Tensor::ones([1], like).expand([4], false), true);
+    says_in_a_line(error(adam(&overlapping, group))?, &["same has elements that share memory"])?;
+    // One rank only has a fault, or another model.
+    let unlike = store();
+    let _model = Vectors::new(&unlike, if rank == 1 { &[10, 11] } else { &[10, 10] });
+    let words = ["rank 0 has parameter w1 [10]", "rank 1 has parameter w1 [11]"];
+    says_in_a_line(error(adam(&unlike, group))?, &words)?;
+    let unfit = store();
+    let ones = Tensor::ones([4, 6], like);
+    let tensor = if rank == 1 { ones.slice(1, 0, 6, 2) } else { ones };
+    let _ = unfit.root().add("w", tensor, true);
+    says_in_a_line(error(adam(&unfit, group))?, &["rank 1 has", "w has gaps in its memory"])?;
+
+    let own = store();
+    let model = Vectors::new(&own, &[10, LARGE]);
+    let mut zero = adam(&own, group)?;
+    let words = ["no parameter is in group 3", "Path::set_group"];
+    says_in_a_line(error(zero.set_lr_group(3, 0.1))?, &words)?;
+    let words = ["let all call consolidate_state_dict(to)"];
+    says_in_a_line(error(zero.state())?, &words)?;
+    zero.backward_step(&model.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
+    zero.consolidate_state_dict(1)?;
+    if rank == 1 {
+        ensure!(zero.state()?.tensors.len() == 6, "{:?}", zero.state()?);
+    } else {
+        says_in_a_line(error(zero.state())?, &words)?;
+    }
+    zero.backward_step(&model.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
+    says_in_a_line(error(zero.state())?, &words)?;
+
+    // States that do not fit leave it as it was.
+    let mut reference = tch::nn::OptimizerConfig::build(Adam::default(), &own, 0.1)?;
+    reference.step();
+    let mut state = reference.state()?;
+    state.parameters[1] = "Adagrad of [10] Float".to_owned();
+    says(&error(zero.load_state(&state))?, &["parameter 1 is Adagrad of [10] Float in the state"])?;
+    let mut state = reference.state()?;
+    state.tensors.push(("7.step".to_owned(), Tensor::from(1i64)));
+    says(&error(zero.load_state(&state))?, &["7.step, which the optimizer has no place for"])?;
+    let mut state = reference.state()?;
+    for (name, tensor) in &mut state.tensors {
+        if name == "1.exp_avg" {
+            *tensor = Tensor::zeros([LARGE, 1], like);
+        }
+    }
+    says(&error(zero.load_state(&state))?, &["1.exp_avg has the shape [40000, 1]", "w1 has [40000]"])?;
+
+    let twice = error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, flow_ddp::Error>(())))?;
+    says_in_a_line(twice, &["the optimizer is in a join already"])?;
+    Ok(())
+}
+
+/// What one rank cannot step is an error of all ranks, which go on with none of it.
+pub fn failing(group: &ProcessGroup) -> Result<()> {
+    let rank = group.rank();
+    let like = (Kind::Float, device());
+    let last = group.world_size() - 1;
+    type Fault = fn(&VarStore, &Vectors) -> Result<()>;
+    let faults: [(Fault, &[&str]); 3] = [
+        (
+            |store, _| {
+                let _ = store.root().ones("later", &[1]);
+                Ok(())
+            },
+            &["the VarStore has got variables since", "once the model is complete"],
+        ),
+        (
+            |_, model| {
+                model.0[0].shallow_clone().set_data(&Tensor::zeros_like(&model.0[0]));
+                Ok(())
+            },
+            &["w0 has other memory since", "make the optimizer anew"],
+        ),
+        (
+            |_, model| {
+                let sparse = model.0[0].detach().to_sparse_sparse_dim(1);
+                Ok(flow_autograd::set_grad(&model.0[0], Some(&sparse))?)
+            },
+            &["the gradient of w0 is sparse", "sparse_as_dense(true)"],
+        ),
+    ];
+    for (fault, words) in faults {
+        let own = store();
+        let model = Vectors::new(&own, &[LARGE, 10]);
+        let zero = adam(&own, group)?;
+        for w in &model.0 {
+            flow_autograd::set_grad(w, Some(&Tensor::ones(w.size(), like)))?;
+        }
+        zero.step()?;
+        if rank == last {
+            fault(&own, &model)?;
+        }
+        let text = error(zero.step())?;
+        says(&text, words)?;
+        says(&text, &[&format!("rank {last}")])?;
+        let again = error(zero.step())?;
+        says(&again, words)?;
+    }
+    group.barrier()?;
+    Ok(())
+}
