@@ -74,7 +74,8 @@ impl Gather {
                         if is_own { (&input, 0) } else { (&output, rank * length) };
                     let place = place(memory, start + part.offset, parameter.kind(), part.elements)
                         .map_err(libtorch_failed)?;
-                    let view = parameter.view(part.start, part.elements).map_err(libtorch_failed)?;
+                    let view =
+                        parameter.view(part.start, part.elements).map_err(libtorch_failed)?;
                     let views = if is_own { &mut chunk.own } else { &mut chunk.others };
                     views.push((view, place));
                 }

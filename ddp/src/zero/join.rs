@@ -31,9 +31,8 @@ pub(crate) struct Setting {
 impl Setting {
     /// Sets the value.
     pub fn apply(self, shards: &mut Shards) -> Result<(), String> {
-        let is_set = |parameter: &ShardedParameter| {
-            self.group.is_none_or(|group| parameter.group == group)
-        };
+        let is_set =
+            |parameter: &ShardedParameter| self.group.is_none_or(|group| parameter.group == group);
         if let Some(group) = self.group.filter(|_| !shards.parameters.iter().any(is_set)) {
             return Err(format!("no parameter is in group {group}: Path::set_group puts it there"));
         }
@@ -112,7 +111,8 @@ impl ZeroRedundancyOptimizer {
                 are_there.push(u8::from(gradient.is_some()));
                 if let Some(gradient) = gradient {
                     let gradient = gradient.to_device(Device::Cpu).contiguous();
-                    let own = flow_autograd::bytes(&gradient).map_err(|error| self.failed(error))?;
+                    let own =
+                        flow_autograd::bytes(&gradient).map_err(|error| self.failed(error))?;
                     bytes.extend_from_slice(own);
                 }
             }

@@ -74,7 +74,9 @@ pub struct ZeroRedundancyOptimizer {
 
 impl fmt::Debug for ZeroRedundancyOptimizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ZeroRedundancyOptimizer").field("group", &self.group).finish_non_exhaustive()
+        f.debug_struct("ZeroRedundancyOptimizer")
+            .field("group", &self.group)
+            .finish_non_exhaustive()
     }
 }
 

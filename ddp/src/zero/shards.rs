@@ -100,11 +100,14 @@ impl Shards {
     pub fn check(&self) -> Result<(), String> {
         let store = self.store.lock().unwrap_or_else(PoisonError::into_inner);
         if store.trainable_variables.len() != self.known {
-            return Err("the VarStore has got variables since: make the optimizer once the model is \
+            return Err(
+                "the VarStore has got variables since: make the optimizer once the model is \
                         complete"
-                .to_owned());
+                    .to_owned(),
+            );
         }
-        let moved = |parameter: &&ShardedParameter| address_of(&parameter.tensor) != parameter.address;
+        let moved =
+            |parameter: &&ShardedParameter| address_of(&parameter.tensor) != parameter.address;
         match self.parameters.iter().find(moved) {
             None => Ok(()),
             Some(parameter) => Err(format!(
@@ -195,7 +198,11 @@ impl ShardedParameter {
     }
 
     /// Returns these elements of a tensor that is like the parameter, in the order of its memory.
-    pub fn elements_of(&self, tensor: &Tensor, elements: &Range<usize>) -> Result<Tensor, TchError> {
+    pub fn elements_of(
+        &self,
+        tensor: &Tensor,
+        elements: &Range<usize>,
+    ) -> Result<Tensor, TchError> {
         let flat = self.layout.in_memory_order(tensor).f_reshape([-1])?;
         flat.f_narrow(0, elements.start as i64, elements.len() as i64)
     }
@@ -241,10 +248,7 @@ impl OwnShard {
     }
 
     /// Replaces the state by these tensors, named as [`OwnShard::state`] names them.
-    pub fn load_state(
-        &mut self,
-        named: Vec<(String, Tensor)>,
-    ) -> Result<(), flow_autograd::Error> {
+    pub fn load_state(&mut self, named: Vec<(String, Tensor)>) -> Result<(), flow_autograd::Error> {
         let tensors =
             named.into_iter().map(|(name, tensor)| (format!("0.{name}"), tensor)).collect();
         self.optimizer.load_state(&StateDict { parameters: self.described.clone(), tensors })

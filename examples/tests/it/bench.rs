@@ -66,6 +66,15 @@ fn optimizers_in_backward_are_measured() {
 }
 
 #[test]
+fn sharded_optimizers_are_measured() {
+    let arguments = ["zero", "--model", "mlp", "--blocks", "1", "--steps", "1", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    let names = ["adam_ms", "zero_ms", "ratio", "adam_mib", "zero_mib", "ranks"];
+    positive(&measured[0], &names);
+}
+
+#[test]
 fn global_tensors_are_measured() {
     let measured =
         lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));
@@ -110,6 +119,7 @@ fn wrong_arguments_are_usage_errors() {
         (
             &[],
             "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, tune, comm-hooks, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, zero, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

@@ -26,6 +26,7 @@ mod sync_batchnorm;
 mod timeline;
 mod timing;
 mod tune;
+mod zero;
 
 use std::process::ExitCode;
 
@@ -53,6 +54,8 @@ enum Command {
     Tune(in_turn::Options),
     /// A training with a communication hook, local SGD or DiLoCo, on all ranks
     CommHooks(comm_hooks::Options),
+    /// A training step with Ddp, with Adam and with ZeroRedundancyOptimizer, on all ranks
+    Zero(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -79,6 +82,7 @@ fn main() -> ExitCode {
         Command::OptimizerInBackward(options) => optimizer_in_backward::run(options),
         Command::Tune(options) => tune::run(options),
         Command::CommHooks(options) => comm_hooks::run(options),
+        Command::Zero(options) => zero::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),

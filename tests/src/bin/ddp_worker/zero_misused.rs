@@ -30,8 +30,7 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let _model = Vectors::new(&own, &[10]);
     let text = error(ZeroRedundancyOptimizer::new(&own, group, Adam::default(), -1.0))?;
     says_in_a_line(text, &["Invalid learning rate: -1"])?;
-    let text =
-        error(ZeroRedundancyOptimizer::new(&own, group, Sgd::default(), 1.0 + rank as f64))?;
+    let text = error(ZeroRedundancyOptimizer::new(&own, group, Sgd::default(), 1.0 + rank as f64))?;
     says_in_a_line(
         text,
         &["differs between ranks", "SGD with learning rate 1,", "SGD with learning rate 2"],
@@ -85,9 +84,13 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
             *tensor = Tensor::zeros([LARGE, 1], like);
         }
     }
-    says(&error(zero.load_state(&state))?, &["1.exp_avg has the shape [40000, 1]", "w1 has [40000]"])?;
+    says(
+        &error(zero.load_state(&state))?,
+        &["1.exp_avg has the shape [40000, 1]", "w1 has [40000]"],
+    )?;
 
-    let twice = error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, flow_ddp::Error>(())))?;
+    let twice =
+        error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, flow_ddp::Error>(())))?;
     says_in_a_line(twice, &["the optimizer is in a join already"])?;
     Ok(())
 }

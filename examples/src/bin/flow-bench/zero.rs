@@ -1,0 +1,73 @@
+//! A training step with `Ddp` and tch's Adam, and one with `ZeroRedundancyOptimizer`.
+//!
+//! Blocks of both take turns in the same processes, on models with the same weights. The state of an
+//! optimizer is what its first step adds to the group's shared memory, in which all of libtorch's large
+//! tensors lie.
+
+use anyhow::Result;
+use flow_ddp::{Ddp, ProcessGroup, TryBackwardStep, ZeroRedundancyOptimizer};
+use serde_json::json;
+use tch::Tensor;
+use tch::nn::{Adam, ModuleT, OptimizerConfig, VarStore};
+
+use crate::in_turn::{self, LEARNING_RATE, Options, Step};
+use crate::models::Model;
+
+const MIB: f64 = (1 << 20) as f64;
+
+pub fn run(options: &Options) -> Result<()> {
+    let (group, x, y) = in_turn::begin(options.model)?;
+    let (plain, plain_mib) = step(&group, options.model, false, &x, &y)?;
+    let (zero, zero_mib) = step(&group, options.model, true, &x, &y)?;
+    let [plain_ms, zero_ms] = in_turn::times(&group, options, &mut [plain, zero])?;
+    if group.rank() == 0 {
+        let model = options.model.name();
+        let ratio = zero_ms / plain_ms;
+        if options.json {
+            let line = json!({
+                "bench": "zero", "model": model, "ranks": group.world_size(),
+                "adam_ms": plain_ms, "zero_ms": zero_ms, "ratio": ratio,
+                "adam_mib": plain_mib, "zero_mib": zero_mib,
+            });
+            println!("{line}");
+        } else {
+            println!(
+                "step, {model}: {plain_ms:.3} ms with Adam, {zero_ms:.3} ms with \
+                 ZeroRedundancyOptimizer: {ratio:.3} times as long; states of {plain_mib:.1} MiB and \
+                 {zero_mib:.1} MiB"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Returns what runs a training step, and the MiB of the optimizer's state.
+fn step(
+    group: &ProcessGroup,
+    model: Model,
+    is_sharded: bool,
+    x: &Tensor,
+    y: &Tensor,
+) -> Result<(Step, f64)> {
+    let x = x.shallow_clone();
+    let y = y.shallow_clone();
+    let vs = VarStore::new(x.device());
+    tch::manual_seed(0);
+    let model = Ddp::new(model.build(&vs.root()), &vs, group)?;
+    let loss = move || model.forward_t(&x, true).cross_entropy_for_logits(&y);
+    loss().f_backward()?;
+    let live = || group.arena().usage().0;
+    let before;
+    let step: Step = if is_sharded {
+        let optimizer = ZeroRedundancyOptimizer::new(&vs, group, Adam::default(), LEARNING_RATE)?;
+        before = live();
+        optimizer.step()?;
+        Box::new(move || Ok(optimizer.backward_step(&loss())?))
+    } else {
+        let mut optimizer = Adam::default().build(&vs, LEARNING_RATE)?;
+        before = live();
+        optimizer.step();
+        Box::new(move || Ok(optimizer.try_backward_step(&loss())?))
+    };
+    Ok((step, (live() - before) as f64 / MIB))
+}
