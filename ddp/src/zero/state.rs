@@ -6,10 +6,10 @@ use std::ops::Range;
 use flow_autograd::{OptimizerState, StateDict};
 use tch::{Device, Kind, TchError, Tensor};
 
-use super::ZeroRedundancyOptimizer;
 use super::shards::{ShardedParameter, Shards};
-use crate::error::Result;
-use crate::model_check::{agree, gather_texts};
+use super::{ZeroRedundancyOptimizer, agree};
+use crate::error::{Result, job_rank};
+use crate::model_check::gather_texts;
 
 /// The part of a state that counts steps. All others are like the parameter.
 const COUNT: &str = "step";
@@ -38,18 +38,19 @@ impl OptimizerState for ZeroRedundancyOptimizer {
         })
     }
 
-    /// Replaces this rank's part of the state. All ranks call this, with the same state.
+    /// Replaces this rank's part of the state. All ranks call this, with the same state: they all take
+    /// it, or none does.
     fn load_state(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
         let shards = self.shards.get_mut();
-        saved.check_parameters(&shards.described)?;
-        let own = own_parts(shards, saved)?;
         let before = shards.own_state()?;
-        self.consolidated.take();
-        let loaded = shards.load(own);
-        if loaded.is_err() {
+        let loaded = shards.load_own(saved);
+        let loaded = loaded.map_err(|error| super::failed(job_rank(&self.group), error));
+        let agreed = agree(&self.group, loaded);
+        if agreed.is_err() {
             shards.load(before)?;
         }
-        loaded
+        self.consolidated.take();
+        agreed.map_err(|error| in_state(error.to_string()))
     }
 
     fn consolidate_state_dict(&self, to: usize) -> Result<(), flow_autograd::Error> {
@@ -62,6 +63,10 @@ impl OptimizerState for ZeroRedundancyOptimizer {
 impl ZeroRedundancyOptimizer {
     /// Returns the whole state on rank `to`; None on the others.
     fn gather_state(&self, to: usize) -> Result<Option<StateDict>> {
+        let ranks = self.group.world_size();
+        if to >= ranks {
+            return Err(self.failed(format!("there is no rank {to}, but {ranks} ranks from 0 on")));
+        }
         let shards = self.shards.borrow();
         let own = own_bytes(&shards).map_err(|error| self.failed(error));
         let (names, bytes) = agree(&self.group, own)?;
@@ -210,6 +215,13 @@ impl Shards {
         parameters
             .map(|parameter| parameter.own.as_ref().map_or(Ok(Vec::new()), |own| own.state()))
             .collect()
+    }
+
+    /// Replaces the state of this rank's parts by what a whole state has of them; of some only, if there
+    /// is an error.
+    fn load_own(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
+        saved.check_parameters(&self.described)?;
+        self.load(own_parts(self, saved)?)
     }
 
     /// Replaces the state of this rank's parts; of some only, if there is an error.

@@ -89,6 +89,21 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         &["1.exp_avg has the shape [40000, 1]", "w1 has [40000]"],
     )?;
 
+    // A part that only the rank of w0 has no place for, and keeps what it had.
+    let mut state = reference.state()?;
+    for (_, tensor) in &mut state.tensors {
+        *tensor = tensor.zeros_like();
+    }
+    state.tensors.push(("0.nonsense".to_owned(), Tensor::from(1i64)));
+    says(&error(zero.load_state(&state))?, &["nonsense"])?;
+    zero.consolidate_state_dict(0)?;
+    if rank == 0 {
+        let steps = zero.state()?.tensors.into_iter().filter(|(name, _)| name.ends_with("step"));
+        let steps: Vec<i64> = steps.map(|(_, count)| count.int64_value(&[])).collect();
+        ensure!(steps == [2, 2], "{steps:?} steps");
+    }
+    says(&error(zero.consolidate_state_dict(9))?, &["there is no rank 9"])?;
+
     let twice =
         error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, flow_ddp::Error>(())))?;
     says_in_a_line(twice, &["the optimizer is in a join already"])?;
