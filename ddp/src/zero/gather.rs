@@ -5,6 +5,7 @@ use flow_comm::ProcessGroup;
 use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, TchError, Tensor};
 
+use super::error;
 use super::shards::ShardedParameter;
 use crate::error::{Error, Result, job_rank};
 
@@ -154,5 +155,5 @@ fn shared(group: &ProcessGroup, bytes: usize, device: Device) -> Result<Tensor> 
 }
 
 fn failed(group: &ProcessGroup, reason: impl ToString) -> Error {
-    super::failed(job_rank(group), reason)
+    error::failed(job_rank(group), reason)
 }

@@ -6,18 +6,11 @@ use flow_comm::ProcessGroup;
 use tch::{Device, Tensor};
 
 use super::ZeroRedundancyOptimizer;
-use super::setting::{NUMBERS, Setting};
+use super::setting::{JoinedSteps, NUMBERS, Setting};
 use crate::error::{Error, Result, job_rank};
 use crate::join::joining::root_of;
 use crate::join::{JoinContext, JoinHook, Joinable};
 use crate::optimizer_choice::one_line;
-
-/// The steps of a join under way.
-pub(crate) struct JoinedSteps {
-    context: JoinContext,
-    /// What was set since the last step. Ranks that have ended do not run the program that sets it.
-    pub settings: Vec<Setting>,
-}
 
 impl ZeroRedundancyOptimizer {
     /// Before a step in a join: gives the ranks that have ended what they need for it.

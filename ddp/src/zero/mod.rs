@@ -9,8 +9,10 @@
 //! | `gather.rs` | how ranks get what others have stepped |
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
 //! | `setting.rs` | learning rates and the like |
+//! | `error.rs` | errors that name the optimizer |
 //! | `join.rs` | uneven inputs |
 
+mod error;
 mod gather;
 mod join;
 mod partition;
@@ -26,12 +28,12 @@ use flow_comm::{ProcessGroup, trace};
 use tch::Tensor;
 use tch::nn::{OptimizerConfig, VarStore};
 
+use self::error::{agree, failed};
 use self::gather::Gather;
-use self::join::JoinedSteps;
-use self::setting::{Hyperparameter, Setting};
+use self::setting::{Hyperparameter, JoinedSteps, Setting};
 use self::shards::Shards;
 use crate::error::{Error, Result, job_rank};
-use crate::model_check::{self, describe, device_kind, first_mismatch};
+use crate::model_check::{describe, device_kind, first_mismatch};
 use crate::optimizer::TryBackwardStep;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::steps::last_step;
@@ -273,16 +275,4 @@ fn lines(shards: &Shards, chosen: &str) -> Vec<String> {
         lines.push(format!("{line} group={}", parameter.group));
     }
     lines
-}
-
-/// Returns what this rank has made, if all ranks have made theirs.
-fn agree<T>(group: &ProcessGroup, made: Result<T>) -> Result<T> {
-    model_check::agree(group, made).map_err(|error| match error {
-        Error::Peer { rank, reason } => failed(rank, format!("another rank failed: {reason}")),
-        own => own,
-    })
-}
-
-fn failed(rank: usize, reason: impl ToString) -> Error {
-    Error::Torch { rank, operation: "ZeroRedundancyOptimizer", reason: reason.to_string() }
 }

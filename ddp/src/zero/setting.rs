@@ -3,6 +3,7 @@
 use tch::{COptimizer, TchError};
 
 use super::shards::{ShardedParameter, Shards};
+use crate::join::JoinContext;
 use crate::optimizer_choice::one_line;
 
 /// The numbers of a setting.
@@ -66,4 +67,11 @@ impl Setting {
             value: f64::from_bits(numbers[2] as u64),
         }
     }
+}
+
+/// The steps of a join under way.
+pub(crate) struct JoinedSteps {
+    pub context: JoinContext,
+    /// What was set since the last step. Ranks that have ended do not run the program that sets it.
+    pub settings: Vec<Setting>,
 }

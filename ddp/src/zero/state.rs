@@ -6,8 +6,9 @@ use std::ops::Range;
 use flow_autograd::{OptimizerState, StateDict};
 use tch::{Device, Kind, TchError, Tensor};
 
+use super::ZeroRedundancyOptimizer;
+use super::error::{agree, failed};
 use super::shards::{ShardedParameter, Shards};
-use super::{ZeroRedundancyOptimizer, agree};
 use crate::error::{Result, job_rank};
 use crate::model_check::gather_texts;
 
@@ -44,7 +45,7 @@ impl OptimizerState for ZeroRedundancyOptimizer {
         let shards = self.shards.get_mut();
         let before = shards.own_state()?;
         let loaded = shards.load_own(saved);
-        let loaded = loaded.map_err(|error| super::failed(job_rank(&self.group), error));
+        let loaded = loaded.map_err(|error| failed(job_rank(&self.group), error));
         let agreed = agree(&self.group, loaded);
         if agreed.is_err() {
             shards.load(before)?;
