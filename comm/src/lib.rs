@@ -14,6 +14,7 @@
 //! | [`Member::flight_recorder`] | the flight recorder of `ProcessGroupNCCL` |
 //! | [`ProcessGroup::in_process`] | the threaded process group of its own tests |
 //! | [`Member::alloc_shared`] | none: memory that collectives use in place |
+//! | [`ProcessGroup::alloc_on_machine`] | none: memory that the ranks of a machine have in common |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
 //!
@@ -72,5 +73,6 @@ pub use interrupt::set_interrupt_check;
 pub use label::Label;
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
+pub use shm::machine_buffer::{MachineBuffer, MachinePart};
 pub use shm::segments::Segments;
 pub use work::{Work, Worker};

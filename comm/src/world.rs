@@ -14,6 +14,7 @@ use crate::error::Error;
 use crate::liveness::ended;
 use crate::shm::arena::{Arena, Block};
 use crate::shm::control::Control;
+use crate::shm::machine_buffer::RetiredBuffers;
 use crate::stall::{Stall, StallReporter};
 use crate::trace;
 use crate::transport::Transport;
@@ -77,6 +78,8 @@ pub struct World {
     pub(crate) server: Option<Arc<Server>>,
     /// Control blocks of dropped groups that peers have not yet left.
     pub(crate) retired_blocks: Mutex<Vec<(Block, Control)>>,
+    /// Blocks of dropped machine buffers that peers have not yet left.
+    pub(crate) retired_buffers: Arc<RetiredBuffers>,
 }
 
 impl World {

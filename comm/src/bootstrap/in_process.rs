@@ -64,6 +64,7 @@ fn worlds(size: usize) -> Result<Vec<World>, String> {
             transport: None,
             server: Some(Arc::clone(&server)),
             retired_blocks: Mutex::default(),
+            retired_buffers: Arc::default(),
         });
     }
     Ok(worlds)

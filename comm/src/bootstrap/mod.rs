@@ -127,6 +127,7 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         transport,
         server,
         retired_blocks: Mutex::default(),
+        retired_buffers: Arc::default(),
     })
 }
 

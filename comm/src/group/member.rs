@@ -83,6 +83,11 @@ impl Member {
         self.core().locals.len()
     }
 
+    /// Returns this rank's number among the members of the group that are on this node.
+    pub fn local_index(&self) -> usize {
+        self.core().local
+    }
+
     /// Returns how many ranks of the job are on this node, whether in the group or not: they share
     /// its cores.
     pub fn ranks_on_node(&self) -> usize {

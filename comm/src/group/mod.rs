@@ -18,6 +18,7 @@ mod cuda;
 pub mod host;
 mod in_process;
 mod lane;
+mod machine_memory;
 mod member;
 mod members;
 mod mesh;

@@ -10,6 +10,7 @@
 //! | `rounds` | the protocol beneath all collectives: publishing, arriving, waiting |
 //! | `contribution` | what ranks contribute to a collective, and who reads it |
 //! | `io_segment` | memory that is lent to a transport |
+//! | `machine_buffer` | memory that the ranks of a machine have in common |
 //!
 //! `collectives`, `p2p` and `internode` are built on these.
 
@@ -20,5 +21,6 @@ pub mod bytes;
 pub mod contribution;
 pub mod control;
 pub mod io_segment;
+pub mod machine_buffer;
 pub mod rounds;
 pub mod segments;

@@ -1,0 +1,109 @@
+//! Memory that the ranks of a machine have in common.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flow_store::fork::ForkSafe;
+
+use super::arena::{Arena, Block};
+
+/// The bytes before the contents: the number of ranks that still use the buffer, in a cache line of its
+/// own.
+pub const HEADER: usize = 64;
+
+/// Memory that the ranks of a group on one machine have in common, zeros at first: what one writes, all
+/// see. [`ProcessGroup::alloc_on_machine`](crate::ProcessGroup::alloc_on_machine) makes it.
+///
+/// Ranks agree on who writes when, by collectives: none reads what another writes meanwhile. The memory
+/// is there until all ranks have dropped the buffer and its parts.
+#[derive(Clone)]
+pub struct MachineBuffer(Arc<ForkSafe<Attachment>>);
+
+/// A part of a [`MachineBuffer`], which it keeps.
+pub struct MachinePart {
+    buffer: MachineBuffer,
+    range: Range<usize>,
+}
+
+/// A rank's share in the buffer.
+struct Attachment {
+    arena: Arc<Arena>,
+    offset: usize,
+    len: usize,
+    /// The memory itself, on the first rank of the machine.
+    block: Option<Block>,
+    retired: Arc<RetiredBuffers>,
+}
+
+/// Blocks of dropped buffers that other ranks have not yet left.
+#[derive(Default)]
+pub struct RetiredBuffers(Mutex<Vec<Block>>);
+
+impl RetiredBuffers {
+    /// Frees the block of a buffer as soon as its last rank has left.
+    fn retire(&self, block: Block) {
+        let mut blocks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        blocks.push(block);
+        blocks.retain(|block| users(block.arena(), block.offset()).load(Ordering::SeqCst) != 0);
+    }
+}
+
+impl Drop for RetiredBuffers {
+    fn drop(&mut self) {
+        let blocks = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        blocks.drain(..).for_each(Block::leak);
+    }
+}
+
+impl MachineBuffer {
+    /// Returns this rank's handle of the buffer of `len` bytes whose block begins at `offset`. `block`:
+    /// that block, where it is this rank's.
+    pub(crate) fn attach(
+        arena: &Arc<Arena>,
+        retired: &Arc<RetiredBuffers>,
+        offset: usize,
+        len: usize,
+        block: Option<Block>,
+    ) -> Self {
+        let (arena, retired) = (Arc::clone(arena), Arc::clone(retired));
+        Self(Arc::new(ForkSafe::new(Attachment { arena, offset, len, block, retired })))
+    }
+
+    /// Returns the bytes of `range` as a part, which may be written.
+    ///
+    /// # Panics
+    ///
+    /// The range does not lie in the buffer.
+    pub fn part(&self, range: Range<usize>) -> MachinePart {
+        assert!(range.start <= range.end && range.end <= self.0.len, "{range:?} of {}", self.0.len);
+        MachinePart { buffer: self.clone(), range }
+    }
+}
+
+impl AsMut<[u8]> for MachinePart {
+    fn as_mut(&mut self) -> &mut [u8] {
+        let Attachment { arena, offset, .. } = &**self.buffer.0;
+        let start = arena.at(offset + HEADER + self.range.start);
+        // SAFETY: the range lies in the block, which stays allocated until this rank has left it, and any
+        // bytes are valid. Ranks agree on who writes.
+        unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
+    }
+}
+
+/// Returns how many ranks use the buffer whose block this is.
+pub(crate) fn users(arena: &Arena, offset: usize) -> &AtomicU32 {
+    // SAFETY: the block has a header there, aligned to a cache line, which is used as a counter only, and
+    // is mapped as long as the arena lives.
+    unsafe { AtomicU32::from_ptr(arena.at(offset).cast()) }
+}
+
+impl Drop for Attachment {
+    /// This rank leaves the buffer.
+    fn drop(&mut self) {
+        users(&self.arena, self.offset).fetch_sub(1, Ordering::SeqCst);
+        if let Some(block) = self.block.take() {
+            self.retired.retire(block);
+        }
+    }
+}
