@@ -13,6 +13,7 @@ const UNITS: [(&str, &[&str]); 2] = [
             "gradient.cpp",
             "graph.cpp",
             "random.cpp",
+            "replace.cpp",
             "function.cpp",
             "batch_norm.cpp",
             "memory.cpp",

@@ -72,6 +72,12 @@ pub struct MeasurementHandle {
     _opaque: [u8; 0],
 }
 
+/// Tensors in whose place others are taken: see `replace.cpp`.
+#[repr(C)]
+pub struct ReplacementsHandle {
+    _opaque: [u8; 0],
+}
+
 /// The edges at which a backward begins: see `graph.cpp`.
 #[repr(C)]
 pub struct GraphHandle {
@@ -224,6 +230,18 @@ unsafe extern "C" {
     ) -> *mut c_char;
     /// Runs the other half of backward: the gradients of weights.
     pub fn flow_graph_backward_weights(graph: *mut GraphHandle) -> *mut c_char;
+    /// Makes replacements of tensors by others.
+    pub fn flow_replacements_new(
+        tensors: TensorSlice,
+        others: TensorSlice,
+        replacements: *mut *const ReplacementsHandle,
+    ) -> *mut c_char;
+    /// Frees replacements.
+    pub fn flow_replacements_drop(replacements: *const ReplacementsHandle);
+    /// Has operations of this thread make these replacements, or none if null.
+    pub fn flow_set_replacements(
+        replacements: *const ReplacementsHandle,
+    ) -> *const ReplacementsHandle;
     /// Begins to count the bytes that this thread has libtorch allocate.
     pub fn flow_measure_allocated(measurement: *mut *mut MeasurementHandle) -> *mut c_char;
     /// Ends a count, and returns the bytes that are still allocated.

@@ -9,6 +9,7 @@
 //! | change the gradient that comes back to a tensor | [`map_gradient`] |
 //! | run the backward of several tensors, as a whole or in two halves | [`Graph`] |
 //! | compute activations anew in backward instead of keeping them | [`recompute`] |
+//! | have operations take other tensors in place of some | [`Replacements`] |
 //! | count the bytes that a forward keeps | [`allocated_by`] |
 //! | draw the same random numbers again | [`RngState`], [`with_rng_state`] |
 //! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
@@ -44,6 +45,7 @@ mod memory;
 mod optimizer;
 mod random;
 mod recompute;
+mod replace;
 
 pub use allocated::allocated_by;
 pub use allocator::{Block, BlockAllocator, set_cpu_allocator};
@@ -61,3 +63,4 @@ pub use memory::{
 pub use optimizer::{OptimizerState, StateDict};
 pub use random::{RngState, with_rng_state};
 pub use recompute::{recompute, versions};
+pub use replace::Replacements;

@@ -9,6 +9,7 @@ use crate::ffi::panic_text;
 use crate::function::{Forward, custom_function_of_needed};
 use crate::graph::Graph;
 use crate::random::{RngState, with_rng_state};
+use crate::replace::Replacements;
 
 /// Runs `compute` on the inputs, and keeps the inputs only. Backward runs `compute` again to have
 /// what it needs, with the same random numbers of libtorch: `torch.utils.checkpoint`, reentrant
@@ -39,6 +40,11 @@ pub fn recompute<F>(inputs: &[&Tensor], compute: F) -> Result<Vec<Tensor>, Error
 where
     F: Fn(&[Tensor]) -> Result<Vec<Tensor>, BoxError> + Send + 'static,
 {
+    let replacements = Replacements::current();
+    let compute = move |inputs: &[Tensor]| match &replacements {
+        Some(replacements) => replacements.during(|| compute(inputs)),
+        None => compute(inputs),
+    };
     let device = inputs.first().map_or(Device::Cpu, |input| input.device());
     let state = RngState::of(device)?;
     let outputs: Result<_, BoxError> = tch::no_grad(|| {

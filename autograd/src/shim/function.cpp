@@ -1,5 +1,6 @@
 // Operations whose forward and backward are Rust closures.
 
+#include "replace.hpp"
 #include "shim.hpp"
 
 #include <memory>
@@ -117,7 +118,7 @@ char* flow_apply_function(TensorSlice inputs, FunctionClosure forward, FunctionC
     return guarded([&] {
         const Call call{forward, c10::make_intrusive<Backward>(backward)};
         variable_list variables;
-        for (size_t i = 0; i < inputs.count; ++i) variables.push_back(*inputs.tensors[i]);
+        for (size_t i = 0; i < inputs.count; ++i) variables.push_back(flow::replaced(*inputs.tensors[i]));
         for (auto& output : RustFunction::apply(at::TensorList(variables), &call)) {
             push(outputs, new at::Tensor(std::move(output)));
         }
