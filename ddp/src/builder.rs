@@ -19,6 +19,8 @@ use crate::buffers::{BufferCommHook, Buffers, HeldBuffer};
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
+use crate::low_precision::LowPrecision;
+use crate::mixed_precision::MixedPrecision;
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::optimizer_choice::OptimizerChoice;
 use crate::optimizer_in_backward::{self, OptimizerInBackward};
@@ -83,6 +85,7 @@ pub struct DdpBuilder {
     comm_hook: Box<dyn CommHook>,
     buffer_comm_hook: Option<Box<dyn BufferCommHook>>,
     optimizer: Option<OptimizerChoice>,
+    mixed_precision: MixedPrecision,
 }
 
 impl fmt::Debug for DdpBuilder {
@@ -95,6 +98,7 @@ impl fmt::Debug for DdpBuilder {
             .field("comm_hook", &self.comm_hook.name())
             .field("buffer_comm_hook", &self.buffer_comm_hook.as_ref().map(|hook| hook.name()))
             .field("optimizer_in_backward", &self.optimizer.is_some())
+            .field("mixed_precision", &self.mixed_precision)
             .finish()
     }
 }
@@ -123,6 +127,7 @@ impl DdpBuilder {
             comm_hook: Box::new(AllReduce),
             buffer_comm_hook: None,
             optimizer: None,
+            mixed_precision: MixedPrecision::default(),
         }
     }
 
@@ -278,6 +283,41 @@ impl DdpBuilder {
         self
     }
 
+    /// Has forward and backward compute in half precision, with parameters that stay in single precision.
+    /// Gradients are sent in half precision, too, and come to `.grad` as `Float`. The optimizer,
+    /// checkpoints and all else outside of forward find the parameters as they are without this.
+    ///
+    /// ```no_run
+    /// use flow_ddp::{Ddp, MixedPrecision, ProcessGroup, TensorCollectives};
+    /// use tch::Kind;
+    /// use tch::nn::{self, ModuleT, OptimizerConfig};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// # let group = ProcessGroup::from_env()?;
+    /// # let vs = nn::VarStore::new(group.device());
+    /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
+    /// # let images = tch::Tensor::new();
+    /// # let labels = tch::Tensor::new();
+    /// let mixed = MixedPrecision { param: Some(Kind::BFloat16), ..Default::default() };
+    /// let model = Ddp::builder(&group).mixed_precision(mixed).wrap(net, &vs)?;
+    /// let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+    /// let output = model.forward_t(&images, true).to_kind(Kind::Float); // it is BFloat16
+    /// optimizer.backward_step(&output.cross_entropy_for_logits(&labels));
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// - `forward_t` casts its input, and has operations take the cast parameters. Other methods of the
+    ///   model compute with the parameters themselves.
+    /// - On a CPU, the cast parameters are in memory that the ranks of a machine have in common. They are
+    ///   cast in forwards in training mode after a step, which all ranks run as often: see
+    ///   [`Ddp::cast_parameters`]. A backward through a graph from before that fails.
+    /// - An operation of forward that changes a parameter is an error.
+    /// - With `Half`, gradients of small losses underflow: scale the loss.
+    pub fn mixed_precision(mut self, mixed_precision: MixedPrecision) -> Self {
+        self.mixed_precision = mixed_precision;
+        self
+    }
+
     /// Wraps a model whose variables are in `vs`: see [`Ddp::new`].
     pub fn wrap<M>(mut self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
         let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
@@ -337,9 +377,10 @@ impl DdpBuilder {
             mut comm_hook,
             buffer_comm_hook,
             optimizer,
+            mixed_precision,
         } = self;
         let mut options = options.by_first_names(&parameters);
-        options.communication = comm_hook.kind();
+        options.communication = comm_hook.kind().or(mixed_precision.communication());
         let rank = job_rank(&group);
         let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
         let shares_buffers = if buffer_comm_hook.is_some() && !broadcast_buffers {
@@ -353,6 +394,13 @@ impl DdpBuilder {
             .and_then(|()| stepped.clone().map(drop))
             .and(shares_buffers);
         let takes_gradients = optimizer.is_some() || options.takes_sparse_gradients();
+        let fit = mixed_precision
+            .check(&parameters, comm_hook.kind())
+            .and_then(|()| check(&parameters, &buffers, &options, broadcast_buffers))
+            .and_then(|()| stepped.clone().map(drop));
+        let takes_gradients = optimizer.is_some()
+            || options.takes_sparse_gradients()
+            || mixed_precision != MixedPrecision::default();
         if group.world_size() == 1 && !takes_gradients {
             fit.map_err(|reason| Error::Model { rank, reason })?;
             let broadcast = CoalescedBroadcast::new(&group, Vec::new())?;
@@ -365,6 +413,8 @@ impl DdpBuilder {
                 forward_sync_buffers,
                 buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
                 all_buffers: Mutex::default(),
+                held: Mutex::default(),
+                low_precision: None,
             });
         }
         if group.world_size() == 1 {
@@ -379,6 +429,7 @@ impl DdpBuilder {
         let mut lines = vec![format!(
             "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
              {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}",
+             {forward_sync_buffers}, comm_hook: {}, optimizer_in_backward: {}, {mixed_precision:?}",
             comm_hook.name(),
             shared_by.unwrap_or_else(|| "none".to_owned()),
             stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
@@ -399,6 +450,7 @@ impl DdpBuilder {
         let mut seen = HashSet::new();
         parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
         buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
+        mixed_precision.cast_buffers(&mut buffers);
         let all_buffers = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
         if !broadcast_buffers {
             buffers.clear();
@@ -424,6 +476,12 @@ impl DdpBuilder {
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
         let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
+        let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
+        let low_precision = mixed_precision
+            .param
+            .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters()))
+            .transpose();
+        let low_precision = agree(&own, low_precision)?;
         Ok(Ddp {
             model,
             group,
@@ -433,6 +491,8 @@ impl DdpBuilder {
             forward_sync_buffers,
             buffers: Mutex::new(Buffers { broadcast, held, hook: buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
+            held: Mutex::new(held),
+            low_precision,
         })
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flow_autograd::GradHook;
+use flow_autograd::{GradHook, Replacements, grad_enabled};
 use flow_comm::ProcessGroup;
 use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
@@ -12,6 +12,7 @@ use tch::nn::{Module, ModuleT};
 
 use crate::buffers::{BufferCommHookLocation, Buffers};
 use crate::error::{Error, Result, job_rank};
+use crate::low_precision::LowPrecision;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::reducer::Reducer;
 use crate::stats::Stats;
@@ -65,8 +66,9 @@ use crate::stats::Stats;
 /// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
 /// installed and nothing costs, but for an
-/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward) and
-/// [sparse gradients](crate::DdpBuilder::sparse_gradients).
+/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward),
+/// [sparse gradients](crate::DdpBuilder::sparse_gradients) and
+/// [mixed precision](crate::DdpBuilder::mixed_precision).
 ///
 /// A process that is forked from a rank can use the model to infer (`forward_t` with `train`
 /// false). Forward in training mode and backward are errors there.
@@ -83,6 +85,24 @@ pub struct Ddp<M> {
     pub(crate) buffers: Mutex<Buffers>,
     /// All buffers, also those that are not shared.
     pub(crate) all_buffers: Mutex<Vec<Tensor>>,
+    pub(crate) held: Mutex<Vec<HeldBuffer>>,
+    /// The parameters that forward and backward compute with, if these are others.
+    pub(crate) low_precision: Option<LowPrecision>,
+}
+
+/// A buffer that the model itself held when it was wrapped, beside the handles of its owners.
+pub(crate) struct HeldBuffer {
+    pub name: String,
+    pub tensor: Tensor,
+    /// The handles that are left once the model has replaced the buffer.
+    pub others: usize,
+}
+
+impl HeldBuffer {
+    /// Returns whether the model, or somebody else, still holds the buffer.
+    pub fn is_held(&self) -> bool {
+        flow_autograd::use_count(&self.tensor) > self.others
+    }
 }
 
 impl<M> Ddp<M> {
@@ -169,6 +189,33 @@ impl<M> Ddp<M> {
                 reducer.abort(&error.to_string());
             }
         })
+        self.broadcast_buffers(reducer).inspect_err(|error| fail_with(reducer, error))
+    }
+
+    /// Casts the parameters of [`DdpBuilder::mixed_precision`](crate::DdpBuilder::mixed_precision), on a
+    /// CPU once for all ranks of the machine, as `forward_t` does in training mode. Elsewhere a forward
+    /// after an optimizer's step casts them for its rank alone: under [`Ddp::no_sync`], in a join, in
+    /// evaluation. Who has several of these calls this once before them. All ranks call this.
+    ///
+    /// # Errors
+    /// A failure of this rank or another; parameters that are not the same on all ranks of a machine.
+    pub fn cast_parameters(&self) -> Result<()> {
+        let (Some(low), Some(reducer)) = (&self.low_precision, &self.reducer) else {
+            return Ok(());
+        };
+        reducer.check_process("cast_parameters")?;
+        low.cast_together().inspect_err(|error| fail_with(reducer, error))
+    }
+
+    /// Returns what operations of a forward take in place of the parameters.
+    fn replacements(&self, low: &LowPrecision, train: bool) -> Result<Replacements> {
+        let all_ranks_come = train
+            && grad_enabled()
+            && self.reducer.as_ref().is_some_and(|r| r.synchronizes() && !r.is_joined());
+        if all_ranks_come {
+            self.cast_parameters()?;
+        }
+        low.replacements()
     }
 
     fn share_buffers(&self, reducer: &Reducer) -> Result<()> {
@@ -190,8 +237,17 @@ impl<M> Ddp<M> {
     }
 }
 
+/// Has an error of this rank alone reach all ranks.
+fn fail_with(reducer: &Reducer, error: &Error) {
+    if !matches!(error, Error::Comm(_) | Error::EndedEarly { .. }) {
+        reducer.abort(&error.to_string());
+    }
+}
+
 impl<M: ModuleT> Ddp<M> {
     /// Runs `forward_t`. The error is that of [`Ddp::sync_buffers`], or [`Error::EndedEarly`].
+    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers or of casting parameters, or
+    /// [`Error::EndedEarly`].
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train && self.reducer.is_some() && self.hooks.is_empty() {
             let reason = "a refresh has failed half-way: wrap the model again".to_owned();
@@ -208,6 +264,13 @@ impl<M: ModuleT> Ddp<M> {
         if train {
             self.sync_buffers_in_forward(BufferCommHookLocation::PostForward)?;
         }
+        let output = match &self.low_precision {
+            Some(low) => {
+                let replacements = self.replacements(low, train)?;
+                replacements.during(|| self.model.forward_t(&low.input(input), train))
+            }
+            None => self.model.forward_t(input, train),
+        };
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.follow(&output)?;
         }

@@ -12,6 +12,7 @@
 //! | [`ModelAverager`] | `torch.distributed.algorithms.model_averaging` |
 //! | [`DiLoCo`] | torchft's `DiLoCo` |
 //! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` |
+//! | [`DdpBuilder::mixed_precision`], [`MixedPrecision`] | `DistributedDataParallel`'s `mixed_precision`, `_MixedPrecision` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
@@ -48,6 +49,8 @@ mod grad_layout;
 mod grad_reducer;
 mod join;
 mod model_averager;
+mod low_precision;
+mod mixed_precision;
 mod model_check;
 mod optimizer;
 mod optimizer_choice;
@@ -92,6 +95,7 @@ pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
 pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};
 pub use model_averager::ModelAverager;
+pub use mixed_precision::MixedPrecision;
 pub use optimizer::TryBackwardStep;
 pub use optimizer_in_backward::OptimizerInBackward;
 pub use stats::{BucketStats, BucketTimes, Stats};

@@ -215,7 +215,8 @@ pub(crate) fn check(
     }
 }
 
-fn can_be_averaged(kind: Kind) -> bool {
+/// Returns whether gradients of a kind can be averaged.
+pub(crate) fn can_be_averaged(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
 }
 

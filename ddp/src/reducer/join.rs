@@ -71,8 +71,13 @@ impl Reducer {
         context.map_or(Ok(0), |context| Ok(root_of(&context.notify(BUFFERS)?)))
     }
 
+    /// Returns whether the model is in a join.
+    pub fn is_joined(&self) -> bool {
+        self.is_joined.load(Ordering::Relaxed)
+    }
+
     fn join_context(&self) -> Option<JoinContext> {
-        if !self.is_joined.load(Ordering::Relaxed) {
+        if !self.is_joined() {
             return None;
         }
         self.state().join.as_ref().map(|join| join.context().clone())

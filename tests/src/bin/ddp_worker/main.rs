@@ -14,6 +14,7 @@ mod join;
 mod join_random;
 mod lifecycle;
 mod local_sgd;
+mod mixed_precision;
 mod models;
 mod nested;
 mod optimizer_in_backward;
@@ -107,6 +108,14 @@ const SCENARIOS: &[Scenario] = &[
     scenario("zero_joined", zero::joined, ALL_AND_NODES),
     scenario("zero_misused", zero_misused::misused, ALL_AND_NODES),
     scenario("zero_failing", zero_misused::failing, ALL_AND_NODES),
+    scenario("mixed_precision_random", mixed_precision::random, ALL_AND_NODES),
+    scenario("mixed_precision_memory", mixed_precision::memory, ALL),
+    scenario("mixed_precision_outdated", mixed_precision::outdated, ALL_AND_NODES),
+    scenario("mixed_precision_differing", mixed_precision::differing, CPU),
+    scenario("mixed_precision_buffers", mixed_precision::buffers, ALL),
+    scenario("mixed_precision_in_join", mixed_precision::in_join, ALL),
+    scenario("mixed_precision_misused", mixed_precision::misused, ALL),
+    scenario("mixed_precision_written", mixed_precision::written, ALL),
     scenario("unused_reported", reported::unused, ALL_AND_NODES),
     scenario("frozen_later", reported::frozen_later, ALL),
     scenario("differing_models", reported::differing_models, ALL),
