@@ -390,14 +390,11 @@ impl DdpBuilder {
         };
         let stepped =
             stepped.map_err(|reason| format!("{}: {reason}", optimizer_in_backward::OPERATION));
-        let fit = check(&parameters, &buffers, &options, broadcast_buffers)
-            .and_then(|()| stepped.clone().map(drop))
-            .and(shares_buffers);
-        let takes_gradients = optimizer.is_some() || options.takes_sparse_gradients();
         let fit = mixed_precision
             .check(&parameters, comm_hook.kind())
             .and_then(|()| check(&parameters, &buffers, &options, broadcast_buffers))
-            .and_then(|()| stepped.clone().map(drop));
+            .and_then(|()| stepped.clone().map(drop))
+            .and(shares_buffers);
         let takes_gradients = optimizer.is_some()
             || options.takes_sparse_gradients()
             || mixed_precision != MixedPrecision::default();
@@ -413,7 +410,6 @@ impl DdpBuilder {
                 forward_sync_buffers,
                 buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
                 all_buffers: Mutex::default(),
-                held: Mutex::default(),
                 low_precision: None,
             });
         }
@@ -428,8 +424,8 @@ impl DdpBuilder {
             buffer_comm_hook.as_ref().map(|hook| format!("{} {:?}", hook.name(), hook.location()));
         let mut lines = vec![format!(
             "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
-             {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}",
-             {forward_sync_buffers}, comm_hook: {}, optimizer_in_backward: {}, {mixed_precision:?}",
+             {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}, \
+             {mixed_precision:?}",
             comm_hook.name(),
             shared_by.unwrap_or_else(|| "none".to_owned()),
             stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
@@ -476,7 +472,6 @@ impl DdpBuilder {
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
         let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
-        let WrappedParts { reducer, hooks, allocator, buffers, held } = agree(&own, made)?;
         let low_precision = mixed_precision
             .param
             .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters()))
@@ -491,7 +486,6 @@ impl DdpBuilder {
             forward_sync_buffers,
             buffers: Mutex::new(Buffers { broadcast, held, hook: buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
-            held: Mutex::new(held),
             low_precision,
         })
     }

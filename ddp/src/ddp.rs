@@ -85,24 +85,8 @@ pub struct Ddp<M> {
     pub(crate) buffers: Mutex<Buffers>,
     /// All buffers, also those that are not shared.
     pub(crate) all_buffers: Mutex<Vec<Tensor>>,
-    pub(crate) held: Mutex<Vec<HeldBuffer>>,
     /// The parameters that forward and backward compute with, if these are others.
     pub(crate) low_precision: Option<LowPrecision>,
-}
-
-/// A buffer that the model itself held when it was wrapped, beside the handles of its owners.
-pub(crate) struct HeldBuffer {
-    pub name: String,
-    pub tensor: Tensor,
-    /// The handles that are left once the model has replaced the buffer.
-    pub others: usize,
-}
-
-impl HeldBuffer {
-    /// Returns whether the model, or somebody else, still holds the buffer.
-    pub fn is_held(&self) -> bool {
-        flow_autograd::use_count(&self.tensor) > self.others
-    }
 }
 
 impl<M> Ddp<M> {
@@ -184,12 +168,7 @@ impl<M> Ddp<M> {
             return Ok(());
         }
         // The others wait for this rank's buffers: an error in them must reach all ranks.
-        self.share_buffers(reducer).inspect_err(|error| {
-            if !matches!(error, Error::Comm(_) | Error::EndedEarly { .. }) {
-                reducer.abort(&error.to_string());
-            }
-        })
-        self.broadcast_buffers(reducer).inspect_err(|error| fail_with(reducer, error))
+        self.share_buffers(reducer).inspect_err(|error| fail_with(reducer, error))
     }
 
     /// Casts the parameters of [`DdpBuilder::mixed_precision`](crate::DdpBuilder::mixed_precision), on a
@@ -245,8 +224,7 @@ fn fail_with(reducer: &Reducer, error: &Error) {
 }
 
 impl<M: ModuleT> Ddp<M> {
-    /// Runs `forward_t`. The error is that of [`Ddp::sync_buffers`], or [`Error::EndedEarly`].
-    /// Runs `forward_t`. The error is that of broadcasting rank 0's buffers or of casting parameters, or
+    /// Runs `forward_t`. The error is that of [`Ddp::sync_buffers`] or [`Ddp::cast_parameters`], or
     /// [`Error::EndedEarly`].
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train && self.reducer.is_some() && self.hooks.is_empty() {
@@ -260,10 +238,6 @@ impl<M: ModuleT> Ddp<M> {
             self.sync_buffers_in_forward(BufferCommHookLocation::PreForward)?;
         }
         let _phase = self.reducer.as_ref().filter(|_| train).map(|reducer| reducer.begin_forward());
-        let output = self.model.forward_t(input, train);
-        if train {
-            self.sync_buffers_in_forward(BufferCommHookLocation::PostForward)?;
-        }
         let output = match &self.low_precision {
             Some(low) => {
                 let replacements = self.replacements(low, train)?;
@@ -271,6 +245,9 @@ impl<M: ModuleT> Ddp<M> {
             }
             None => self.model.forward_t(input, train),
         };
+        if train {
+            self.sync_buffers_in_forward(BufferCommHookLocation::PostForward)?;
+        }
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.follow(&output)?;
         }

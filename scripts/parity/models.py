@@ -48,6 +48,12 @@ rank 0's parameters and buffers.
 Hooks. Each model is trained once for each entry of HOOKS, which DDP's register_comm_hook gets: as PyTorch does it without
 a hook, and with gradients sent in another type. With the latter, `hook` says which type.
 
+Mixed precision. Each model is trained once for each entry of MIXED. Its forward computes with parameters and input that it
+casts to this type, buffers are cast once, and gradients are sent in the type, added, and then divided, as DDP's
+`mixed_precision` does. The loss is that of the outputs as f32. Buffers are cast to f32 for their checksums. DDP's own
+`mixed_precision` needs events, which the CPU does not have. With events that do nothing, PyTorch 2.11 trains with numbers
+that differ from run to run, as of memory that nobody has written, so that there is nothing to compare with.
+
 The file. `losses[rank][step]` are f32 bits in hex. Checksums are FNV-1a (64 bits, hex) over a tensor's little-endian
 f32 bytes: `initial` and `final` of each parameter, `buffers[rank]` at the end (they differ, as each rank saw its own
 last batch), and `inputs[rank]` of the first step's input, to tell a wrong start from wrong arithmetic.
@@ -77,6 +83,8 @@ JOINS = {
     "join": {"steps": [20, 13], "divide_by_initial_world_size": True},
     "join_by_active": {"steps": [20, 13], "divide_by_initial_world_size": False},
 }
+
+MIXED = {"mixed_bf16": "bfloat16", "mixed_fp16": "float16"}
 
 
 def worker(path):
@@ -133,6 +141,25 @@ def worker(path):
             x = relu(self.bn2(self.conv2(x)))
             return self.fc(x.mean((2, 3)))
 
+    class Cast(nn.Module):
+        def __init__(self, model, dtype):
+            super().__init__()
+            self.model, self.dtype = model, dtype
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(dtype)
+
+        def forward(self, x):
+            parameters = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
+            return torch.func.functional_call(self.model, parameters, (x.to(self.dtype),))
+
+    def mean_in(dtype):
+        def hook(state, bucket):
+            work = dist.all_reduce(bucket.buffer().to(dtype), async_op=True)
+            return work.get_future().then(lambda future: (future.value()[0] / WORLD_SIZE).float())
+
+        return hook
+
     def hashes(salt, shape):
         k = numpy.arange(numpy.prod(shape), dtype=numpy.uint32)
         h = k * numpy.uint32(2654435761) + numpy.uint32(salt)
@@ -149,7 +176,7 @@ def worker(path):
 
     def checksum(tensor):
         value = 0xCBF29CE484222325
-        for byte in tensor.detach().contiguous().numpy().astype("<f4").tobytes():
+        for byte in tensor.detach().float().contiguous().numpy().astype("<f4").tobytes():
             value = ((value ^ byte) * 0x100000001B3) % 2**64
         return f"{value:016x}"
 
@@ -158,7 +185,7 @@ def worker(path):
         dist.all_gather_object(parts, value)
         return parts
 
-    def train(kind, hook=None, join=None):
+    def train(kind, hook=None, join=None, mixed=None):
         model = kind()
         with torch.no_grad():
             for p, (name, parameter) in enumerate(model.named_parameters()):
@@ -167,7 +194,10 @@ def worker(path):
                     parameter.copy_(values(p + 1, tuple(parameter.shape), scale))
         names = [name for name, _ in model.named_parameters()]
         initial = [checksum(parameter) for parameter in model.parameters()]
-        ddp = DistributedDataParallel(model)
+        dtype = getattr(torch, mixed) if mixed else None
+        ddp = DistributedDataParallel(Cast(model, dtype) if mixed else model)
+        if mixed:
+            ddp.register_comm_hook(None, mean_in(dtype))
         if hook:
             compress = getattr(default_hooks, f"{hook}_compress_hook")
             # By another name: DDP refuses bf16_compress_hook by its name where there is no NCCL, though gloo can.
@@ -182,7 +212,7 @@ def worker(path):
                 x, y = values(salt, (BATCH, *kind.input), 2), labels(salt + 1, BATCH)
                 first_input = first_input or checksum(x)
                 optimizer.zero_grad()
-                loss = cross_entropy(ddp(x), y)
+                loss = cross_entropy(ddp(x).float(), y)
                 loss.backward()
                 optimizer.step()
                 losses.append(f"{loss.detach().numpy().view(numpy.uint32):08x}")
@@ -195,6 +225,7 @@ def worker(path):
             "momentum": kind.momentum,
             "hook": hook,
             "join": join,
+            "mixed": mixed,
             "inputs": gathered(first_input),
             "losses": gathered(losses),
             "parameters": [{"name": n, "initial": i, "final": f} for n, i, f in zip(names, initial, final)],
@@ -213,6 +244,7 @@ def worker(path):
     }
     for kind in (Mlp, LeNet, BatchNorm):
         models |= {f"{kind.name}_{name}": train(kind, join=join) for name, join in JOINS.items()}
+        models |= {f"{kind.name}_{name}": train(kind, mixed=mixed) for name, mixed in MIXED.items()}
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(models))
     dist.destroy_process_group()

@@ -7,7 +7,7 @@ use std::num::Wrapping;
 use anyhow::{Context, Result, bail, ensure};
 use flow_ddp::comm_hooks::Bf16Compress;
 use flow_ddp::{BoxError, CommHook, GradBucket, Pending, ReduceOp, TensorCollectives};
-use flow_ddp::{Ddp, JoinOptions, ProcessGroup};
+use flow_ddp::{Ddp, JoinOptions, MixedPrecision, ProcessGroup};
 use flow_tests::registry::{Job, Scenario, Test, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT};
 use serde_json::Value;
@@ -53,11 +53,12 @@ fn passes(test: &Test) {
     assert_eq!(output, format!("{} passed\n", test.name).repeat(2));
 }
 
-/// Without a hook, with each hook that PyTorch has too, and in a join whose ranks have different numbers
-/// of steps.
+/// Without a hook, with each hook that PyTorch has too, in a join whose ranks have different numbers of
+/// steps, and in mixed precision.
 fn agrees(group: &ProcessGroup, model: &Model) -> Result<()> {
     let stored = stored()?;
-    for variant in ["", "_fp16", "_bf16", "_join", "_join_by_active"] {
+    for variant in ["", "_fp16", "_bf16", "_join", "_join_by_active", "_mixed_bf16", "_mixed_fp16"]
+    {
         let name = format!("{}{variant}", model.name);
         check(group, model, &stored, &name).context(name)?;
     }
@@ -158,7 +159,14 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Res
         Some("bf16") => builder.comm_hook(Bf16Compress),
         Some(other) => bail!("there is no hook {other}"),
     };
-    let ddp = builder.wrap(net, &store)?;
+    let mixed = match expected["mixed"].as_str() {
+        None => None,
+        Some("bfloat16") => Some(Kind::BFloat16),
+        Some("float16") => Some(Kind::Half),
+        Some(other) => bail!("there is no type {other}"),
+    };
+    let mixed = MixedPrecision { param: mixed, reduce: None, buffer: mixed };
+    let ddp = builder.mixed_precision(mixed).wrap(net, &store)?;
     let sgd = nn::sgd(number(&expected["momentum"])?, 0.0, 0.0, false);
     let mut optimizer = sgd.build(&store, number(&expected["learning_rate"])?)?;
     let join = &expected["join"];
@@ -176,8 +184,8 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Res
             }
             let labels: Vec<i64> =
                 (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
-            let loss =
-                ddp.forward_t(&x, true).cross_entropy_for_logits(&Tensor::from_slice(&labels));
+            let output = ddp.forward_t(&x, true).to_kind(Kind::Float);
+            let loss = output.cross_entropy_for_logits(&Tensor::from_slice(&labels));
             optimizer.zero_grad();
             loss.f_backward()?;
             optimizer.step();
@@ -225,7 +233,7 @@ fn values(salt: u32, shape: &[i64], scale: f32) -> Tensor {
 
 /// FNV-1a over the elements' bytes, in hex.
 fn checksum(tensor: &Tensor) -> Result<String> {
-    let tensor = tensor.contiguous();
+    let tensor = tensor.to_kind(Kind::Float).contiguous();
     let bytes = flow_autograd::bytes(&tensor)?;
     let mut hasher = fnv::FnvHasher::default();
     hasher.write(bytes);
