@@ -194,7 +194,7 @@ impl<M> Ddp<M> {
         if all_ranks_come {
             self.cast_parameters()?;
         }
-        low.replacements()
+        low.replacements(all_ranks_come)
     }
 
     fn share_buffers(&self, reducer: &Reducer) -> Result<()> {

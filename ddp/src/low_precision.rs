@@ -110,9 +110,10 @@ impl LowPrecision {
         Ok(())
     }
 
-    /// Returns what operations of a forward take in place of the parameters.
-    pub fn replacements(&self) -> Result<Replacements> {
-        let replaced = self.copies().and_then(|copies| {
+    /// Returns what operations of a forward take in place of the parameters. `is_cast`: all ranks have just
+    /// cast them.
+    pub fn replacements(&self, is_cast: bool) -> Result<Replacements> {
+        let replaced = self.copies(is_cast).and_then(|copies| {
             let pairs: Vec<(&Tensor, &Tensor)> =
                 self.parameters.iter().map(|(_, tensor)| tensor).zip(&copies).collect();
             Replacements::new(&pairs)
@@ -122,12 +123,12 @@ impl LowPrecision {
 
     /// Returns the parameters in half precision, connected with them: their gradients become gradients in
     /// single precision.
-    fn copies(&self) -> Result<Vec<Tensor>, flow_autograd::Error> {
+    fn copies(&self, is_cast: bool) -> Result<Vec<Tensor>, flow_autograd::Error> {
         let copy = self.copy.as_ref().filter(|copy| copy.is_ours());
         let copy = copy.map(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner));
         let copy = copy.filter(|copy| {
             let mut pairs = self.parameters.iter().zip(&copy.casts);
-            pairs.all(|((_, tensor), cast)| cast.is_of(tensor, 0, 1))
+            is_cast || pairs.all(|((_, tensor), cast)| cast.is_of(tensor, 0, 1))
         });
         let mut copies = Vec::with_capacity(self.parameters.len());
         for (index, (_, tensor)) in self.parameters.iter().enumerate() {

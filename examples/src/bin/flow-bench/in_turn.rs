@@ -1,4 +1,4 @@
-//! What benches have in common that train in blocks of two kinds, which take turns.
+//! What benches have in common that train in blocks of several kinds, which take turns.
 
 use anyhow::Result;
 use clap::Args;
@@ -40,10 +40,14 @@ pub fn begin(model: Model) -> Result<(ProcessGroup, Tensor, Tensor)> {
     Ok((group, x, y))
 }
 
-/// Returns the milliseconds that either step takes: the median of its blocks, which take turns with
-/// those of the other.
-pub fn times(group: &ProcessGroup, options: &Options, steps: &mut [Step; 2]) -> Result<[f64; 2]> {
-    let mut times = [Vec::new(), Vec::new()];
+/// Returns the milliseconds that each step takes: the median of its blocks, which take turns with those
+/// of the others.
+pub fn times<const COUNT: usize>(
+    group: &ProcessGroup,
+    options: &Options,
+    steps: &mut [Step; COUNT],
+) -> Result<[f64; COUNT]> {
+    let mut times = [const { Vec::new() }; COUNT];
     for _ in 0..options.blocks {
         for (step, times) in steps.iter_mut().zip(&mut times) {
             times.extend(block(group, group.device(), options.steps as usize, step)?);

@@ -15,6 +15,7 @@ mod join;
 mod launch;
 mod limit;
 mod losses;
+mod mixed_precision;
 mod models;
 mod optimizer_in_backward;
 mod overhead;
@@ -56,6 +57,8 @@ enum Command {
     CommHooks(comm_hooks::Options),
     /// A training step with Ddp, with Adam and with ZeroRedundancyOptimizer, on all ranks
     Zero(in_turn::Options),
+    /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
+    MixedPrecision(mixed_precision::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process
@@ -83,6 +86,7 @@ fn main() -> ExitCode {
         Command::Tune(options) => tune::run(options),
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Zero(options) => zero::run(options),
+        Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
         Command::Overhead(options) => overhead::run(options),
