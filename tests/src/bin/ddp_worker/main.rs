@@ -114,6 +114,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("mixed_precision_differing", mixed_precision::differing, CPU),
     scenario("mixed_precision_buffers", mixed_precision::buffers, ALL),
     scenario("mixed_precision_in_join", mixed_precision::in_join, ALL),
+    scenario("mixed_precision_sparse", mixed_precision::sparse, ALL),
     scenario("mixed_precision_scaled", mixed_precision::scaled, ALL),
     scenario("mixed_precision_misused", mixed_precision::misused, ALL),
     scenario("mixed_precision_written", mixed_precision::written, ALL),

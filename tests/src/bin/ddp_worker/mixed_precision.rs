@@ -243,6 +243,13 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
         "rank {} has {copy} bytes for a copy, not {own}",
         group.rank()
     );
+    // It is freed, if not before the last rank has left it.
+    let before = group.arena().usage().0;
+    for _ in 0..4 {
+        used(Ddp::builder(group).mixed_precision(BFLOAT16))?;
+    }
+    let left = group.arena().usage().0.saturating_sub(before);
+    ensure!(left <= 2 * bytes, "rank {} has {left} bytes more", group.rank());
     Ok(())
 }
 
@@ -354,6 +361,28 @@ pub fn in_join(group: &ProcessGroup) -> Result<()> {
     same_variables(&finals[0], &finals[1])
 }
 
+/// Sparse gradients stay sparse, and inputs that are indices stay what they are.
+pub fn sparse(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };
+    let net = nn::embedding(store.root() / "words", 4, 2, config);
+    let builder = Ddp::builder(group).sparse_gradients(&["words.weight"]);
+    let model = builder.mixed_precision(BFLOAT16).wrap(net, &store)?;
+    let table = store.variables()["words.weight"].shallow_clone();
+    let words = Tensor::from_slice(&[group.rank() as i64, 3]).to_device(device());
+    for _ in 0..2 {
+        flow_autograd::set_grad(&table, None)?;
+        model.forward_t(&words, true).sum(Kind::Float).f_backward()?;
+        let gradient = table.grad();
+        ensure!(gradient.is_sparse() && gradient.kind() == Kind::Float, "{gradient:?}");
+        let dense = gradient.to_dense(None, false);
+        let [first, last] = [0, 3].map(|row| dense.double_value(&[row, 1]));
+        let share = 1.0 / group.world_size() as f64;
+        ensure!((first - share).abs() < 1e-6 && (last - 1.0).abs() < 1e-6, "{dense}");
+    }
+    Ok(())
+}
+
 /// With a scaler, gradients that half precision does not have train, and all ranks leave out the step
 /// that overflows on one.
 pub fn scaled(group: &ProcessGroup) -> Result<()> {
@@ -363,7 +392,8 @@ pub fn scaled(group: &ProcessGroup) -> Result<()> {
     let model = Ddp::builder(group).mixed_precision(half).wrap(net, &store)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.3)?;
     let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
-    let loss = |factor: f64| (model.forward_t(&input, true) * factor).sum(Kind::Float);
+    let output = || model.forward_t(&input, true).to_kind(Kind::Float);
+    let loss = |factor: f64| (output() * factor).sum(Kind::Float);
     loss(1e-9).f_backward()?;
     let lost = store.trainable_variables()[0].grad().abs().max().double_value(&[]);
     ensure!(lost == 0.0, "half precision has a gradient of {lost}");
