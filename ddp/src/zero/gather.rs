@@ -11,7 +11,7 @@ use crate::error::{Error, Result, job_rank};
 
 /// Bytes of each rank that are gathered at once. On the CPU they are to stay in a cache until they are
 /// copied to the parameters.
-const CPU_CHUNK: usize = 1 << 20;
+const CPU_CHUNK: usize = 256 << 10;
 const GPU_CHUNK: usize = 32 << 20;
 /// The alignment of each part of a chunk: a multiple of the size of any element.
 const ALIGNMENT: usize = 64;

@@ -140,7 +140,8 @@ impl ZeroRedundancyOptimizer {
     /// # Errors
     ///
     /// On all ranks: the `VarStore` has got variables since, or one has other memory; a gradient is
-    /// sparse; a failure of this rank or another, a rank that does not come in time.
+    /// sparse; a failure of this rank or another, a rank that does not come in time. On GPUs the host
+    /// does not wait: another rank's error comes from a later step.
     pub fn step(&self) -> Result<()> {
         self.group.check("step")?;
         let _phase = trace::phase(trace::Phase::Optimizer, last_step().into());

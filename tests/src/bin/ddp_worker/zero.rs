@@ -207,7 +207,7 @@ const WIDTH: i64 = 256;
 
 /// A rank keeps its share of the state, and no more for gathering than a chunk of each rank.
 pub fn memory(group: &ProcessGroup) -> Result<()> {
-    const CHUNK: usize = 1 << 20;
+    const CHUNK: usize = 256 << 10;
     let bytes = LAYERS * (WIDTH * WIDTH) as usize * 4;
     let ranks = group.world_size();
     let store = store();
