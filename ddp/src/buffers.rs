@@ -12,7 +12,8 @@ use crate::error::{Error, Result, job_rank};
 ///
 /// All ranks use the same hook. It is called on the thread that runs the forward, in each forward in
 /// training mode that is not under [`Ddp::no_sync`](crate::Ddp::no_sync), and in
-/// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers). An error of one rank fails the model on all.
+/// [`Ddp::sync_buffers`](crate::Ddp::sync_buffers), but for a group of one rank. An error of one rank
+/// fails the model on all.
 ///
 /// This one averages the buffers:
 ///
@@ -42,7 +43,8 @@ pub trait BufferCommHook: Send + 'static {
     /// # Errors
     ///
     /// [`Error::BufferCommHook`] has the text of the hook's own error. A
-    /// [`flow_ddp::Error`](crate::Error) and those of collectives stay what they are.
+    /// [`flow_ddp::Error`](crate::Error) and those of collectives stay what they are. It is an error
+    /// to put another tensor in a buffer's place.
     fn run(
         &mut self,
         group: &ProcessGroup,
@@ -100,13 +102,26 @@ impl Buffers {
     /// Gives all ranks the root's buffers, or calls the hook. `group` is the one in which gradients
     /// are reduced, so that a rank that is out of step finds the others in backward.
     pub fn share(&mut self, group: &ProcessGroup, root: usize) -> Result<()> {
-        match &mut self.hook {
-            None => Ok(self.broadcast.run(group, root)?),
-            Some(hook) => {
-                let run = tch::no_grad(|| hook.run(group, &mut self.broadcast.named()));
-                run.map_err(|error| Error::in_buffer_comm_hook(group, error))
+        let Some(hook) = &mut self.hook else { return Ok(self.broadcast.run(group, root)?) };
+        let own = self.broadcast.named();
+        let mut buffers = Vec::with_capacity(own.len());
+        for (name, buffer) in &own {
+            // A backward refuses buffers of its forward that have changed since. What is written here,
+            // or by a collective, counts as no change.
+            buffers.push((name.clone(), buffer.data()));
+        }
+        tch::no_grad(|| hook.run(group, &mut buffers))
+            .map_err(|error| Error::in_buffer_comm_hook(group, error))?;
+        for ((name, own), (_, buffer)) in own.iter().zip(&buffers) {
+            if flow_autograd::data_ptr(own) != flow_autograd::data_ptr(buffer) {
+                let reason = format!(
+                    "it has put another tensor in place of the buffer {name}, which the model would \
+                     not get: write into the buffer (copy_)"
+                );
+                return Err(Error::BufferCommHook { rank: job_rank(group), reason });
             }
         }
+        Ok(())
     }
 }
 

@@ -375,7 +375,7 @@ impl DdpBuilder {
             broadcast_buffers,
             forward_sync_buffers,
             mut comm_hook,
-            buffer_comm_hook,
+            mut buffer_comm_hook,
             optimizer,
             mixed_precision,
         } = self;
@@ -417,6 +417,7 @@ impl DdpBuilder {
             // Nothing is sent.
             options.communication = None;
             comm_hook = Box::new(AllReduce);
+            buffer_comm_hook = None;
         }
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());

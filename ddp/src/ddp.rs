@@ -154,9 +154,9 @@ impl<M> Ddp<M> {
     }
 
     /// Gives all ranks rank 0's buffers, or in [`Ddp::join_with`] another rank's, as `forward_t` does
-    /// in training mode; or calls the
-    /// [hook](crate::DdpBuilder::buffer_comm_hook) that does so. A step with several forwards under [`Ddp::no_sync`], which leave buffers
-    /// alone, calls this once before them. So does whoever has turned
+    /// in training mode; or calls the [hook](crate::DdpBuilder::buffer_comm_hook) that shares them. A
+    /// step with several forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once
+    /// before them. So does whoever has turned
     /// [`forward_sync_buffers`](crate::DdpBuilder::forward_sync_buffers) off. All ranks call this.
     ///
     /// # Errors
@@ -167,7 +167,8 @@ impl<M> Ddp<M> {
         if !reducer.synchronizes() {
             return Ok(());
         }
-        // The others wait for this rank's buffers: an error in them must reach all ranks.
+        // The others wait for this rank's buffers: an error in them must reach all ranks, also that of
+        // another group, in which a hook has communicated.
         self.share_buffers(reducer).inspect_err(|error| fail_with(reducer, error))
     }
 
@@ -218,7 +219,7 @@ impl<M> Ddp<M> {
 
 /// Has an error of this rank alone reach all ranks.
 fn fail_with(reducer: &Reducer, error: &Error) {
-    if !matches!(error, Error::Comm(_) | Error::EndedEarly { .. }) {
+    if !matches!(error, Error::EndedEarly { .. }) {
         reducer.abort(&error.to_string());
     }
 }

@@ -11,7 +11,7 @@ use flow_ddp::{
 use tch::nn::{ModuleT, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{close, error, mean, says, values};
+use crate::helpers::{close, error, failure, mean, says, values};
 use crate::models::{self, device};
 
 /// Averages buffers, and counts how often. Fails on rank 1 if it is told to.
@@ -38,13 +38,60 @@ impl BufferCommHook for Average {
             return Err("the statistics are wrong".into());
         }
         for (_, buffer) in buffers {
-            group.all_reduce_tensor(buffer, ReduceOp::Avg)?;
+            let mut mean = buffer.copy();
+            group.all_reduce_tensor(&mut mean, ReduceOp::Avg)?;
+            buffer.copy_(&mean);
         }
         Ok(())
     }
 
     fn location(&self) -> BufferCommHookLocation {
         self.location
+    }
+}
+
+/// What is wrong with a hook on rank 1.
+#[derive(Clone, Copy)]
+enum Fault {
+    /// A group of its own fails, in which no other rank is.
+    OwnGroup,
+    /// It makes a new tensor instead of writing into the buffer.
+    Replaces,
+}
+
+impl Fault {
+    fn text(self) -> &'static str {
+        match self {
+            Self::OwnGroup => "enough of it",
+            Self::Replaces => "another tensor in place of the buffer",
+        }
+    }
+}
+
+struct Faulty {
+    fault: Fault,
+    own: ProcessGroup,
+}
+
+impl BufferCommHook for Faulty {
+    fn run(
+        &mut self,
+        group: &ProcessGroup,
+        buffers: &mut [(String, Tensor)],
+    ) -> Result<(), BoxError> {
+        if group.rank() != 1 {
+            return Ok(());
+        }
+        match self.fault {
+            Fault::OwnGroup => {
+                self.own.abort("enough of it");
+                self.own.barrier()?;
+            }
+            Fault::Replaces => {
+                buffers[0].1 = Tensor::zeros_like(&buffers[0].1);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -184,6 +231,17 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         } else {
             says(&error(result)?, &["rank 1", "the statistics are wrong"])?;
         }
+    }
+    for fault in [Fault::OwnGroup, Fault::Replaces] {
+        let store = models::store();
+        let net = models::batchnorm(&store.root());
+        let hook = Faulty { fault, own: crate::helpers::own_group(group)? };
+        let model = Ddp::builder(group).buffer_comm_hook(hook).wrap(net, &store)?;
+        let text = failure(|| {
+            let output = model.try_forward_t(&x, true)?;
+            output.sum(Kind::Float).f_backward().map_err(Error::from_backward)
+        })?;
+        says(&text, &[fault.text()])?;
     }
     let store = models::store();
     let net = models::batchnorm(&store.root());
