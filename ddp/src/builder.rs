@@ -147,7 +147,8 @@ impl DdpBuilder {
     /// fastest (default: 0, none is tried). All ranks choose the same: another size than the
     /// [cap](Self::bucket_cap_mb) that was set, or PyTorch's, if its median step is 2 % shorter.
     /// [`Stats::bucket_cap_mb`](crate::Stats::bucket_cap_mb) says which. What the size is does not
-    /// change the gradients. [`Ddp::refresh`] begins anew.
+    /// change the gradients, but for the last bits on GPUs, and for what a hook makes of whole buckets:
+    /// [`Quantize`](crate::comm_hooks::Quantize) has their ranges. [`Ddp::refresh`] begins anew.
     pub fn tune(mut self, steps: u32) -> Self {
         self.options.tune = steps;
         self

@@ -72,8 +72,8 @@ pub struct GradBucket<'a> {
 }
 
 impl GradBucket<'_> {
-    /// Returns the bucket's number. Numbers, and which parameters are in a bucket, change once:
-    /// after the first backward.
+    /// Returns the bucket's number. Numbers, and which parameters are in a bucket, change after the
+    /// first backward; with [`DdpBuilder::tune`](crate::DdpBuilder::tune) also in later ones.
     pub fn index(&self) -> usize {
         self.index
     }

@@ -19,6 +19,8 @@ impl Reducer {
     /// Goes on with the trial after a backward, on all ranks in the same step.
     pub(super) fn tune(&self, state: &mut BackwardState) -> Result<()> {
         let Some(tuning) = &mut state.tuning else { return Ok(()) };
+        // On a GPU the host is ahead: a step takes as long as what it has enqueued.
+        self.path.synchronize()?;
         match tuning.end_step() {
             Next::Stay => Ok(()),
             Next::Try(caps) => {
