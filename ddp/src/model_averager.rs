@@ -26,7 +26,7 @@ use crate::error::{Error, Result, job_rank};
 /// # let vs = nn::VarStore::new(tch::Device::Cpu);
 /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
 /// let alone = group.split(Some(group.rank()), 0)?.expect("each rank is in a group");
-/// let hook = PostLocalSgd::new(&alone).start_iter(100);
+/// let hook = PostLocalSgd::new(&alone)?.start_iter(100);
 /// let model = Ddp::builder(&group).comm_hook(hook).wrap(net, &vs)?;
 /// let mut averager = ModelAverager::periodic(&group, 4, 100)?;
 /// let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;

@@ -52,6 +52,8 @@ pub(crate) struct Reducer {
     comm_hook: ForkSafe<Mutex<Box<dyn CommHook>>>,
     /// The hook waits for other ranks.
     launches_at_end: bool,
+    /// Groups of the hook's own.
+    hook_groups: Vec<ProcessGroup>,
     optimizer: Option<OptimizerInBackward>,
 }
 
@@ -77,6 +79,7 @@ impl Reducer {
             is_joined: AtomicBool::new(false),
             state: ForkSafe::new(Mutex::new(state)),
             launches_at_end: comm_hook.waits_for_ranks(),
+            hook_groups: comm_hook.groups(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
             optimizer,
         }))
@@ -203,7 +206,7 @@ impl Reducer {
 
     /// Makes the next backward fail, on all ranks.
     pub fn abort(&self, cause: &str) {
-        self.group.abort(cause);
+        self.fail_groups(cause);
         self.path.abort(cause);
     }
 
@@ -416,9 +419,19 @@ impl Reducer {
         // All ranks know what each of them misses. If the group has failed for anything else, that
         // remains the cause.
         if !matches!(error, Error::MissingGradients { .. }) {
-            self.group.abort(&error.to_string());
+            self.fail_groups(&error.to_string());
         }
         error.end_backward()
+    }
+
+    /// Fails the groups in which ranks wait for each other in a backward.
+    fn fail_groups(&self, cause: &str) {
+        self.group.abort(cause);
+        self.fail_hook_groups(cause);
+    }
+
+    fn fail_hook_groups(&self, cause: &str) {
+        self.hook_groups.iter().for_each(|group| group.abort(cause));
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {

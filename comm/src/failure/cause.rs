@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub enum Cause {
     /// An error of one rank, which its text says.
     Error,
-    /// Ranks have more to say: see [`Failure::fail_and_collect`](super::Failure::fail_and_collect).
+    /// Ranks have more to say: see [`Failure::await_error_details`](super::Failure::await_error_details).
     ErrorDetails,
     /// Ranks called different operations.
     Mismatch,

@@ -63,13 +63,18 @@ impl Failure {
     }
 
     /// Fails the group for a reason to which other ranks may have details. Every rank calls this,
-    /// with an empty text if it has nothing to add. It gets all ranks' details, with their ranks.
-    pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
+    /// with an empty text if it has nothing to add.
+    pub fn await_error_details(&self, operation: &str, own: &str) {
         self.publish_error_detail(own);
         self.poison(
             Cause::ErrorDetails,
             &format!("rank {}: {operation}: {own}", self.core.world.rank),
         );
+    }
+
+    /// Returns all ranks' details, with their ranks, once all have called
+    /// [`Failure::await_error_details`].
+    pub fn collect_error_details(&self) -> Vec<(usize, String)> {
         let deadline = Instant::now() + self.core.timeout();
         // If the group had failed for another reason, the others know that reason and publish no
         // details.
@@ -100,7 +105,7 @@ impl Failure {
     }
 
     /// Whether the group failed because ranks have details to add, which
-    /// [`Failure::fail_and_collect`] collects.
+    /// [`Failure::collect_error_details`] collects.
     pub fn awaits_error_details(&self) -> bool {
         self.first_failure().is_some_and(|(cause, _)| cause == Cause::ErrorDetails)
     }

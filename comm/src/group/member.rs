@@ -154,15 +154,23 @@ impl Member {
     }
 
     /// Fails the group on all ranks for a reason that one or more of them found out. All ranks call
-    /// this, with an empty text if they have nothing to add, and get all texts, by rank in the job.
-    pub fn fail_and_collect(&self, operation: &str, own: &str) -> Vec<(usize, String)> {
-        match self.parts(&operation) {
-            Ok(group) => group.failure.fail_and_collect(operation, own),
+    /// this, with an empty text if they have nothing to add, and then
+    /// [`Member::collect_error_details`].
+    pub fn await_error_details(&self, operation: &str, own: &str) {
+        if let Ok(group) = self.parts(&operation) {
+            group.failure.await_error_details(operation, own);
+        }
+    }
+
+    /// Returns what all ranks have given [`Member::await_error_details`], by rank in the job.
+    pub fn collect_error_details(&self) -> Vec<(usize, String)> {
+        match self.parts(&"collect_error_details") {
+            Ok(group) => group.failure.collect_error_details(),
             Err(_) => Vec::new(),
         }
     }
 
-    /// Whether another rank has called [`Member::fail_and_collect`].
+    /// Whether another rank has called [`Member::await_error_details`].
     pub fn awaits_error_details(&self) -> bool {
         self.parts(&"awaits_error_details").is_ok_and(|group| group.failure.awaits_error_details())
     }

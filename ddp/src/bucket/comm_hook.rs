@@ -53,6 +53,12 @@ pub trait CommHook: Send + 'static {
         false
     }
 
+    /// Returns the groups, beside [`GradBucket::group`], in which the hook communicates (default: none).
+    /// They fail with the model, so that no rank waits there for one whose backward has failed.
+    fn groups(&self) -> Vec<ProcessGroup> {
+        Vec::new()
+    }
+
     /// Returns the hook's identity: all ranks must have the same.
     fn name(&self) -> String {
         std::any::type_name::<Self>().into()

@@ -11,7 +11,9 @@ use crate::bucket::pending::Pending;
 /// post-local SGD (T. Lin, S. U. Stich, K. K. Patel, M. Jaggi, "Don't Use Large Mini-Batches, Use
 /// Local SGD", 2018). A [`ModelAverager`](crate::ModelAverager) then averages parameters.
 ///
-/// It is PyTorch's `post_localSGD_hook`, and so are the names and defaults.
+/// It is PyTorch's `post_localSGD_hook`, and so are the names and defaults. Steps are counted from the
+/// beginning: a training that goes on after a checkpoint sets a smaller
+/// [`start_iter`](Self::start_iter). Sparse gradients are gathered from all ranks all along.
 #[derive(Debug)]
 pub struct PostLocalSgd {
     subgroup: ProcessGroup,
@@ -23,10 +25,14 @@ pub struct PostLocalSgd {
 
 impl PostLocalSgd {
     /// Returns the hook that averages over `subgroup`, such as the ranks of this machine, from the
-    /// first step on. The program uses `subgroup` for nothing else in backward.
-    pub fn new(subgroup: &ProcessGroup) -> Self {
-        let subgroup = subgroup.clone();
-        Self { subgroup, start_iter: 0, gradient_all_reduce: true, iteration: 0 }
+    /// first step on. All ranks of `subgroup` call this.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the group.
+    pub fn new(subgroup: &ProcessGroup) -> flow_comm::Result<Self> {
+        let subgroup = subgroup.duplicate()?;
+        Ok(Self { subgroup, start_iter: 0, gradient_all_reduce: true, iteration: 0 })
     }
 
     /// Sets the number of steps that average gradients over all ranks (PyTorch's
@@ -59,6 +65,10 @@ impl CommHook for PostLocalSgd {
         }
         let reduction = self.subgroup.all_reduce_tensor_async(gradients, ReduceOp::Avg)?;
         Ok(Pending::new(move || Ok(reduction.wait()?)))
+    }
+
+    fn groups(&self) -> Vec<ProcessGroup> {
+        vec![self.subgroup.clone()]
     }
 
     fn name(&self) -> String {

@@ -51,7 +51,7 @@ impl Drop for EndOfBackward {
             // If a hook of ours has failed, the group knows why. Any other error of a backward is
             // known to its caller alone.
             if !state.unusable {
-                self.reducer.group.abort(
+                self.reducer.fail_groups(
                     "its backward failed before all gradients were there, see its own error; to \
                      go on, all ranks drop their Ddp and wrap the model again",
                 );
@@ -219,7 +219,11 @@ impl Reducer {
     /// Collects the parameters without a gradient of all ranks, which all call this, into an error.
     fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
         let of_this_rank = names_of(&state.parameters, missing);
-        let of_ranks = self.group.fail_and_collect("parameters got no gradient", &of_this_rank);
+        let operation = "parameters got no gradient";
+        self.group.await_error_details(operation, &of_this_rank);
+        // Only now, so that whoever waits there finds out why.
+        self.fail_hook_groups(operation);
+        let of_ranks = self.group.collect_error_details();
         let lines: Vec<String> =
             of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();
         let advice = if state.graph.is_some() {

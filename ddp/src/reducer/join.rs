@@ -49,6 +49,10 @@ impl Reducer {
         {
             self.is_joined.store(false, Ordering::Relaxed);
             self.steps.go_on_after(join.step());
+            // The join has failed: no rank is to wait for this one.
+            if let Err(error) = self.group.check("join") {
+                self.fail_hook_groups(&error.to_string());
+            }
         }
     }
 

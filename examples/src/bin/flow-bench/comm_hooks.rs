@@ -137,8 +137,8 @@ impl Training {
             Way::PostLocalSgd => {
                 averager = Some(ModelAverager::periodic(group, PERIOD, WARM_UP)?);
                 let alone = group.split(Some(group.rank()), 0)?.context("a group of this rank")?;
-                let hook = PostLocalSgd::new(&alone).start_iter(WARM_UP).gradient_all_reduce(false);
-                Box::new(builder.comm_hook(hook).wrap(net, &vs)?)
+                let hook = PostLocalSgd::new(&alone)?.start_iter(WARM_UP);
+                Box::new(builder.comm_hook(hook.gradient_all_reduce(false)).wrap(net, &vs)?)
             }
             Way::Diloco | Way::StreamingDiloco => {
                 diloco = Some(self::diloco(way == Way::StreamingDiloco, &vs, group)?);

@@ -192,9 +192,8 @@ fn operations(group: &ProcessGroup) -> Result<()> {
             is_forked("nccl", group.nccl(0).map(drop), group)?;
             is_forked("check", group.check("check"), group)?;
             group.abort("by a child");
-            ensure!(
-                group.fail_and_collect("a test", "").is_empty() && !group.awaits_error_details()
-            );
+            group.await_error_details("a test", "of a child");
+            ensure!(group.collect_error_details().is_empty() && !group.awaits_error_details());
         }
         drop(sub);
         return Ok(());

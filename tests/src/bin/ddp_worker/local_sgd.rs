@@ -1,9 +1,10 @@
 //! Ranks that train alone for some steps, beside one process that trains a model of each.
 
 use anyhow::{Context, Result, ensure};
+use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::PostLocalSgd;
-use flow_ddp::{Ddp, DiLoCo, DiLoCoOptions, ModelAverager};
+use flow_ddp::{Ddp, DiLoCo, DiLoCoOptions, Error, ModelAverager, OptimizerState};
 use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
@@ -91,7 +92,7 @@ pub fn post_local(group: &ProcessGroup) -> Result<()> {
     let alone = crate::helpers::own_group(group)?;
     for reduces in [true, false] {
         let mut model = Model::new()?;
-        let hook = PostLocalSgd::new(&alone).start_iter(3).gradient_all_reduce(reduces);
+        let hook = PostLocalSgd::new(&alone)?.start_iter(3).gradient_all_reduce(reduces);
         let weights = model.weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
         let wrapped =
             Ddp::builder(group).bucket_cap_mb(1e-4).comm_hook(hook).wrap(weights, &model.store)?;
@@ -111,6 +112,39 @@ pub fn post_local(group: &ProcessGroup) -> Result<()> {
         ensure!(averager.step() == 8, "{}", averager.step());
         drop(wrapped);
     }
+    Ok(())
+}
+
+/// A backward that fails on one rank fails on those that wait for it in the subgroup.
+pub fn post_local_failing(group: &ProcessGroup) -> Result<()> {
+    let model = Model::new()?;
+    let hook = PostLocalSgd::new(group)?;
+    let builder = Ddp::builder(group).bucket_cap_mb(1e-5).comm_hook(hook);
+    let weights = model.weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
+    let wrapped = builder.wrap(weights, &model.store)?;
+    let gate = Tensor::ones([], (Kind::Double, device())).set_requires_grad(true);
+    let _hook = GradHook::install(&gate, |_| Err("the hook has had enough".into()))?;
+    // The gate's gradient comes before those of the first weights.
+    let mut loss = Tensor::ones([], (Kind::Double, device()));
+    for (index, weight) in model.weights.iter().enumerate() {
+        if index == 3 && group.rank() == 1 {
+            loss = loss * &gate;
+        }
+        loss = loss * weight.sum(Kind::Double);
+    }
+    let backward = loss.f_backward().map_err(Error::from_backward);
+    let expected = if group.rank() == 1 { "has had enough" } else { "its backward failed" };
+    says(&error(backward)?, &[expected])?;
+    drop(wrapped);
+    // A rank that lacks a gradient names it on all.
+    let builder = Ddp::builder(group).bucket_cap_mb(1e-5).comm_hook(PostLocalSgd::new(group)?);
+    let weights = model.weights.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
+    let wrapped = builder.wrap(weights, &model.store)?;
+    let used = if group.rank() == 1 { &model.weights[1..] } else { &model.weights[..] };
+    let sums = used.iter().map(|weight| weight.sum(Kind::Double)).collect::<Vec<_>>();
+    let backward = Tensor::stack(&sums, 0).sum(Kind::Double).f_backward();
+    says(&error(backward.map_err(Error::from_backward))?, &["rank 1: w0"])?;
+    drop(wrapped);
     Ok(())
 }
 

@@ -173,6 +173,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
     scenario("differing_hooks", hooks::differing, ALL),
     scenario("post_local_sgd", local_sgd::post_local, ALL_AND_NODES),
+    scenario("post_local_sgd_failing", local_sgd::post_local_failing, EACH_TRANSPORT),
     scenario("hierarchical_averages", local_sgd::hierarchical, EACH_TRANSPORT),
     scenario("diloco", local_sgd::diloco, EACH_TRANSPORT),
     scenario("diloco_quantized", local_sgd::diloco_quantized, EACH_TRANSPORT),
