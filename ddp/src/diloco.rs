@@ -8,6 +8,7 @@ use tch::{TchError, Tensor};
 use crate::comm_hooks::{Quantize, wide};
 use crate::error::{Error, Result, job_rank};
 use crate::model_averager::trained;
+use crate::model_check::first_mismatch;
 
 /// The operation's name in errors.
 const OPERATION: &str = "DiLoCo";
@@ -59,7 +60,8 @@ impl Default for DiLoCoOptions {
 /// use tch::nn::{self, ModuleT, OptimizerConfig};
 ///
 /// # fn main() -> anyhow::Result<()> {
-/// # let (group, batches) = (ProcessGroup::from_env()?, Vec::<(tch::Tensor, tch::Tensor)>::new());
+/// # let group = ProcessGroup::from_env()?;
+/// # let batches = Vec::<(tch::Tensor, tch::Tensor)>::new();
 /// let vs = nn::VarStore::new(tch::Device::Cpu);
 /// let net = nn::linear(vs.root(), 784, 10, Default::default());
 /// let options = DiLoCoOptions { sync_every: 50, ..Default::default() };
@@ -112,7 +114,8 @@ impl DiLoCo {
     ///
     /// # Errors
     ///
-    /// Options that make no sense; a model without parameters; a failure of the group.
+    /// Options that make no sense; a model without parameters; ranks with other options, another outer
+    /// learning rate or other parameters; a failure of the group.
     pub fn new(
         vs: &VarStore,
         group: &ProcessGroup,
@@ -121,8 +124,19 @@ impl DiLoCo {
         options: DiLoCoOptions,
     ) -> Result<Self> {
         let parameters = trained(vs);
-        check(&parameters, options)
-            .map_err(|reason| Error::Model { rank: job_rank(group), reason })?;
+        let rank = job_rank(group);
+        let fit = check(&parameters, options);
+        let mut lines = vec![format!("{options:?}, outer learning rate {outer_learning_rate}")];
+        lines.extend(fit.clone().err());
+        for (number, parameter) in parameters.iter().enumerate() {
+            let size = parameter.size();
+            lines.push(format!("trainable parameter {number} {size:?} {:?}", parameter.kind()));
+        }
+        if let Some(difference) = first_mismatch(group, &lines)? {
+            let reason = format!("{OPERATION}: ranks differ: {difference}");
+            return Err(Error::Model { rank, reason });
+        }
+        fit.map_err(|reason| Error::Model { rank, reason })?;
         let group = group.duplicate()?;
         for parameter in &parameters {
             group.broadcast_tensor(&mut parameter.detach(), 0)?;
@@ -142,7 +156,7 @@ impl DiLoCo {
     ///
     /// # Errors
     ///
-    /// A failure of the group; ranks that are in different steps.
+    /// A failure of the group. On a CPU also ranks that are in different steps.
     pub fn step(&mut self) -> Result<()> {
         self.step += 1;
         let DiLoCoOptions { sync_every, fragment_sync_delay, fragment_update_alpha, .. } =
@@ -161,8 +175,9 @@ impl DiLoCo {
         Ok(())
     }
 
-    /// Exchanges all that ranks have learnt. All ranks go on with the same parameters. All ranks call
-    /// this: before a checkpoint, and at the end.
+    /// Exchanges what ranks have learnt since the last exchange. All ranks go on with the same
+    /// parameters. Where an exchange is under way it is that one: what ranks have learnt since it began
+    /// is left out. All ranks call this: before a checkpoint, and at the end.
     ///
     /// # Errors
     ///
@@ -224,6 +239,8 @@ impl Fragment {
 
     /// Starts to average the ranks' changes.
     fn begin(&mut self, group: &ProcessGroup, quantize: bool, due: u64) -> Result<()> {
+        // Ranks in different steps must not take each other's changes.
+        let group = &group.with_digest(due);
         let change = tch::no_grad(|| self.change()).map_err(torch(group))?;
         let sent = if quantize && change.numel() > 0 {
             let quantized = Quantize::per_channel(CHANNEL).quantized(&change);
@@ -239,13 +256,15 @@ impl Fragment {
         Ok(())
     }
 
-    /// Returns by how much the parameters of this rank are below those that all have in common, in one
+    /// Returns by how much the parameters of this rank are below those that it has begun with, in one
     /// dimension.
     fn change(&self) -> Result<Tensor, TchError> {
         let mut changes = Vec::with_capacity(self.parameters.len());
         for (parameter, shared) in self.parameters.iter().zip(&self.shared) {
+            // In the parameter's kind: what it rounds off is not learnt.
+            let begun = shared.f_to_kind(parameter.kind())?.f_to_kind(shared.kind())?;
             let own = parameter.f_to_kind(shared.kind())?;
-            changes.push(shared.f_sub(&own)?.f_reshape([-1])?);
+            changes.push(begun.f_sub(&own)?.f_reshape([-1])?);
         }
         Tensor::f_cat(&changes, 0)
     }
@@ -271,8 +290,11 @@ impl Fragment {
             let gradient = gradient.f_view_as(shared)?.f_to_kind(shared.kind())?;
             set_grad(shared, Some(&gradient))?;
         }
-        // It leaves out what has no gradient: the other fragments.
-        outer.step();
+        // Where no rank has learnt anything, momentum would change the parameters.
+        if mean.f_any()?.f_int64_value(&[])? != 0 {
+            // It leaves out what has no gradient: the other fragments.
+            outer.step();
+        }
         self.shared.iter().try_for_each(|shared| set_grad(shared, None))?;
         tch::no_grad(|| {
             for (parameter, shared) in self.parameters.iter_mut().zip(&self.shared) {

@@ -8,6 +8,7 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::error::{Error, Result, job_rank};
+use crate::model_check::first_mismatch;
 
 /// Averages the parameters of a model over all ranks every few steps (S. U. Stich, "Local SGD
 /// Converges Fast and Communicates Little", 2018). This pays where the network is slow.
@@ -22,7 +23,8 @@ use crate::error::{Error, Result, job_rank};
 /// use tch::nn::{self, ModuleT, OptimizerConfig};
 ///
 /// # fn main() -> anyhow::Result<()> {
-/// # let (group, batches) = (ProcessGroup::from_env()?, Vec::<(tch::Tensor, tch::Tensor)>::new());
+/// # let group = ProcessGroup::from_env()?;
+/// # let batches = Vec::<(tch::Tensor, tch::Tensor)>::new();
 /// # let vs = nn::VarStore::new(tch::Device::Cpu);
 /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
 /// let alone = group.split(Some(group.rank()), 0)?.expect("each rank is in a group");
@@ -66,12 +68,17 @@ impl ModelAverager {
     /// # Errors
     ///
     /// A period is 0, or not above the one before. A size does not divide the group's, or the last
-    /// one is not the group's. A failure of the group.
+    /// one is not the group's. Other ranks have other periods, sizes or first steps. A failure of the
+    /// group.
     pub fn hierarchical(
         group: &ProcessGroup,
         periods_and_sizes: &[(u64, usize)],
         warmup_steps: u64,
     ) -> Result<Self> {
+        let lines = [format!("averages {periods_and_sizes:?} after {warmup_steps} steps")];
+        if let Some(difference) = first_mismatch(group, &lines)? {
+            return Err(unfit(group, format!("ranks differ: {difference}")));
+        }
         check(group, periods_and_sizes)?;
         let mut levels = Vec::with_capacity(periods_and_sizes.len());
         for &(period, size) in periods_and_sizes {
@@ -87,7 +94,7 @@ impl ModelAverager {
     ///
     /// # Errors
     ///
-    /// A failure of the group; ranks that are in different steps.
+    /// A failure of the group. On a CPU also ranks that are in different steps.
     pub fn average_parameters(&mut self, vs: &VarStore) -> Result<bool> {
         let step = self.step;
         self.step += 1;
@@ -100,6 +107,8 @@ impl ModelAverager {
         else {
             return Ok(false);
         };
+        // Ranks in different steps must not take each other's parameters.
+        let group = group.with_digest(self.step);
         tch::no_grad(|| group.all_reduce_coalesced(&mut trained(vs), ReduceOp::Avg))?;
         Ok(true)
     }

@@ -138,8 +138,8 @@ impl ProcessGroup {
         self.timeout.unwrap_or_else(|| self.core().timeout())
     }
 
-    /// Returns this group for blocking collectives on the host of which all ranks must agree on a
-    /// digest too: what they are part of.
+    /// Returns this group for collectives on the host of which all ranks must agree on a digest too:
+    /// what they are part of.
     pub fn with_digest(&self, digest: u64) -> Self {
         Self { digest, ..self.clone() }
     }

@@ -195,8 +195,10 @@ impl Reference {
     /// Nesterov's momentum, as PyTorch's SGD has it.
     fn finish(&mut self, index: usize, alpha: f64) {
         let Some((_, mean)) = self.under_way[index].take() else { return };
-        self.momenta[index] = &self.momenta[index] * 0.9 + &mean;
-        self.shared[index] = &self.shared[index] - 0.7 * (mean + 0.9 * &self.momenta[index]);
+        if mean.count_nonzero(None).int64_value(&[]) > 0 {
+            self.momenta[index] = &self.momenta[index] * 0.9 + &mean;
+            self.shared[index] = &self.shared[index] - 0.7 * (mean + 0.9 * &self.momenta[index]);
+        }
         for twin in &mut self.twins {
             let weight = &mut twin.weights[index];
             let mixed = &weight.detach() * alpha + (1.0 - alpha) * &self.shared[index];
@@ -269,12 +271,13 @@ pub fn diloco_quantized(group: &ProcessGroup) -> Result<()> {
         model.step(group.rank(), step);
         step_all(&mut twins, step, false)?;
     }
-    let changes = twins.iter().flat_map(|twin| {
-        let weights = values(&twin.store);
-        let change = |(name, weight): (String, Tensor)| (weight - &before[&name]).view([-1]);
-        weights.into_iter().map(change).collect::<Vec<_>>()
-    });
-    let changes = Tensor::cat(&changes.collect::<Vec<_>>(), 0);
+    let mut changes = Vec::new();
+    for twin in &twins {
+        for (name, weight) in values(&twin.store) {
+            changes.push((weight - &before[&name]).view([-1]));
+        }
+    }
+    let changes = Tensor::cat(&changes, 0);
     let range = (changes.max() - changes.min()).double_value(&[]);
     trained.synchronize()?;
     average_weights(&mut twins);
@@ -288,10 +291,38 @@ pub fn diloco_quantized(group: &ProcessGroup) -> Result<()> {
     same_everywhere(group, &model.store)
 }
 
+/// Where nothing was learnt since the last exchange, parameters stay: the outer optimizer's momentum
+/// would change them.
+pub fn diloco_synchronized(group: &ProcessGroup) -> Result<()> {
+    for kind in [Kind::Double, Kind::BFloat16] {
+        let options = DiLoCoOptions { sync_every: 2, ..Default::default() };
+        let mut model = Model::new()?;
+        model.store.set_kind(kind);
+        let outer = nn::sgd(0.9, 0.0, 0.0, true);
+        let mut trained = DiLoCo::new(&model.store, group, outer, 0.7, options)?;
+        for step in 0..3 {
+            model.step(group.rank(), step);
+            trained.step()?;
+            if step == 0 {
+                continue;
+            }
+            // The second step has exchanged everything, the third nothing.
+            let before = model.weights[0].copy();
+            trained.synchronize()?;
+            ensure!((model.weights[0] == before) == (step == 1), "{kind:?}, step {step}");
+            let before = model.weights[0].copy();
+            trained.synchronize()?;
+            ensure!(model.weights[0] == before, "{kind:?}, step {step}: synchronized twice");
+            same_everywhere(group, &model.store)?;
+        }
+    }
+    Ok(())
+}
+
 /// A training that is resumed goes on as one that was not stopped.
 pub fn diloco_resumed(group: &ProcessGroup) -> Result<()> {
     let options = DiLoCoOptions { sync_every: 3, ..Default::default() };
-    let outer = || nn::sgd(0.0, 0.0, 0.0, false);
+    let outer = || nn::sgd(0.9, 0.0, 0.0, true);
     let mut model = Model::new()?;
     let mut trained = DiLoCo::new(&model.store, group, outer(), 0.7, options)?;
     model.step(group.rank(), 0);
@@ -301,6 +332,7 @@ pub fn diloco_resumed(group: &ProcessGroup) -> Result<()> {
     let mut resumed = DiLoCo::new(&other.store, group, outer(), 0.7, options)?;
     other.store.copy(&model.store)?;
     resumed.resume(trained.steps())?;
+    resumed.outer().load_state(&trained.outer().state()?)?;
     other.optimizer = nn::sgd(0.0, 0.0, 0.0, false).build(&other.store, 0.1)?;
     model.optimizer = nn::sgd(0.0, 0.0, 0.0, false).build(&model.store, 0.1)?;
     for step in 1..5 {
@@ -326,12 +358,21 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let averager = ModelAverager::hierarchical(group, &[(2, 1)], 0).map(drop);
     says(&error(averager)?, &[&format!("the last level must have all {ranks} ranks")])?;
 
+    let period = 2 + group.rank() as u64;
+    let averager = ModelAverager::hierarchical(group, &[(period, ranks)], 0).map(drop);
+    says(
+        &error(averager)?,
+        &["ranks differ: rank 0 has averages [(2, ", "rank 1 has averages [(3"],
+    )?;
+
     let model = Model::new()?;
     let wrong = |options| {
         let outer = nn::sgd(0.0, 0.0, 0.0, false);
         error(DiLoCo::new(&model.store, group, outer, 0.7, options).map(drop))
     };
     let default = DiLoCoOptions::default();
+    let text = wrong(DiLoCoOptions { sync_every: 10 + group.rank() as u64, ..default })?;
+    says(&text, &["DiLoCo: ranks differ: rank 0 has", "sync_every: 10,", "sync_every: 11,"])?;
     let text = wrong(DiLoCoOptions { fragments: 6, ..default })?;
     says(&text, &["DiLoCo: 6 fragments: there must be 1 to 5"])?;
     let text = wrong(DiLoCoOptions { sync_every: 0, ..default })?;
@@ -340,4 +381,24 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     says(&text, &["fragment_sync_delay 100 must be below sync_every, 100"])?;
     let text = wrong(DiLoCoOptions { fragment_update_alpha: 1.0, ..default })?;
     says(&text, &["fragment_update_alpha 1 must be at least 0 and below 1"])
+}
+
+/// Ranks that are in different steps do not take each other's parameters.
+pub fn out_of_step(group: &ProcessGroup) -> Result<()> {
+    let model = Model::new()?;
+    let mut averager = ModelAverager::periodic(&group.duplicate()?, 2, 0)?;
+    let own = group.duplicate()?;
+    let options = DiLoCoOptions { sync_every: 2, ..Default::default() };
+    let outer = nn::sgd(0.0, 0.0, 0.0, false);
+    let mut trained = DiLoCo::new(&model.store, &own, outer, 0.7, options)?;
+    if group.rank() == 1 {
+        averager.resume(1);
+        trained.step()?;
+    }
+    let averaged = averager
+        .average_parameters(&model.store)
+        .and_then(|_| averager.average_parameters(&model.store));
+    says(&error(averaged)?, &["ranks disagree"])?;
+    let exchanged = trained.step().and_then(|()| trained.synchronize());
+    says(&error(exchanged)?, &["ranks disagree"])
 }

@@ -72,6 +72,8 @@ const AND_THREADS: &[Job] = &[
 const IN_PLACE: &[Job] = &[CPU[0], CPU[1], CPU[3]];
 /// Where gradients' way makes no difference.
 const EACH_TRANSPORT: &[Job] = &[CPU[0], CPU[1], GPUS[0], NODES[0]];
+/// Where ranks see what the others call.
+const ON_HOSTS: &[Job] = &[CPU[0], CPU[1], NODES[0]];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
 const SCENARIOS: &[Scenario] = &[
@@ -177,8 +179,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("hierarchical_averages", local_sgd::hierarchical, EACH_TRANSPORT),
     scenario("diloco", local_sgd::diloco, EACH_TRANSPORT),
     scenario("diloco_quantized", local_sgd::diloco_quantized, EACH_TRANSPORT),
+    scenario("diloco_synchronized", local_sgd::diloco_synchronized, EACH_TRANSPORT),
     scenario("diloco_resumed", local_sgd::diloco_resumed, EACH_TRANSPORT),
     scenario("local_sgd_misused", local_sgd::misused, EACH_TRANSPORT),
+    scenario("local_sgd_out_of_step", local_sgd::out_of_step, ON_HOSTS),
     scenario("join_random", join_random::trained, AND_THREADS),
     scenario("join_ended_early", join::ended_early, ALL_AND_NODES),
     scenario("join_ended_early_in_forward_t", join::ended_early_in_forward_t, ALL),
