@@ -128,9 +128,9 @@ pub fn post_local_failing(group: &ProcessGroup) -> Result<()> {
     let mut loss = Tensor::ones([], (Kind::Double, device()));
     for (index, weight) in model.weights.iter().enumerate() {
         if index == 3 && group.rank() == 1 {
-            loss = loss * &gate;
+            loss = &loss * &gate;
         }
-        loss = loss * weight.sum(Kind::Double);
+        loss = &loss * weight.sum(Kind::Double);
     }
     let backward = loss.f_backward().map_err(Error::from_backward);
     let expected = if group.rank() == 1 { "has had enough" } else { "its backward failed" };
