@@ -70,6 +70,8 @@ const AND_THREADS: &[Job] = &[
 ];
 /// Gradients are reduced where backward has put them.
 const IN_PLACE: &[Job] = &[CPU[0], CPU[1], CPU[3]];
+/// In processes of their own: what other scenarios leave behind is freed at any time.
+const MEASURES_MEMORY: &[Job] = &[launched(2), launched(3)];
 /// Where gradients' way makes no difference.
 const EACH_TRANSPORT: &[Job] = &[CPU[0], CPU[1], GPUS[0], NODES[0]];
 /// Where ranks see what the others call.
@@ -105,13 +107,13 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_layouts", zero::layouts, ALL_AND_NODES),
-    scenario("zero_memory", zero::memory, CPU),
+    scenario("zero_memory", zero::memory, MEASURES_MEMORY),
     scenario("zero_resumed", zero::resumed, ALL_AND_NODES),
     scenario("zero_joined", zero::joined, ALL_AND_NODES),
     scenario("zero_misused", zero_misused::misused, ALL_AND_NODES),
     scenario("zero_failing", zero_misused::failing, ALL_AND_NODES),
     scenario("mixed_precision_random", mixed_precision::random, ALL_AND_NODES),
-    scenario("mixed_precision_memory", mixed_precision::memory, ALL),
+    scenario("mixed_precision_memory", mixed_precision::memory, MEASURES_MEMORY),
     scenario("mixed_precision_outdated", mixed_precision::outdated, ALL_AND_NODES),
     scenario("mixed_precision_differing", mixed_precision::differing, CPU),
     scenario("mixed_precision_buffers", mixed_precision::buffers, ALL),
