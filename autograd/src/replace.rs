@@ -116,7 +116,8 @@ mod tests {
 
     #[test]
     fn arguments_of_all_kinds_are_replaced_until_the_end() {
-        let (one, five) = (vector(1.0), vector(5.0));
+        let one = vector(1.0);
+        let five = vector(5.0);
         let replacements = Replacements::new(&[(&one, &five)]).unwrap();
         let sum = |tensor: &Tensor| tensor.sum(Kind::Float).double_value(&[]);
         replacements.during(|| {

@@ -9,7 +9,6 @@ use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
 use crate::bucket::assignment::Caps;
-use crate::builder::{Allocator, reduce_path};
 use crate::comm_hooks::AllReduce;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::{agree, describe, first_mismatch};
@@ -17,6 +16,7 @@ use crate::options::{Delayed, Options};
 use crate::parameter::numbered;
 use crate::reducer::{Reducer, Reduction};
 use crate::settings::Settings;
+use crate::wrap::{Allocator, reduce_path};
 
 /// Adds up gradients over all ranks of a group in a [`Ddp`](crate::Ddp)'s buckets, while backward
 /// still runs.

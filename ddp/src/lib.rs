@@ -65,6 +65,7 @@ mod stats;
 mod steps;
 mod sync_batchnorm;
 mod tuning;
+mod wrap;
 mod zero;
 
 pub use bucket::comm_hook::{CommHook, GradBucket};

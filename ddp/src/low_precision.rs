@@ -81,7 +81,8 @@ impl LowPrecision {
                 self.parameters[index].0
             )));
         }
-        let (rank, ranks) = (self.group.local_index(), self.group.local_world_size());
+        let rank = self.group.local_index();
+        let ranks = self.group.local_world_size();
         let mut pairs = self.parameters.iter().zip(&copy.casts);
         let is_changed = pairs.any(|((_, tensor), cast)| !cast.is_of(tensor, rank, ranks));
         let mut changed = [u8::from(is_changed)];
@@ -179,7 +180,8 @@ fn places(
         let end = start + tensor.numel() * kind.elt_size_in_bytes();
         let part = memory.part(start..end);
         let place = flow_autograd::tensor_from_memory(part, &layout.memory_shape(), kind)?;
-        let (tensor, flat) = (layout.in_own_order(&place), place.view([-1]));
+        let tensor = layout.in_own_order(&place);
+        let flat = place.view([-1]);
         casts.push(Cast { version: flat.internal_version(), tensor, flat, layout });
         start = end;
     }

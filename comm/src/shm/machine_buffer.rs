@@ -66,8 +66,13 @@ impl MachineBuffer {
         len: usize,
         block: Option<Block>,
     ) -> Self {
-        let (arena, retired) = (Arc::clone(arena), Arc::clone(retired));
-        Self(Arc::new(ForkSafe::new(Attachment { arena, offset, len, block, retired })))
+        Self(Arc::new(ForkSafe::new(Attachment {
+            arena: Arc::clone(arena),
+            offset,
+            len,
+            block,
+            retired: Arc::clone(retired),
+        })))
     }
 
     /// Returns the bytes of `range` as a part, which may be written.

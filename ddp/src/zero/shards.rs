@@ -106,16 +106,16 @@ impl Shards {
                     .to_owned(),
             );
         }
-        let moved =
-            |parameter: &&ShardedParameter| address_of(&parameter.tensor) != parameter.address;
-        match self.parameters.iter().find(moved) {
-            None => Ok(()),
-            Some(parameter) => Err(format!(
-                "{} has other memory since (set_data, another type or device): make the optimizer \
-                 anew, and give it the state",
-                parameter.name
-            )),
+        for parameter in &self.parameters {
+            if address_of(&parameter.tensor) != parameter.address {
+                return Err(format!(
+                    "{} has other memory since (set_data, another type or device): make the optimizer \
+                     anew, and give it the state",
+                    parameter.name
+                ));
+            }
         }
+        Ok(())
     }
 
     /// Steps this rank's parts of the parameters that have gradients.
@@ -131,10 +131,10 @@ impl Shards {
 
     /// Drops all gradients, as tch's optimizers do.
     pub fn zero_grad(&self) -> Result<(), String> {
-        let mut parameters = self.parameters.iter();
-        let dropped =
-            parameters.try_for_each(|parameter| flow_autograd::set_grad(&parameter.tensor, None));
-        dropped.map_err(one_line)
+        for parameter in &self.parameters {
+            flow_autograd::set_grad(&parameter.tensor, None).map_err(one_line)?;
+        }
+        Ok(())
     }
 
     /// Clips the norm of all gradients together as tch's optimizers do, to the bit, and returns what it

@@ -58,7 +58,7 @@ enum Command {
     /// A training step with Ddp, with Adam and with ZeroRedundancyOptimizer, on all ranks
     Zero(in_turn::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
-    MixedPrecision(mixed_precision::Options),
+    MixedPrecision(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
     Sbp(sbp::Options),
     /// A training step of a tensor-parallel GPT block, on all ranks, beside the block in one process

@@ -5,7 +5,6 @@
 //! tensors on all ranks show what the copy of the parameters takes.
 
 use anyhow::Result;
-use clap::Args;
 use flow_autograd::Replacements;
 use flow_ddp::comm_hooks::Bf16Compress;
 use flow_ddp::{Ddp, DdpBuilder, MixedPrecision, ProcessGroup, ReduceOp};
@@ -13,31 +12,23 @@ use serde_json::json;
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::in_turn::{self, LEARNING_RATE, Step};
+use crate::in_turn::{self, LEARNING_RATE, Options, Step};
 use crate::models::Model;
 
 const KIND: Kind = Kind::BFloat16;
 const MIB: f64 = (1 << 20) as f64;
 
-#[derive(Args)]
-pub struct Options {
-    #[command(flatten)]
-    in_turn: in_turn::Options,
-}
-
 pub fn run(options: &Options) -> Result<()> {
-    let Options { in_turn: options } = options;
     let (group, x, y) = in_turn::begin(options.model)?;
     let mixed = MixedPrecision { param: Some(KIND), reduce: None, buffer: Some(KIND) };
-    let builder = || Ddp::builder(&group);
     let model = options.model;
-    let single = step(model, builder(), false, &x, &y)?;
+    let single = step(model, Ddp::builder(&group), false, &x, &y)?;
     let before = used(&group)?;
     let buffers = MixedPrecision { buffer: Some(KIND), ..Default::default() };
-    let own = builder().comm_hook(Bf16Compress).mixed_precision(buffers);
+    let own = Ddp::builder(&group).comm_hook(Bf16Compress).mixed_precision(buffers);
     let own = step(model, own, true, &x, &y)?;
     let between = used(&group)?;
-    let shared = step(model, builder().mixed_precision(mixed), false, &x, &y)?;
+    let shared = step(model, Ddp::builder(&group).mixed_precision(mixed), false, &x, &y)?;
     let copy = used(&group)? - between - (between - before);
     let mut steps = [single, shared, own];
     let [single, shared, own] = in_turn::times(&group, options, &mut steps)?;

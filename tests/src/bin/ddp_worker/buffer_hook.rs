@@ -8,7 +8,7 @@ use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::{
     BoxError, BufferCommHook, BufferCommHookLocation, Ddp, Error, JoinOptions, TensorCollectives,
 };
-use tch::nn::{ModuleT, VarStore};
+use tch::nn::{ModuleT, SequentialT, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{close, error, failure, mean, says, values};
@@ -99,7 +99,7 @@ const LOCATIONS: [BufferCommHookLocation; 2] =
     [BufferCommHookLocation::PreForward, BufferCommHookLocation::PostForward];
 
 /// A model of each rank, all in one process: what the wrapped model is compared with.
-struct Twins(Vec<(VarStore, tch::nn::SequentialT)>);
+struct Twins(Vec<(VarStore, SequentialT)>);
 
 impl Twins {
     fn of(store: &VarStore, ranks: usize) -> Result<Self> {
@@ -126,15 +126,29 @@ impl Twins {
     }
 }
 
-/// Ranks see different batches. With the average before or after each forward, they have the
-/// buffers of one process that does the same with a model of each; a backward follows.
-pub fn averaged(group: &ProcessGroup) -> Result<()> {
-    for location in LOCATIONS {
+/// A model whose buffers are averaged, and how often they were.
+struct Averaging {
+    store: VarStore,
+    model: Ddp<SequentialT>,
+    calls: Arc<AtomicUsize>,
+}
+
+impl Averaging {
+    fn new(group: &ProcessGroup, location: BufferCommHookLocation) -> Result<Self> {
         let store = models::store();
         let net = models::batchnorm(&store.root());
         let hook = Average::new(location);
         let calls = Arc::clone(&hook.calls);
         let model = Ddp::builder(group).buffer_comm_hook(hook).wrap(net, &store)?;
+        Ok(Self { store, model, calls })
+    }
+}
+
+/// Ranks see different batches. With the average before or after each forward, they have the
+/// buffers of one process that does the same with a model of each; a backward follows.
+pub fn averaged(group: &ProcessGroup) -> Result<()> {
+    for location in LOCATIONS {
+        let Averaging { store, model, calls } = Averaging::new(group, location)?;
         let twins = Twins::of(&store, group.world_size())?;
         tch::manual_seed(7);
         for step in 0..3 {
@@ -194,11 +208,7 @@ pub fn by_hand(group: &ProcessGroup) -> Result<()> {
 /// Ranks that have ended call the hook with the others. In the end all have the same buffers.
 pub fn in_join(group: &ProcessGroup) -> Result<()> {
     for location in LOCATIONS {
-        let store = models::store();
-        let net = models::batchnorm(&store.root());
-        let hook = Average::new(location);
-        let calls = Arc::clone(&hook.calls);
-        let model = Ddp::builder(group).buffer_comm_hook(hook).wrap(net, &store)?;
+        let Averaging { store, model, calls } = Averaging::new(group, location)?;
         model.join_with(JoinOptions::default(), || {
             for _ in 0..=group.rank() {
                 let x = Tensor::randn([4, 3, 8, 8], (Kind::Float, device()));

@@ -52,6 +52,22 @@ pub fn own_group(group: &ProcessGroup) -> Result<ProcessGroup> {
     own.context("each rank has a group of its own")
 }
 
+/// Trains a model of each seed below `count` on all ranks, and of six more on this rank alone.
+pub fn random_models(
+    group: &ProcessGroup,
+    count: u64,
+    trained: fn(&ProcessGroup, u64) -> Result<()>,
+) -> Result<()> {
+    for seed in 0..count {
+        trained(group, seed).with_context(|| format!("seed {seed}"))?;
+    }
+    let alone = own_group(group)?;
+    for seed in count..count + 6 {
+        trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
+    }
+    Ok(())
+}
+
 /// The mean of `of(rank)`.
 pub fn mean(group: &ProcessGroup, of: impl Fn(usize) -> f64) -> f64 {
     (0..group.world_size()).map(of).sum::<f64>() / group.world_size() as f64

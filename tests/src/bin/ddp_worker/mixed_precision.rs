@@ -8,7 +8,7 @@ use flow_global::GradScaler;
 use tch::nn::{self, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, SentAs, error, own_group, same_everywhere, says, values};
+use crate::helpers::{Draws, SentAs, error, random_models, same_everywhere, says, values};
 use crate::models::{self, Vectors, device, on_gpu, store};
 
 const LARGE: i64 = 40_000;
@@ -90,14 +90,7 @@ fn same_variables(actual: &VarStore, expected: &VarStore) -> Result<()> {
 /// Random models and options: outputs, gradients and weights have the same bits as where the model
 /// itself casts its parameters, and gradients are sent in the same type.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    for seed in 0..30 {
-        trained(group, seed).with_context(|| format!("seed {seed}"))?;
-    }
-    let alone = own_group(group)?;
-    for seed in 30..36 {
-        trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
-    }
-    Ok(())
+    random_models(group, 30, trained)
 }
 
 /// A model whose parameters `Ddp` casts, or one that casts them itself.

@@ -10,7 +10,7 @@ use flow_ddp::{Ddp, DdpBuilder, Error, OptimizerInBackward};
 use tch::nn::{self, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, error, failure, own_group, says};
+use crate::helpers::{Draws, error, failure, own_group, random_models, says};
 use crate::models::{Vectors, device, on_gpu, store};
 use crate::optimizers::{Config, LARGE, Parameters, configs, drop_gradients, same_bits};
 
@@ -25,14 +25,7 @@ fn no_gradients(store: &VarStore) -> Result<()> {
 /// unused parameters, `no_sync`, hooks, other learning rates and frozen parameters. So have those of
 /// one rank alone.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    for seed in 0..24 {
-        trained(group, seed).with_context(|| format!("seed {seed}"))?;
-    }
-    let alone = own_group(group)?;
-    for seed in 24..30 {
-        trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
-    }
-    Ok(())
+    random_models(group, 24, trained)
 }
 
 fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {

@@ -10,7 +10,7 @@ use flow_ddp::{
 use tch::nn::{self, Adam, Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, own_group};
+use crate::helpers::{Draws, own_group, random_models};
 use crate::models::{device, store};
 use crate::optimizers::{
     Config, LARGE, Parameters, configs, drop_gradients, same_bits, same_elements,
@@ -53,14 +53,7 @@ impl Pair {
 /// Random models: the weights have the same bits as with tch's optimizer, and so has the state, with
 /// unused, frozen and tied parameters, groups, gradients that add up or are clipped, and no elements.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    for seed in 0..24 {
-        trained(group, seed).with_context(|| format!("seed {seed}"))?;
-    }
-    let alone = own_group(group)?;
-    for seed in 24..30 {
-        trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
-    }
-    Ok(())
+    random_models(group, 24, trained)
 }
 
 fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {

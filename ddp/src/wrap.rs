@@ -1,0 +1,297 @@
+//! How a model is wrapped: checks on all ranks, rank 0's weights, hooks.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use flow_autograd::GradHook;
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast, cuda_group};
+use tch::Tensor;
+use tch::nn::{VarStore, Variables};
+
+use crate::bucket::ReducePath;
+use crate::bucket::cpu::CpuPath;
+use crate::bucket::cuda::CudaPath;
+use crate::buffers::{Buffers, HeldBuffer};
+use crate::builder::DdpBuilder;
+use crate::comm_hooks::AllReduce;
+use crate::ddp::Ddp;
+use crate::error::{Error, Result, job_rank};
+use crate::low_precision::LowPrecision;
+use crate::mixed_precision::MixedPrecision;
+use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
+use crate::optimizer_choice::OptimizerChoice;
+use crate::optimizer_in_backward::{self, OptimizerInBackward};
+use crate::parameter::{by_training, numbered};
+use crate::reducer::{Reducer, Reduction};
+use crate::settings::Settings;
+
+impl<M> Ddp<M> {
+    /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
+    ///
+    /// Errors: models that differ between ranks, no parameter to train, parameters that cannot be
+    /// reduced or that another `Ddp` has, failing communication. The error of models that differ
+    /// comes on every rank, and names the parameter and both ranks.
+    pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
+        Ddp::builder(group).wrap(model, vs)
+    }
+
+    /// Wraps a model that keeps no `VarStore`: its parameters by name, in the order of their use in
+    /// forward, and its buffers (running statistics). Parameters that do not require gradients are
+    /// frozen. Errors are those of [`Ddp::new`].
+    pub fn from_tensors(
+        model: M,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+        group: &ProcessGroup,
+    ) -> Result<Self> {
+        Ddp::builder(group).wrap_tensors(model, parameters, buffers)
+    }
+}
+
+impl DdpBuilder {
+    /// Wraps a model whose variables are in `vs`: see [`Ddp::new`].
+    pub fn wrap<M>(mut self, model: M, vs: &VarStore) -> Result<Ddp<M>> {
+        let variables = vs.variables_.lock().unwrap_or_else(PoisonError::into_inner);
+        // Parameters in the order of their creation, which is that of their use in forward as a
+        // rule; the map of names has no order of its own.
+        let mut named: Vec<(String, Tensor)> = variables
+            .named_variables
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+            .collect();
+        let created: Vec<usize> = variables
+            .trainable_variables
+            .iter()
+            .map(|v| flow_autograd::identity(&v.tensor))
+            .collect();
+        if let Some(optimizer) = &mut self.optimizer {
+            let trained = variables.trainable_variables.iter();
+            optimizer.groups =
+                trained.map(|v| (flow_autograd::identity(&v.tensor), v.group)).collect();
+        }
+        drop(variables);
+        named.sort_by_cached_key(|(name, tensor)| {
+            (position(&created, tensor).unwrap_or(usize::MAX), name.clone())
+        });
+        // A parameter stays one when it is frozen; only what was made as not trainable is a buffer.
+        let (parameters, buffers) =
+            named.into_iter().partition(|(_, tensor)| position(&created, tensor).is_some());
+        let mut ddp = self.wrap_tensors(model, parameters, buffers)?;
+        let held = &mut ddp.buffers.get_mut().unwrap_or_else(PoisonError::into_inner).held;
+        for buffer in held.iter_mut() {
+            buffer.others += 1; // the store has one handle, too
+        }
+        held.retain(HeldBuffer::is_held);
+        if let Some(reducer) = &ddp.reducer {
+            let store = Arc::clone(&vs.variables_);
+            let known = created.len();
+            reducer.watch_for(Box::new(move || {
+                let store = store.try_lock().ok()?;
+                added(&store, known)
+            }));
+        }
+        Ok(ddp)
+    }
+
+    /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
+    pub fn wrap_tensors<M>(
+        self,
+        model: M,
+        mut parameters: Vec<(String, Tensor)>,
+        mut buffers: Vec<(String, Tensor)>,
+    ) -> Result<Ddp<M>> {
+        let Self {
+            group,
+            options,
+            broadcast_buffers,
+            forward_sync_buffers,
+            mut comm_hook,
+            mut buffer_comm_hook,
+            optimizer,
+            mixed_precision,
+        } = self;
+        let mut options = options.by_first_names(&parameters);
+        options.communication = comm_hook.kind().or(mixed_precision.communication());
+        let rank = job_rank(&group);
+        let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
+        let shares_buffers = if buffer_comm_hook.is_some() && !broadcast_buffers {
+            Err("buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".to_owned())
+        } else {
+            Ok(())
+        };
+        let stepped =
+            stepped.map_err(|reason| format!("{}: {reason}", optimizer_in_backward::OPERATION));
+        let fit = mixed_precision
+            .check(&parameters, comm_hook.kind())
+            .and_then(|()| check(&parameters, &buffers, &options, broadcast_buffers))
+            .and_then(|()| stepped.clone().map(drop))
+            .and(shares_buffers);
+        let takes_gradients = optimizer.is_some()
+            || options.takes_sparse_gradients()
+            || mixed_precision != MixedPrecision::default();
+        if group.world_size() == 1 && !takes_gradients {
+            fit.map_err(|reason| Error::Model { rank, reason })?;
+            let broadcast = CoalescedBroadcast::new(&group, Vec::new())?;
+            return Ok(Ddp {
+                model,
+                group,
+                reducer: None,
+                hooks: Vec::new(),
+                _allocator: None,
+                forward_sync_buffers,
+                buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
+                all_buffers: Mutex::default(),
+                low_precision: None,
+            });
+        }
+        if group.world_size() == 1 {
+            // Nothing is sent.
+            options.communication = None;
+            comm_hook = Box::new(AllReduce);
+            buffer_comm_hook = None;
+        }
+        let settings =
+            fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
+        let shared_by =
+            buffer_comm_hook.as_ref().map(|hook| format!("{} {:?}", hook.name(), hook.location()));
+        let mut lines = vec![format!(
+            "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
+             {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}, \
+             {mixed_precision:?}",
+            comm_hook.name(),
+            shared_by.unwrap_or_else(|| "none".to_owned()),
+            stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
+        )];
+        match &settings {
+            Ok(_) => {
+                lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
+                lines.extend(describe(&parameters, &buffers));
+            }
+            Err(reason) => {
+                lines.push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " ")))
+            }
+        }
+        if let Some(difference) = first_mismatch(&group, &lines)? {
+            return Err(Error::Mismatch { rank, difference });
+        }
+        let settings = settings.map_err(|reason| Error::Model { rank, reason })?;
+        let mut seen = HashSet::new();
+        parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
+        buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
+        mixed_precision.cast_buffers(&mut buffers);
+        let all_buffers = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        if !broadcast_buffers {
+            buffers.clear();
+        }
+        let all = parameters
+            .iter()
+            .chain(&buffers)
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let broadcast = CoalescedBroadcast::new(&group, all.collect()).map_err(Error::from);
+        let mut broadcast = agree(&group, broadcast)?;
+        agree(&group, broadcast.run(&group, 0).map_err(Error::from))?;
+        drop(broadcast);
+        // Before the first backward, so that all gradients are allocated in shared memory.
+        let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
+        let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
+        let optimizer = optimizer
+            .map(|choice| OptimizerInBackward::new(&choice, &parameters, &own))
+            .transpose();
+        let made = optimizer.and_then(|optimizer| {
+            let reduction = Reduction { options, comm_hook, optimizer };
+            WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
+        });
+        // Also so that a rank whose first backward fails does not fail the group while nodes are
+        // still being linked.
+        let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
+        let low_precision = mixed_precision
+            .param
+            .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters()))
+            .transpose();
+        let low_precision = agree(&own, low_precision)?;
+        Ok(Ddp {
+            model,
+            group,
+            reducer: Some(reducer),
+            hooks,
+            _allocator: allocator,
+            forward_sync_buffers,
+            buffers: Mutex::new(Buffers { broadcast, held, hook: buffer_comm_hook }),
+            all_buffers: Mutex::new(all_buffers),
+            low_precision,
+        })
+    }
+}
+
+/// The parts of a wrapped model that each rank makes on its own.
+struct WrappedParts {
+    reducer: Arc<Reducer>,
+    hooks: Vec<GradHook>,
+    allocator: Allocator,
+    broadcast: CoalescedBroadcast,
+    held: Vec<HeldBuffer>,
+}
+
+impl WrappedParts {
+    /// `own` is the reducer's own group.
+    fn new(
+        own: ProcessGroup,
+        settings: &Settings,
+        reduction: Reduction,
+        parameters: Vec<(String, Tensor)>,
+        buffers: Vec<(String, Tensor)>,
+    ) -> Result<Self> {
+        let to_broadcast =
+            buffers.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+        let mut held: Vec<HeldBuffer> = buffers
+            .into_iter()
+            // Here, in the broadcast, and in the list of all buffers.
+            .map(|(name, tensor)| HeldBuffer { name, tensor, others: 3 })
+            .collect();
+        let broadcast = CoalescedBroadcast::new(&own, to_broadcast)?;
+        held.retain(HeldBuffer::is_held);
+        let (path, allocator) =
+            reduce_path(&own, settings, &parameters[0].1, reduction.options.op)?;
+        let (trained, frozen) = by_training(numbered(parameters));
+        let reducer = Reducer::new(own, path, trained, frozen, reduction)?;
+        let hooks = reducer.install_hooks()?;
+        Ok(Self { reducer, hooks, allocator, broadcast, held })
+    }
+}
+
+/// Keeps the CPU's gradients in memory that ranks reach; None on GPUs.
+pub(crate) type Allocator = Option<Arc<ArenaAllocatorGuard>>;
+
+/// Chooses how gradients are reduced on the device of `like`. On the CPU, gradients are from now on
+/// allocated where ranks reach them.
+pub(crate) fn reduce_path(
+    group: &ProcessGroup,
+    settings: &Settings,
+    like: &Tensor,
+    op: ReduceOp,
+) -> Result<(Arc<dyn ReducePath>, Allocator)> {
+    if let Some(cuda) = cuda_group(group, like)? {
+        return Ok((Arc::new(CudaPath::new(group, cuda, op)), None));
+    }
+    let path = Arc::new(CpuPath::new(group, settings, op)?);
+    Ok((path, ArenaAllocatorGuard::install(group.arena_handle())))
+}
+
+/// Returns the place of a tensor among those that a store has made.
+fn position(created: &[usize], tensor: &Tensor) -> Option<usize> {
+    let identity = flow_autograd::identity(tensor);
+    created.iter().position(|&other| other == identity)
+}
+
+/// Returns the name of a parameter that a store has got after its first `known` ones.
+fn added(store: &Variables, known: usize) -> Option<String> {
+    let new = store
+        .trainable_variables
+        .iter()
+        .skip(known)
+        .find(|variable| variable.tensor.requires_grad())?;
+    let identity = flow_autograd::identity(&new.tensor);
+    let named = store.named_variables.iter().find(|(_, t)| flow_autograd::identity(t) == identity);
+    Some(named.map_or_else(|| "a parameter".into(), |(name, _)| name.clone()))
+}
