@@ -12,6 +12,7 @@
 
 mod apart;
 pub mod cli;
+mod ending;
 mod executable;
 mod job;
 pub mod net;
