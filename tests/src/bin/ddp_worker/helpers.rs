@@ -52,17 +52,19 @@ pub fn own_group(group: &ProcessGroup) -> Result<ProcessGroup> {
     own.context("each rank has a group of its own")
 }
 
-/// Trains a model of each seed below `count` on all ranks, and of six more on this rank alone.
+/// Trains `count` models on all ranks, and six more on this rank alone. Jobs with other numbers of ranks
+/// have seeds of their own.
 pub fn random_models(
     group: &ProcessGroup,
     count: u64,
     trained: fn(&ProcessGroup, u64) -> Result<()>,
 ) -> Result<()> {
-    for seed in 0..count {
+    let first = 1000 * group.world_size() as u64;
+    for seed in first..first + count {
         trained(group, seed).with_context(|| format!("seed {seed}"))?;
     }
     let alone = own_group(group)?;
-    for seed in count..count + 6 {
+    for seed in first + count..first + count + 6 {
         trained(&alone, seed).with_context(|| format!("seed {seed}, alone"))?;
     }
     Ok(())

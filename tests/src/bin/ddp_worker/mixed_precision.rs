@@ -90,7 +90,7 @@ fn same_variables(actual: &VarStore, expected: &VarStore) -> Result<()> {
 /// Random models and options: outputs, gradients and weights have the same bits as where the model
 /// itself casts its parameters, and gradients are sent in the same type.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    random_models(group, 30, trained)
+    random_models(group, 16, trained)
 }
 
 /// A model whose parameters `Ddp` casts, or one that casts them itself.

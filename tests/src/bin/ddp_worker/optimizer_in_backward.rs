@@ -25,7 +25,7 @@ fn no_gradients(store: &VarStore) -> Result<()> {
 /// unused parameters, `no_sync`, hooks, other learning rates and frozen parameters. So have those of
 /// one rank alone.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    random_models(group, 24, trained)
+    random_models(group, 12, trained)
 }
 
 fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
