@@ -28,7 +28,8 @@ impl<'a> BucketLaunch<'a> {
 
     /// Gives the operation its sequence number, and records its begin.
     pub fn begin(mut self) -> LaunchedBucket {
-        let start = self.core.assign_sequence(&mut self.operation);
+        let mut start = self.core.assign_sequence(&mut self.operation);
+        start.queued = self.segments.take_queued().or(start.queued);
         self.core.count_collective();
         let record = self.core.recorder.start(&start);
         self.core.launched_buckets.add(record);

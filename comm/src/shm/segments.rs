@@ -9,6 +9,7 @@ use flow_kernels::{DType, ReduceOp, digest};
 use super::arena::{Arena, Block};
 use crate::descriptor::{Location, OpDescriptor};
 use crate::kind::Kind;
+use crate::trace;
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, each where it was
 /// allocated.
@@ -24,6 +25,8 @@ pub struct Segments {
     digest: u64,
     /// The step in which the bucket is reduced, the same on all ranks.
     step: AtomicU32,
+    /// The time at which the next reduction was asked for, in ticks; 0: when it is launched.
+    queued: AtomicU64,
     /// Offsets of the pieces, readable by all ranks.
     table: Block,
     pieces: Mutex<PlacedPieces>,
@@ -58,13 +61,25 @@ impl Segments {
         });
         let digest = digest(&lengths);
         let step = AtomicU32::new(0);
-        Some(Self { bucket, dtype, lengths, total, digest, step, table, pieces })
+        let queued = AtomicU64::new(0);
+        Some(Self { bucket, dtype, lengths, total, digest, step, queued, table, pieces })
     }
 
     /// Says in which step, from 1 on, the bucket is launched next: ranks whose steps differ get an
     /// error that names both.
     pub fn set_step(&self, step: u32) {
         self.step.store(step, Ordering::Relaxed);
+    }
+
+    /// Says that the program asks for the next reduction now, and launches the bucket later: the
+    /// record of it has this time.
+    pub fn queue(&self) {
+        self.queued.store(trace::ticks(), Ordering::Relaxed);
+    }
+
+    /// Returns when the reduction that begins was asked for, in ticks; None for now.
+    pub(crate) fn take_queued(&self) -> Option<u64> {
+        Some(self.queued.swap(0, Ordering::Relaxed)).filter(|&at| at > 0)
     }
 
     /// Says that piece `index` lies in `memory` now, whose address must not change. The memory is

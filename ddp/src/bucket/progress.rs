@@ -35,6 +35,7 @@ impl Progress {
 
     /// Starts the reduction of a bucket over all ranks, without waiting.
     pub fn launch(&self, bucket: &Arc<Segments>) -> Result<Pending> {
+        bucket.queue();
         match self {
             Self::Hooks(hooks) => {
                 hooks.launch(bucket)?;
