@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
+use flow_comm::trace::BucketTensors;
 use tch::{Kind, Tensor};
 
 use crate::bucket::assignment::{Caps, Item, assign};
@@ -18,6 +19,9 @@ use crate::parameter::{Parameter, by_training, numbered};
 use crate::static_graph::StaticGraph;
 use crate::stats::{BucketStats, BucketTimes, Stats};
 use crate::tuning::Tuning;
+
+/// The backwards of the same buckets in which the timeline has the times of all gradients.
+const DESCRIBED: u32 = 10;
 
 /// A bucket in its place in the order of launches.
 pub(crate) struct ScheduledBucket {
@@ -159,6 +163,10 @@ pub(crate) struct BackwardState {
     pub in_backward: bool,
     /// Parameters whose final gradient has come in this backward.
     pub arrived: Vec<bool>,
+    /// The time at which it came, if there is a timeline.
+    pub came: Vec<Option<Instant>>,
+    /// Backwards of the same buckets that the timeline describes.
+    described: u32,
     /// Parameters whose gradients wait for that of `delayed_until`.
     pub delayed: Vec<bool>,
     pub delayed_until: Option<usize>,
@@ -214,6 +222,8 @@ impl BackwardState {
             local: 0,
             in_backward: false,
             arrived: vec![false; count],
+            came: vec![None; count],
+            described: 0,
             graph: options.static_graph.then(|| StaticGraph::new(count)),
             used: vec![false; count],
             ready_order: Vec::with_capacity(count),
@@ -238,6 +248,7 @@ impl BackwardState {
         self.began = Instant::now();
         self.peer_misses_grads = false;
         self.arrived.fill(false);
+        self.came.fill(None);
         self.waiting.clear();
         self.ready_order.clear();
         if let Some(graph) = &mut self.graph {
@@ -260,14 +271,35 @@ impl BackwardState {
             if class == classes.len() {
                 classes.push(own);
             }
-            let sent = options.communication.unwrap_or(parameter.kind);
-            let mut bytes = parameter.elements() * sent.elt_size_in_bytes();
-            if parameter.is_sparse {
-                bytes = usize::MAX; // it fills a bucket
-            }
+            // A sparse one fills a bucket.
+            let bytes = bytes_sent(parameter, options).unwrap_or(usize::MAX);
             items.push(Item { bytes, class: class as u8 });
         }
         items
+    }
+
+    /// Returns whether the timeline describes this backward: the first ones of the same buckets.
+    pub fn is_described(&mut self) -> bool {
+        self.described += 1;
+        self.described <= DESCRIBED
+    }
+
+    /// Describes the buckets of this backward, whose gradients were all there at `computed`.
+    pub fn bucket_tensors(&self, options: &Options, computed: Instant) -> Vec<BucketTensors> {
+        let items = self.items(options);
+        let mut buckets = Vec::with_capacity(self.buckets.len());
+        for ScheduledBucket { members, .. } in &self.buckets {
+            let class = items[members[0]].class;
+            let mut bucket = BucketTensors { class, tensors: Vec::new(), ready: Vec::new() };
+            for &member in members {
+                let bytes = bytes_sent(&self.parameters[member], options).unwrap_or(0);
+                let came = self.came[member].unwrap_or(computed);
+                bucket.tensors.push(bytes as u64);
+                bucket.ready.push((came - self.began).as_micros() as u64);
+            }
+            buckets.push(bucket);
+        }
+        buckets
     }
 
     /// Makes the buckets anew, for gradients that come in `order`, with these caps.
@@ -283,6 +315,7 @@ impl BackwardState {
         if assigned.iter().eq(self.buckets.iter().map(|b| &b.members)) {
             return Ok(());
         }
+        self.described = 0;
         // The old buckets' memory first: the new ones take as much.
         self.buckets.clear();
         for (number, members) in assigned.into_iter().enumerate() {
@@ -454,4 +487,10 @@ impl BackwardState {
         }
         stats
     }
+}
+
+/// Returns how many bytes are sent of a parameter's gradient; None of a sparse one.
+fn bytes_sent(parameter: &Parameter, options: &Options) -> Option<usize> {
+    let sent = options.communication.unwrap_or(parameter.kind);
+    (!parameter.is_sparse).then(|| parameter.elements() * sent.elt_size_in_bytes())
 }

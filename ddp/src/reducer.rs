@@ -13,6 +13,7 @@ mod tune;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
 use flow_comm::{ForkSafe, ProcessGroup, trace};
@@ -301,6 +302,9 @@ impl Reducer {
         exclusive: bool,
     ) -> Result<()> {
         state.arrived[index] = true;
+        if trace::is_on() {
+            state.came[index] = Some(Instant::now());
+        }
         let parameter = &state.parameters[index];
         let resolved = parameter.resolved(gradient).map_err(|reason| self.model_error(reason))?;
         let (gradient, stays) = resolved;

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::operation_context::OperationContext;
 use crate::shm::arena::no_room;
 use crate::shm::segments::Segments;
+use crate::trace::{self, BucketTensors};
 
 impl Member {
     /// Returns a bucket of gradients for [`Member::launch_bucket`]: pieces of these lengths, in
@@ -41,6 +42,12 @@ impl Member {
             self.refused(segments, "is being reduced already, or not all its pieces are placed")
         })?;
         group.host.buckets.launch(launch).inspect_err(|_| self.fail_buckets())
+    }
+
+    /// Notes in the timeline, if there is one, which tensors were in the group's buckets in the
+    /// backward of step `step`, and when their gradients came.
+    pub fn trace_buckets(&self, step: u64, buckets: Vec<BucketTensors>) {
+        trace::add_buckets(&self.core().name, step, buckets);
     }
 
     /// Does this rank's share of all launched buckets that all ranks have reached, without waiting.

@@ -23,5 +23,5 @@ pub use recorder::record_cost;
 pub(crate) use recorder::{Recorder, Start};
 pub(crate) use registry::activity;
 pub(crate) use ring::RecordId;
-pub use timeline::{Phase, Span, is_on, phase, wait};
-pub(crate) use timeline::{RankInfo, folder, join};
+pub use timeline::{BucketTensors, Phase, Span, is_on, phase, wait};
+pub(crate) use timeline::{RankInfo, add_buckets, folder, join};

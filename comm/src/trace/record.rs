@@ -14,7 +14,7 @@ pub struct Record {
     pub operation: &'static str,
     /// The number of bytes that this rank contributes.
     pub bytes: u64,
-    /// The bucket that is reduced, if it is one.
+    /// The bucket that is reduced, if it is one; [`JOIN_NOTICE`](crate::JOIN_NOTICE) is none.
     pub bucket: Option<u32>,
     /// The part that moves the data: `shm` on one node, the transport between nodes (`tcp`, `mpi`),
     /// or `nccl`.

@@ -16,6 +16,7 @@ use serde_json::json;
 
 use super::clock;
 use super::record::Record;
+use crate::bucket_name::JOIN_NOTICE;
 
 /// The variable that names the folder.
 const VARIABLE: &str = "FLOW_TRACE";
@@ -61,6 +62,25 @@ enum Event {
         started: Duration,
         done: Duration,
     },
+    /// The tensors of a group's buckets in a backward that ends.
+    Buckets {
+        group: String,
+        step: u64,
+        buckets: Vec<BucketTensors>,
+        at: Duration,
+    },
+}
+
+/// The tensors that are reduced together, as one bucket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct BucketTensors {
+    /// Only tensors of one class share buckets: those of a type, for instance.
+    pub class: u8,
+    /// How many bytes are sent of each, in the order in which gradients come; 0 of a sparse gradient,
+    /// of which other entries are sent in each step.
+    pub tensors: Vec<u64>,
+    /// The time from the first gradient of the backward to each of these, in microseconds.
+    pub ready: Vec<u64>,
 }
 
 /// Returns the folder that `FLOW_TRACE` names.
@@ -111,6 +131,14 @@ pub fn add_operation(record: Option<Record>) {
             Some(record) => timeline.add(Event::Operation(record)),
             None => timeline.dropped += 1,
         }
+    }
+}
+
+/// Notes which tensors were in the buckets of the group of this name in a backward that ends.
+pub fn add_buckets(group: &str, step: u64, buckets: Vec<BucketTensors>) {
+    if is_on() {
+        let at = clock::monotonic_of(Instant::now());
+        add(Event::Buckets { group: group.to_owned(), step, buckets, at });
     }
 }
 
@@ -222,6 +250,7 @@ impl Event {
         match self {
             Event::Operation(record) => record.started,
             Event::Span { started, .. } => *started,
+            Event::Buckets { at, .. } => *at,
         }
     }
 
@@ -229,17 +258,20 @@ impl Event {
         match self {
             Event::Operation(record) => record.done.unwrap_or(record.started),
             Event::Span { done, .. } => *done,
+            Event::Buckets { at, .. } => *at,
         }
     }
 
     fn in_file(&self, info: &RankInfo, begin: Duration) -> EventInFile<'_> {
         let (cat, name, tid, args) = match self {
             Event::Operation(record) => {
+                let is_notice = record.bucket == Some(JOIN_NOTICE);
                 let args = Args::Operation {
                     group: &record.group,
                     sequence: record.sequence,
                     bytes: record.bytes,
-                    bucket: record.bucket,
+                    bucket: record.bucket.filter(|_| !is_notice),
+                    notice: is_notice.then_some(true),
                     backend: record.backend,
                     queued: info.timestamp(record.queued),
                     started: info.timestamp(record.started),
@@ -252,10 +284,15 @@ impl Event {
                 let args = Args::Span { step: *step, bucket: *bucket, stage, micro_batch };
                 (*category, *name, PROGRAM, args)
             }
+            Event::Buckets { group, step, buckets, .. } => {
+                ("buckets", "buckets", PROGRAM, Args::Buckets { group, step: *step, buckets })
+            }
         };
-        let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
         let ts = info.timestamp(begin);
-        EventInFile { name, cat, ph: "X", ts, dur, pid: info.rank, tid, args }
+        let is_instant = matches!(self, Event::Buckets { .. });
+        let dur = self.done().saturating_sub(begin).as_nanos() as f64 / 1000.0;
+        let (ph, dur) = if is_instant { ("i", None) } else { ("X", Some(dur)) };
+        EventInFile { name, cat, ph, ts, dur, pid: info.rank, tid, args }
     }
 }
 
@@ -272,14 +309,16 @@ impl RankInfo {
     }
 }
 
-/// A complete event, as Chrome's format has it.
+/// An event, as Chrome's format has it.
 #[derive(Serialize)]
 struct EventInFile<'a> {
     name: &'static str,
     cat: &'static str,
     ph: &'static str,
     ts: f64,
-    dur: f64,
+    /// None of an event that is a moment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dur: Option<f64>,
     pid: usize,
     tid: u32,
     args: Args<'a>,
@@ -293,6 +332,8 @@ enum Args<'a> {
         sequence: u64,
         bytes: u64,
         bucket: Option<u32>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        notice: Option<bool>,
         backend: &'static str,
         queued: f64,
         started: f64,
@@ -307,6 +348,11 @@ enum Args<'a> {
         stage: Option<usize>,
         #[serde(skip_serializing_if = "Option::is_none")]
         micro_batch: Option<usize>,
+    },
+    Buckets {
+        group: &'a str,
+        step: u64,
+        buckets: &'a [BucketTensors],
     },
 }
 
@@ -446,6 +492,31 @@ mod tests {
         assert_eq!(events.len(), 5);
         let about = json!({ "rank": 3, "world_size": 4, "host": "host", "pid": 42, "dropped": 1 });
         assert_eq!(trace["otherData"], about);
+    }
+
+    #[test]
+    fn a_notice_of_a_join_is_no_bucket() {
+        let Event::Operation(mut record) = operation(7, 10, 12) else { panic!("it is one") };
+        record.bucket = Some(JOIN_NOTICE);
+        let notice = Event::Operation(record);
+        let notice = serde_json::to_value(notice.in_file(&rank_info(), notice.started()));
+        let arguments = &notice.expect("it is JSON")["args"];
+        assert_eq!((&arguments["bucket"], &arguments["notice"]), (&Value::Null, &json!(true)));
+    }
+
+    #[test]
+    fn tensors_of_buckets_are_a_moment() {
+        let buckets = vec![BucketTensors { class: 0, tensors: vec![8, 4], ready: vec![0, 15] }];
+        let described = Event::Buckets { group: "0.0:0".into(), step: 5, buckets, at: 3 * MS };
+        let described = serde_json::to_value(described.in_file(&rank_info(), described.started()));
+        let expected = json!({
+            "name": "buckets", "cat": "buckets", "ph": "i", "ts": 1000.0, "pid": 3, "tid": 0,
+            "args": {
+                "group": "0.0:0", "step": 5,
+                "buckets": [{ "class": 0, "tensors": [8, 4], "ready": [0, 15] }],
+            },
+        });
+        assert_eq!(described.expect("it is JSON"), expected);
     }
 
     #[test]

@@ -165,6 +165,10 @@ impl Reducer {
         state.used.fill(false);
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
+        if trace::is_on() && state.is_described() {
+            let buckets = state.bucket_tensors(&self.options, backward_end);
+            self.group.trace_buckets(state.step.into(), buckets);
+        }
         Ok(missing)
     }
 
