@@ -6,13 +6,17 @@
 //! | file | subject |
 //! |---|---|
 //! | `arrivals.rs` | who was the last to arrive in each collective (pure) |
+//! | `buckets/` | the buckets that backward waited for, and what would have hidden them (pure) |
 //! | `folder.rs` | the files of the ranks, reading and writing them in pieces, merging them |
 //! | `format.rs` | the JSON of a timeline |
+//! | `intervals.rs` | stretches of time (pure) |
 //! | `summary.rs` | what `flow-launch trace` prints (pure) |
 
 mod arrivals;
+mod buckets;
 pub mod folder;
 mod format;
+mod intervals;
 mod summary;
 
 use std::ffi::OsString;

@@ -4,16 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use super::arrivals::Arrivals;
+use super::buckets;
 use super::format::{Timeline, TimelineEvent};
+use super::intervals::{Interval, median, overlap, total, union};
 
 /// The factor by which a straggler computes longer than the median rank.
 const STRAGGLES: f64 = 1.1;
 
 /// The number of steps that are listed with their slowest rank.
 const LISTED: usize = 10;
-
-/// The start and the end, in microseconds.
-type Interval = (f64, f64);
 
 /// The events of one rank, as far as the summary needs them.
 #[derive(Default)]
@@ -84,7 +83,7 @@ impl Slowest {
 /// that is hidden behind backward. It also has the time in waits, and the mean time to compute a
 /// step. It also says in how many steps the rank was the slowest, and in how many collectives it
 /// was the last to arrive. Then the stragglers, and the steps in which the slowest rank was
-/// furthest behind.
+/// furthest behind, and the buckets that were waited for.
 pub fn describe(timeline: &Timeline) -> String {
     let mut ranks: BTreeMap<u32, Rank> = BTreeMap::new();
     let mut arrivals = Arrivals::default();
@@ -104,6 +103,7 @@ pub fn describe(timeline: &Timeline) -> String {
         + &stragglers(&ranks)
         + &furthest_behind(slowest)
         + LEGEND
+        + &buckets::describe(timeline)
 }
 
 const LEGEND: &str = "
@@ -160,44 +160,6 @@ fn furthest_behind(mut slowest: Vec<Slowest>) -> String {
         let _ = writeln!(text, "{step:>7} {rank:>14} {:>12.1} {:>11.1}", time / 1e3, median / 1e3);
     }
     text
-}
-
-/// Returns the lower one of two in the middle; 0 of nothing.
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
-}
-
-/// Intervals in order, merged where they overlap.
-fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
-    intervals.sort_by(|one, other| one.0.total_cmp(&other.0));
-    let mut merged: Vec<Interval> = Vec::with_capacity(intervals.len());
-    for (start, end) in intervals {
-        match merged.last_mut() {
-            Some(last) if start <= last.1 => last.1 = last.1.max(end),
-            _ => merged.push((start, end)),
-        }
-    }
-    merged
-}
-
-/// Returns the common parts of two lists of intervals that are in order and do not overlap.
-fn overlap(first: &[Interval], second: &[Interval]) -> Vec<Interval> {
-    let mut common = Vec::new();
-    let mut index = 0;
-    for (start, end) in first.iter().copied() {
-        while index < second.len() && second[index].1 <= start {
-            index += 1;
-        }
-        let later = second[index..].iter().take_while(|other| other.0 < end);
-        common.extend(later.map(|other| (start.max(other.0), end.min(other.1))));
-    }
-    common
-}
-
-fn total(intervals: &[Interval]) -> f64 {
-    // Not `sum`, which is -0 for no intervals.
-    intervals.iter().fold(0.0, |total, (start, end)| total + end - start)
 }
 
 #[cfg(test)]
