@@ -155,9 +155,13 @@ def checkpoints(reentrant, **options):
     return lambda way: train(way.wrap(Checkpointed(), **options))
 
 
-def checkpointed_as_a_whole(way):
-    net = way.wrap(layers(2))
-    return train(net, lambda net: checkpoint(net, data().requires_grad_(), use_reentrant=True).square().mean())
+def checkpointed_as_a_whole(**options):
+    """Its backward, and what it does at its end, runs within a node of another backward."""
+
+    def loss(net):
+        return checkpoint(net, data().requires_grad_(), use_reentrant=True).square().mean()
+
+    return lambda way: train(way.wrap(layers(2), **options), loss)
 
 
 def accumulation(way):
@@ -491,7 +495,8 @@ SAME = {
     "checkpoint": checkpoints(False),
     "reentrant checkpoint": checkpoints(True),
     "reentrant checkpoints, static graph": checkpoints(True, static_graph=True),
-    "checkpointed as a whole": checkpointed_as_a_whole,
+    "checkpointed as a whole": checkpointed_as_a_whole(),
+    "checkpointed as a whole, static graph": checkpointed_as_a_whole(static_graph=True),
     "accumulation": accumulation,
     "accumulation over unused": accumulation_over_unused,
     "several backwards": several_backwards,

@@ -173,7 +173,7 @@ public:
         const int task = torch::autograd::get_current_graph_task_id();
         std::unique_lock<std::mutex> lock(queue_mutex_);
         // At the end of backward callbacks may wait.
-        if (task == -1 || is_completing_ || !torch::autograd::get_current_node()) {
+        if (is_completing_ || !is_in_backward()) {
             hurry_ = true;
             lock.unlock();
             wakeup_.notify_all();
@@ -301,6 +301,14 @@ private:
             return own;
         }();
         return made;
+    }
+
+    // Whether a node of this thread's backward runs. Where a backward is within a node of another one, its callbacks are as well: the node
+    // is not of theirs.
+    static bool is_in_backward() {
+        const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+        const auto node = torch::autograd::get_current_node();
+        return nodes && node && nodes->count(node.get()) > 0;
     }
 
     // Waits for the helper, which may still run what another thread has begun meanwhile.
