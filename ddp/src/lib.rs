@@ -34,6 +34,7 @@
 //! # Ok(()) }
 //! ```
 
+mod apart;
 mod backward_state;
 mod bucket;
 mod buffers;

@@ -24,7 +24,7 @@ pub(crate) struct LowPrecision {
     kind: Kind,
     /// All parameters of the model, in single precision.
     parameters: Vec<(String, Tensor)>,
-    /// None on GPUs, whose ranks share no memory.
+    /// None on GPUs, whose ranks share no memory, and where ranks have parameters of their own.
     copy: Option<ForkSafe<Mutex<MachineCopy>>>,
 }
 
@@ -46,15 +46,17 @@ struct Cast {
 }
 
 impl LowPrecision {
-    /// Makes the copy of these parameters, without their values. All ranks call this.
+    /// Makes the copy of these parameters, without their values. `are_equal`: those of all ranks. All
+    /// ranks call this.
     pub fn new(
         group: &ProcessGroup,
         kind: Kind,
         parameters: Vec<(String, Tensor)>,
+        are_equal: bool,
     ) -> Result<Self> {
         let element = kind.elt_size_in_bytes();
         let mut copy = None;
-        if group.cuda_device().is_none() {
+        if are_equal && group.cuda_device().is_none() {
             let bytes = parameters.iter().map(|(_, tensor)| tensor.numel() * element).sum();
             let memory = group.alloc_on_machine(bytes)?;
             let casts = places(&memory, kind, &parameters);

@@ -109,7 +109,13 @@ impl ModelAverager {
         };
         // Ranks in different steps must not take each other's parameters.
         let group = group.with_digest(self.step);
-        tch::no_grad(|| group.all_reduce_coalesced(&mut trained(vs), ReduceOp::Avg))?;
+        tch::no_grad(|| {
+            let mut parameters = trained(vs);
+            for parameter in parameters.iter_mut().filter(|parameter| parameter.is_complex()) {
+                *parameter = parameter.view_as_real();
+            }
+            group.all_reduce_coalesced(&mut parameters, ReduceOp::Avg)
+        })?;
         Ok(true)
     }
 

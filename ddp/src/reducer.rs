@@ -19,6 +19,7 @@ use flow_autograd::{BoxError, GradHook};
 use flow_comm::{ForkSafe, ProcessGroup, trace};
 use tch::Tensor;
 
+use crate::apart::Apart;
 use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
@@ -56,6 +57,8 @@ pub(crate) struct Reducer {
     /// Groups of the hook's own.
     hook_groups: Vec<ProcessGroup>,
     optimizer: Option<OptimizerInBackward>,
+    /// The hook gives ranks gradients of their own.
+    apart: Option<Apart>,
 }
 
 impl Reducer {
@@ -69,6 +72,8 @@ impl Reducer {
     ) -> Result<Arc<Self>> {
         let Reduction { options, comm_hook, optimizer } = reduction;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
+        let tensors = parameters.iter().chain(&frozen).map(|parameter| &parameter.tensor);
+        let apart = (!comm_hook.is_same_on_all_ranks()).then(|| Apart::new(tensors));
         let mut state = BackwardState::new(parameters, frozen, &options);
         state.build(&*path, &options, &order, &options.caps)?;
         Ok(Arc::new(Self {
@@ -83,6 +88,7 @@ impl Reducer {
             hook_groups: comm_hook.groups(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
             optimizer,
+            apart,
         }))
     }
 

@@ -198,6 +198,7 @@ impl DdpBuilder {
         let optimizer = optimizer
             .map(|choice| OptimizerInBackward::new(&choice, &parameters, &own))
             .transpose();
+        let are_equal = comm_hook.is_same_on_all_ranks();
         let made = optimizer.and_then(|optimizer| {
             let reduction = Reduction { options, comm_hook, optimizer };
             WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
@@ -207,7 +208,7 @@ impl DdpBuilder {
         let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
         let low_precision = mixed_precision
             .param
-            .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters()))
+            .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters(), are_equal))
             .transpose();
         let low_precision = agree(&own, low_precision)?;
         Ok(Ddp {

@@ -53,6 +53,15 @@ pub trait CommHook: Send + 'static {
         false
     }
 
+    /// Returns whether all ranks get the same gradients, and so keep the same parameters (default:
+    /// yes). If not, [`mixed_precision`](crate::DdpBuilder::mixed_precision) casts the parameters on
+    /// each rank, rather than once for all ranks of a machine. A
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is an error then, and so is a join
+    /// that divides by the number of ranks that have not ended.
+    fn is_same_on_all_ranks(&self) -> bool {
+        true
+    }
+
     /// Returns the groups, beside [`GradBucket::group`], in which the hook communicates (default: none).
     /// They fail with the model, so that no rank waits there for one whose backward has failed.
     fn groups(&self) -> Vec<ProcessGroup> {

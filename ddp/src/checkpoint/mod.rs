@@ -135,9 +135,10 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// When the last backward has failed ([`Ddp::synchronize`]), or the checkpoint cannot be
-    /// written; those before it are then still there. On rank 0, when the folder has checkpoints
-    /// and [`latest`](Self::latest) was not called.
+    /// When the last backward has failed ([`Ddp::synchronize`]), or a tensor cannot be kept, such as a
+    /// complex one, on all ranks. On rank 0, when the checkpoint cannot be written; those before it are
+    /// then still there. Also when the folder has checkpoints and [`latest`](Self::latest) was not
+    /// called.
     pub fn save<M, S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -149,14 +150,24 @@ impl Checkpoints {
     ) -> Result<()> {
         model.synchronize()?;
         let path = self.folder.checkpoint(step);
+        let variables: Vec<_> = vs.variables().into_iter().collect();
+        let check = |tensors: &[_]| {
+            tensors::check(tensors).map_err(|(what, reason)| unfit(&what, &path, reason))
+        };
+        // All ranks find what cannot be kept: those that write nothing would wait for rank 0 later.
+        check(&variables)?;
         optimizer
             .consolidate_state_dict(0)
             .map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
+        let optimizer = optimizer.state();
+        if let Ok(optimizer) = &optimizer {
+            check(&optimizer.tensors)?;
+        }
         if self.group.rank() != 0 {
             return Ok(());
         }
         let optimizer =
-            optimizer.state().map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
+            optimizer.map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
         let state = SavedState {
             format: FORMAT,
             world_size: self.group.world_size(),
@@ -167,9 +178,8 @@ impl Checkpoints {
         };
         let state = json::<SavedState<S>>(&state)
             .map_err(|reason| unfit("the program's state", &path, reason))?;
-        let model: Vec<_> = vs.variables().into_iter().collect();
         let partial = self.folder.begin(step)?;
-        write(&partial, &path, &model, &optimizer.tensors, &state)
+        write(&partial, &path, &variables, &optimizer.tensors, &state)
             .and_then(|()| self.folder.commit(step))
             .inspect_err(|_| self.folder.abandon())
     }

@@ -19,9 +19,15 @@ pub fn write(tensors: &[(String, Tensor)], path: &Path) -> Result<(), (String, S
         .map_err(|error| (file.into_owned(), first_line(&error.to_string())))
 }
 
-/// Returns the tensor as a file has it: on the CPU, without gaps. The error is why it cannot be
-/// kept.
-fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
+/// Checks that tensors can be kept. The error is the first one's name that cannot, and the reason.
+pub fn check(tensors: &[(String, Tensor)]) -> Result<(), (String, String)> {
+    for (name, tensor) in tensors {
+        check_one(tensor).map_err(|reason| (name.clone(), reason))?;
+    }
+    Ok(())
+}
+
+fn check_one(tensor: &Tensor) -> Result<(), String> {
     if tensor.is_sparse() {
         return Err("it is sparse, which safetensors cannot keep; make it dense".into());
     }
@@ -32,6 +38,13 @@ fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
     if Dtype::try_from(kind).is_err() {
         return Err(format!("it is of kind {kind:?}, which safetensors cannot keep"));
     }
+    Ok(())
+}
+
+/// Returns the tensor as a file has it: on the CPU, without gaps. The error is why it cannot be
+/// kept.
+fn on_cpu(tensor: &Tensor) -> Result<Tensor, String> {
+    check_one(tensor)?;
     tensor
         .f_detach()
         .and_then(|tensor| tensor.f_to_device(Device::Cpu))

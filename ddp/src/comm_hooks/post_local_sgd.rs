@@ -13,7 +13,9 @@ use crate::bucket::pending::Pending;
 ///
 /// It is PyTorch's `post_localSGD_hook`, and so are the names and defaults. Steps are counted from the
 /// beginning: a training that goes on after a checkpoint sets a smaller
-/// [`start_iter`](Self::start_iter). Sparse gradients are gathered from all ranks all along.
+/// [`start_iter`](Self::start_iter). Sparse gradients are gathered from all ranks all along. A
+/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), which has all ranks step with the same
+/// gradients, is an error.
 #[derive(Debug)]
 pub struct PostLocalSgd {
     subgroup: ProcessGroup,
@@ -65,6 +67,10 @@ impl CommHook for PostLocalSgd {
         }
         let reduction = self.subgroup.all_reduce_tensor_async(gradients, ReduceOp::Avg)?;
         Ok(Pending::new(move || Ok(reduction.wait()?)))
+    }
+
+    fn is_same_on_all_ranks(&self) -> bool {
+        false
     }
 
     fn groups(&self) -> Vec<ProcessGroup> {

@@ -26,6 +26,12 @@ impl Reducer {
                  take no steps",
             ));
         }
+        if self.apart.is_some() && !context.options().divide_by_initial_world_size {
+            return Err(self.not_joined(
+                "set divide_by_initial_world_size, or build without PostLocalSgd: the communication hook \
+                 does not average over all ranks, and nobody knows how many of its ranks have ended",
+            ));
+        }
         let mut state = self.state();
         if state.join.is_some() {
             return Err(self.not_joined("the model is in a join already: give it to one, once"));

@@ -10,6 +10,7 @@ use tch::nn::{VarStore, Variables};
 use tch::{COptimizer, Kind, TchError, Tensor};
 
 use super::partition::{Shard, partition};
+use crate::apart::are_apart;
 use crate::grad_layout::GradLayout;
 use crate::optimizer_choice::{OptimizerChoice, one_line};
 
@@ -103,6 +104,13 @@ impl Shards {
             return Err(
                 "the VarStore has got variables since: make the optimizer once the model is \
                         complete"
+                    .to_owned(),
+            );
+        }
+        if are_apart(self.parameters.iter().map(|parameter| &parameter.tensor)) {
+            return Err(
+                "the communication hook of the Ddp gives ranks gradients of their own, as \
+                        PostLocalSgd does: use tch's optimizer, or another hook"
                     .to_owned(),
             );
         }
