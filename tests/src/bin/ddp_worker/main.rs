@@ -23,6 +23,7 @@ mod options;
 mod out_of_step;
 mod parity;
 mod pipelines;
+mod random_options;
 mod reported;
 mod sparse;
 mod static_graph;
@@ -186,6 +187,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("diloco_resumed", local_sgd::diloco_resumed, EACH_TRANSPORT),
     scenario("local_sgd_misused", local_sgd::misused, EACH_TRANSPORT),
     scenario("local_sgd_out_of_step", local_sgd::out_of_step, ON_HOSTS),
+    scenario("random_options", random_options::trained, AND_THREADS),
     scenario("join_random", join_random::trained, AND_THREADS),
     scenario("join_ended_early", join::ended_early, ALL_AND_NODES),
     scenario("join_ended_early_in_forward_t", join::ended_early_in_forward_t, ALL),
