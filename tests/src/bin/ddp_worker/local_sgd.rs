@@ -4,8 +4,11 @@ use anyhow::{Context, Result, ensure};
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::PostLocalSgd;
-use flow_ddp::{Ddp, DiLoCo, DiLoCoOptions, Error, ModelAverager, OptimizerState};
-use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
+use flow_ddp::{
+    Ddp, DdpBuilder, DiLoCo, DiLoCoOptions, Error, JoinOptions, MixedPrecision, ModelAverager,
+    OptimizerState, ZeroRedundancyOptimizer,
+};
+use tch::nn::{self, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{Draws, close, error, same_everywhere, says, values};
@@ -112,6 +115,56 @@ pub fn post_local(group: &ProcessGroup) -> Result<()> {
         ensure!(averager.step() == 8, "{}", averager.step());
         drop(wrapped);
     }
+    Ok(())
+}
+
+/// Ranks with parameters of their own compute with these in half precision, too; what needs all ranks to
+/// have the same gradients is an error of all.
+pub fn post_local_combined(group: &ProcessGroup) -> Result<()> {
+    let alone = crate::helpers::own_group(group)?;
+    let builder = || -> Result<DdpBuilder> {
+        Ok(Ddp::builder(group).comm_hook(PostLocalSgd::new(&alone)?.gradient_all_reduce(false)))
+    };
+    let store = models::store();
+    let mixed = MixedPrecision { param: Some(Kind::BFloat16), ..Default::default() };
+    let model = models::Vectors::new(&store, &[10]);
+    let model = builder()?.mixed_precision(mixed).wrap(model, &store)?;
+    let mut optimizer = nn::Sgd::default().build(&store, 0.5)?;
+    let input = Tensor::full([1], group.rank() as f64, (Kind::Float, device()));
+    for step in 0..4 {
+        let sum = model.forward_t(&input, true).to_kind(Kind::Float);
+        let own = 1.0 - 0.5 * f64::from(step * group.rank() as i32);
+        let expected = 10.0 * own * group.rank() as f64;
+        ensure!(sum.double_value(&[]) == expected, "step {step}: {sum}, not {expected}");
+        optimizer.backward_step(&sum);
+    }
+    drop(model);
+
+    let model = Model::new()?;
+    let wrapped = builder()?.wrap(models::Vectors(Vec::new()), &model.store)?;
+    let zero = ZeroRedundancyOptimizer::new(&model.store, group, nn::Sgd::default(), 0.1)?;
+    let text = error(zero.backward_step(&model.loss(group.rank(), 0)))?;
+    says(&text, &["ZeroRedundancyOptimizer: ", "as PostLocalSgd does: use tch's optimizer"])?;
+    let options = JoinOptions { divide_by_initial_world_size: false, ..Default::default() };
+    let text = error(wrapped.join_with(options, || Ok::<_, Error>(())))?;
+    says(&text, &["join: set divide_by_initial_world_size, or build without PostLocalSgd"])?;
+    drop(wrapped);
+    let zero = ZeroRedundancyOptimizer::new(&model.store, group, nn::Sgd::default(), 0.1)?;
+    let _wrapped = Ddp::new((), &model.store, group)?;
+    Ok(zero.backward_step(&model.loss(group.rank(), 1))?)
+}
+
+/// Complex parameters are averaged as real ones are.
+pub fn complex_averages(group: &ProcessGroup) -> Result<()> {
+    let store = models::store();
+    let like = (Kind::ComplexFloat, device());
+    let weight = Tensor::full([3, 2], group.rank() as f64, like).tr();
+    let weight = store.root().add("weight", weight, true);
+    let mut averager = ModelAverager::periodic(group, 1, 0)?;
+    averager.average_parameters(&store)?;
+    let mean = crate::helpers::mean(group, |rank| rank as f64);
+    let difference = (weight.detach() - mean).abs().max().double_value(&[]);
+    ensure!(difference < 1e-6, "{weight} instead of {mean}");
     Ok(())
 }
 

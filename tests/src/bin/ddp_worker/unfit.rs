@@ -3,7 +3,10 @@
 
 use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, OptimizerState, ReduceOp, StateDict, TensorCollectives, TryBackwardStep};
+use flow_ddp::{
+    Checkpoints, Ddp, DistributedSampler, OptimizerState, ReduceOp, StateDict, TensorCollectives,
+    TryBackwardStep,
+};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Tensor};
 
@@ -271,5 +274,37 @@ pub fn no_memory(group: &ProcessGroup) -> Result<()> {
         group.barrier()?;
     }
     drop(held);
+    Ok(())
+}
+
+/// What a checkpoint cannot keep is an error of all ranks, also of those that write nothing.
+pub fn checkpoints(group: &ProcessGroup) -> Result<()> {
+    let mut pid = [i64::from(std::process::id())];
+    group.broadcast(&mut pid, 0)?;
+    let folder = std::env::temp_dir().join(format!("flow-unfit-{}", pid[0]));
+    let sampler = DistributedSampler::new(10, group);
+    for (is_complex, words) in [
+        (true, ["cannot save weight in ", "it is of kind ComplexFloat"]),
+        (false, ["cannot save 0.momentum_buffer in ", "it is sparse"]),
+    ] {
+        let store = store();
+        let kind = if is_complex { Kind::ComplexFloat } else { Kind::Float };
+        let weight = store.root().add("weight", Tensor::ones([4, 2], (kind, device())), true);
+        let model = Ddp::builder(group).sparse_gradients(&["weight"]);
+        let model = if is_complex { Ddp::builder(group) } else { model }.wrap((), &store)?;
+        let mut optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&store, 0.1)?;
+        if !is_complex {
+            let rows = Tensor::from_slice(&[1i64]).to_device(device());
+            let found = Tensor::embedding(&weight, &rows, -1, false, true);
+            optimizer.try_backward_step(&found.sum(Kind::Float))?;
+        }
+        let mut checkpoints = Checkpoints::open(&folder, group)?;
+        let text = error(checkpoints.save(1, &model, &store, &optimizer, &sampler, &()))?;
+        says(&text, &words)?;
+    }
+    group.barrier()?;
+    if group.rank() == 0 {
+        std::fs::remove_dir_all(&folder)?;
+    }
     Ok(())
 }

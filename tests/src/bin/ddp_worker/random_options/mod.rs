@@ -33,6 +33,7 @@ use tch::{Kind, Tensor};
 use self::model::{Net, WIDTH, weight_of};
 use self::reference::Reference;
 use self::training::{Averages, Before, Hook, Steps, Training};
+use crate::helpers::own_group;
 use crate::models::{device, store};
 
 const LEARNING_RATE: f64 = 0.1;
@@ -47,12 +48,16 @@ const SEEDS: &str = "FLOW_TEST_SEEDS";
 pub fn trained(group: &ProcessGroup) -> Result<()> {
     let seeds = std::env::var(SEEDS).unwrap_or_else(|_| "0..30".to_owned());
     let range = seeds.split_once("..").context("FLOW_TEST_SEEDS is FIRST..END")?;
+    let alone = own_group(group)?;
     let mut counts = [0, 0];
     for seed in range.0.parse::<u64>()?..range.1.parse()? {
-        let training = Training::drawn(seed, group.world_size());
-        let what = || format!("seed {seed} of {} ranks: {training:?}", group.world_size());
-        let is_refused = trained_or_refused(group, &training, seed).with_context(what)?;
-        counts[usize::from(is_refused)] += 1;
+        // Some are also trained by each rank alone.
+        for group in [group, &alone].into_iter().take(if seed % 4 == 0 { 2 } else { 1 }) {
+            let training = Training::drawn(seed, group.world_size());
+            let what = || format!("seed {seed} of {} ranks: {training:?}", group.world_size());
+            let is_refused = trained_or_refused(group, &training, seed).with_context(what)?;
+            counts[usize::from(is_refused)] += 1;
+        }
     }
     if group.rank() == 0 && std::env::var_os(SEEDS).is_some() {
         eprintln!("{} trained, {} refused", counts[0], counts[1]);
@@ -186,6 +191,7 @@ fn builder(group: &ProcessGroup, training: &Training) -> Result<DdpBuilder> {
         Hook::TopK => builder.comm_hook(TopK::new(1.0)),
         Hook::HalfTopK => builder.comm_hook(TopK::new(0.5)),
         Hook::Quantize => builder.comm_hook(Quantize::per_tensor()),
+        Hook::QuantizeChannels => builder.comm_hook(Quantize::per_channel(10)),
         Hook::PostLocalSgd { start_iter, gradient_all_reduce } => {
             let mut own = None;
             for first in (0..group.world_size()).step_by(2) {
@@ -342,7 +348,9 @@ impl Trained<'_> {
     fn resume(&mut self, seed: u64) -> Result<()> {
         let mut own = [i64::from(std::process::id())];
         self.group.broadcast(&mut own, 0)?;
-        let folder = std::env::temp_dir().join(format!("flow-random-options-{}-{seed}", own[0]));
+        // Ranks that train alone may be threads of one process.
+        let name = format!("flow-random-options-{}-{}-{seed}", own[0], self.group.ranks()[0]);
+        let folder = std::env::temp_dir().join(name);
         let mut checkpoints = Checkpoints::open(&folder, self.group)?;
         let mut sampler = DistributedSampler::new(10, self.group);
         let optimizer = self.stepper.state();

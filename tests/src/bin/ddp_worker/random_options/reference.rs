@@ -273,7 +273,10 @@ impl<'a> Reference<'a> {
         let net = &self.ranks[0].net;
         let mut sparse = self.training.named_sparse().into_iter();
         // Those of all ranks are gathered, whatever the hook does.
-        let is_sparse = sparse.any(|layer| net.place_of_weight(layer) == parameter);
+        let is_sparse = sparse.any(|layer| {
+            let owner = self.training.layers[layer].tied_to.unwrap_or(layer);
+            net.place_of_weight(owner) == parameter
+        });
         match self.training.hook {
             Hook::PostLocalSgd { start_iter, gradient_all_reduce }
                 if !is_sparse && self.reductions >= start_iter =>

@@ -71,25 +71,7 @@ impl Training {
                 refusals.push(certain(&["join", "throw_on_early_termination"]));
             }
         }
-        let is_used = (0..self.layers.len()).map(|layer| self.is_used(layer, ranks));
-        let is_used: Vec<bool> = is_used.collect();
-        let named = self.named_sparse();
-        for (number, layer) in self.layers.iter().enumerate() {
-            let Operation::Embedding { sparse } = layer.operation else { continue };
-            if layer.frozen || !is_used[number] {
-                continue;
-            }
-            let is_named = named.contains(&number);
-            if sparse && !is_named && !self.sparse_as_dense {
-                refusals.push(certain(&["is sparse: name it in sparse_gradients"]));
-            }
-            if !sparse && is_named {
-                refusals.push(certain(&["is not sparse: do not name it in sparse_gradients"]));
-            }
-            if sparse && is_named && self.steps == Steps::Zero {
-                refusals.push(certain(&["ZeroRedundancyOptimizer", "sparse_as_dense(true)"]));
-            }
-        }
+        self.add_sparse(ranks, &mut refusals);
         if !self.find_unused && !self.static_graph && self.leaves_some_out(ranks) {
             refusals.push(certain(&["got no gradient in this", "find_unused_parameters(true)"]));
         }
@@ -107,7 +89,40 @@ impl Training {
                 is_certain: false,
             });
         }
+        // Nothing is reduced on one rank, and most of this works there.
+        refusals.iter_mut().for_each(|refusal| refusal.is_certain &= ranks > 1);
         refusals
+    }
+
+    /// Adds the errors of embeddings.
+    fn add_sparse(&self, ranks: usize, refusals: &mut Vec<Refusal>) {
+        let named = self.named_sparse();
+        for (number, layer) in self.layers.iter().enumerate() {
+            let Operation::Embedding { sparse } = layer.operation else { continue };
+            if layer.frozen || !self.is_used(number, ranks) {
+                continue;
+            }
+            let is_named = named.contains(&number);
+            let words: &[&str] = if !sparse && is_named {
+                &["is not sparse: do not name it in sparse_gradients"]
+            } else if sparse && (is_named || ranks == 1) && self.steps == Steps::Zero {
+                &["ZeroRedundancyOptimizer", "sparse_as_dense(true)"]
+            } else if sparse && !is_named && !self.sparse_as_dense {
+                &["is sparse: name it in sparse_gradients"]
+            } else {
+                continue;
+            };
+            // The sum of a sparse gradient and one that is not is not sparse.
+            let is_certain = self.users(layer.tied_to.unwrap_or(number)).count() == 1;
+            refusals.push(Refusal { words, is_certain });
+        }
+    }
+
+    /// The layers that have the weight of a layer.
+    fn users(&self, owner: usize) -> impl Iterator<Item = usize> {
+        let layers = self.layers.iter().enumerate();
+        let users = layers.filter(move |&(user, layer)| layer.tied_to.unwrap_or(user) == owner);
+        users.map(|(user, _)| user)
     }
 
     /// Whether a layer is trained in this phase.
@@ -140,23 +155,30 @@ impl Training {
         self.phases.iter().enumerate().any(|(number, phase)| {
             (0..ranks).any(|rank| {
                 phase.reductions(rank).any(|step| {
-                    (0..self.layers.len()).any(|layer| {
-                        self.layers[layer].has_parameters()
-                            && self.is_trained(layer, number)
-                            && !self.layers[layer].when.is_now(rank, step)
+                    let mut layers = 0..self.layers.len();
+                    layers.any(|layer| {
+                        self.is_trained(layer, number) && self.is_left_out(layer, rank, step)
                     })
                 })
             })
         })
     }
 
+    /// Whether a backward of a rank uses no parameter of a layer's own.
+    fn is_left_out(&self, number: usize, rank: usize, step: usize) -> bool {
+        let layer = &self.layers[number];
+        let is_now = |layer: usize| self.layers[layer].when.is_now(rank, step);
+        let has_bias = matches!(layer.operation, Operation::Linear | Operation::Conv);
+        let is_owner = layer.has_parameters() && layer.tied_to.is_none();
+        has_bias && !is_now(number) || is_owner && !self.users(number).any(is_now)
+    }
+
     /// Whether a parameter may get its gradient more than once in a backward.
     fn comes_twice(&self) -> bool {
         let forwards = self.phases.iter().map(|phase| phase.forwards).max().unwrap_or(1);
         (0..self.layers.len()).any(|number| {
-            let users = self.layers.iter().enumerate();
-            let users = users.filter(|&(user, layer)| layer.tied_to.unwrap_or(user) == number);
-            let recomputed: Vec<bool> = users.map(|(_, layer)| layer.recomputed).collect();
+            let users = self.users(number).map(|user| self.layers[user].recomputed);
+            let recomputed: Vec<bool> = users.collect();
             let nested = recomputed.iter().filter(|&&recomputed| recomputed).count() * forwards;
             nested + usize::from(recomputed.contains(&false)) > 1
                 || self.layers[number].recomputed && forwards > 1

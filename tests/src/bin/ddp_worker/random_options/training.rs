@@ -20,6 +20,8 @@ pub enum Hook {
     TopK,
     HalfTopK,
     Quantize,
+    /// With a range for each ten elements.
+    QuantizeChannels,
     PostLocalSgd {
         start_iter: u64,
         gradient_all_reduce: bool,
@@ -39,7 +41,7 @@ impl Hook {
     fn error(self) -> Option<f64> {
         match self {
             Self::HalfTopK | Self::LowPowerSgd => None,
-            Self::Quantize => Some(1.0 / 255.0),
+            Self::Quantize | Self::QuantizeChannels => Some(1.0 / 255.0),
             Self::PowerSgd => Some(1e-9),
             _ => Some(0.0),
         }
@@ -171,7 +173,7 @@ impl Training {
         if penalty {
             layers.iter_mut().for_each(|layer| layer.recomputed = false);
         }
-        let hook = match draws.below(16) {
+        let hook = match draws.below(18) {
             0 => Hook::OwnMean,
             1 => Hook::Fp16,
             2 => Hook::Bf16,
@@ -184,6 +186,7 @@ impl Training {
                 start_iter: draws.below(3),
                 gradient_all_reduce: draws.one_in(2),
             },
+            10 => Hook::QuantizeChannels,
             _ => Hook::None,
         };
         let locations = [BufferCommHookLocation::PreForward, BufferCommHookLocation::PostForward];
@@ -231,6 +234,12 @@ impl Training {
     fn made_sound(mut self) -> Self {
         // A synchronized batch norm takes the other ranks' weights to be its own.
         self.sync_batch_norm &= !self.differs_between_ranks();
+        for layer in self.layers.iter_mut().filter(|_| self.mixed.param.is_some()) {
+            // libtorch cannot add up sparse gradients of half precision.
+            if let Operation::Embedding { sparse } = &mut layer.operation {
+                *sparse &= layer.tied_to.is_none();
+            }
+        }
         let has_complex = self.layers.iter().any(|l| l.operation == Operation::Complex);
         if self.has_sparse_gradients() || has_complex || self.steps == Steps::InBackward {
             self.clips = false;
@@ -332,6 +341,14 @@ fn layers(draws: &mut Draws, wide: Kind, mixes_kinds: bool, ranks: usize) -> Vec
             layer.tied_to = other;
             layer.frozen = other.is_some_and(|other| layers[other].frozen);
             layer.kind = other.map_or(wide, |other| layers[other].kind);
+        }
+        let embedding = |layer: &Layer| matches!(layer.operation, Operation::Embedding { .. });
+        if let Some(other) = layers.iter().position(embedding)
+            && embedding(&layer)
+            && draws.one_in(2)
+        {
+            layer.tied_to = Some(other);
+            layer.frozen = layers[other].frozen;
         }
         if leaves_out && operation != Operation::BatchNorm && draws.one_in(2) {
             let some = When::Ranks(draws.below(1 << ranks));
