@@ -46,7 +46,7 @@ const BATCH: i64 = 3;
 const SEEDS: &str = "FLOW_TEST_SEEDS";
 
 pub fn trained(group: &ProcessGroup) -> Result<()> {
-    let seeds = std::env::var(SEEDS).unwrap_or_else(|_| "0..30".to_owned());
+    let seeds = std::env::var(SEEDS).unwrap_or_else(|_| "0..100".to_owned());
     let range = seeds.split_once("..").context("FLOW_TEST_SEEDS is FIRST..END")?;
     let alone = own_group(group)?;
     let mut counts = [0, 0];
