@@ -5,10 +5,12 @@
 //! |---|---|
 //! | `mod.rs` | the training by `Ddp`, and what is compared |
 //! | `training.rs` | what is drawn |
+//! | `common.rs` | inputs and losses |
 //! | `model.rs` | the model |
 //! | `reference.rs` | the same training without `Ddp`, of all ranks in one process |
 //! | `refusals.rs` | the options that exclude each other, and the words of the errors |
 
+mod common;
 mod model;
 mod reference;
 mod refusals;
@@ -30,18 +32,13 @@ use flow_ddp::{
 use tch::nn::{Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
+use self::common::{AVERAGED_EVERY, LEARNING_RATE, MAX_NORM, batch, loss, sgd, subgroup};
 use self::model::{Net, WIDTH, weight_of};
 use self::reference::Reference;
 use self::training::{Averages, Before, Hook, Steps, Training};
 use crate::helpers::own_group;
 use crate::models::{device, store};
 
-const LEARNING_RATE: f64 = 0.1;
-const MAX_NORM: f64 = 0.3;
-/// The steps from one average of parameters to the next.
-const AVERAGED_EVERY: u64 = 2;
-/// The rows of a rank's batch.
-const BATCH: i64 = 3;
 /// The seeds of a run; by hand more, or one of them: `FLOW_TEST_SEEDS=0..1000`.
 const SEEDS: &str = "FLOW_TEST_SEEDS";
 
@@ -88,41 +85,6 @@ fn trained_or_refused(group: &ProcessGroup, training: &Training, seed: u64) -> R
     }
     ensure!(failed[0] == group.world_size() as i64, "{} ranks had an error: {text}", failed[0]);
     Ok(true)
-}
-
-/// The optimizer of a training.
-fn sgd(training: &Training) -> Sgd {
-    Sgd { momentum: if training.momentum { 0.5 } else { 0.0 }, ..Sgd::default() }
-}
-
-/// The ranks that `PostLocalSgd` averages gradients over: two, or the last one alone.
-fn subgroup(rank: usize, ranks: usize) -> Vec<usize> {
-    let first = rank / 2 * 2;
-    (first..(first + 2).min(ranks)).collect()
-}
-
-/// A rank's input in a forward: of a phase, a step, a backward.
-fn batch(training: &Training, rank: usize, place: [usize; 4]) -> Tensor {
-    let start = place.iter().fold(rank, |sum, number| 10 * sum + number);
-    let numbers = Tensor::arange(BATCH * WIDTH, (Kind::Double, device())) + start as f64;
-    (numbers * 1.7).sin().view([BATCH, WIDTH]).to_kind(training.wide)
-}
-
-/// The loss of what models make of their inputs.
-fn loss(outputs: &[Tensor], inputs: &[Tensor], penalty: bool) -> Result<Tensor, tch::TchError> {
-    let mut loss = Tensor::zeros([], (Kind::Double, device()));
-    for output in outputs {
-        loss += output.to_kind(Kind::Double).square().mean(Kind::Double);
-    }
-    if penalty {
-        let outputs: Vec<Tensor> = outputs.iter().map(|o| o.sum(Kind::Double)).collect();
-        let sum: Tensor = outputs.into_iter().sum();
-        let slopes = Tensor::f_run_backward(&[&sum], inputs, true, true)?;
-        for slope in slopes {
-            loss += slope.to_kind(Kind::Double).square().mean(Kind::Double);
-        }
-    }
-    Ok(loss)
 }
 
 /// The mean, in a tensor of the hook's own.

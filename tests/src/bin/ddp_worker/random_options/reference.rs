@@ -1,14 +1,14 @@
 //! What all ranks have, computed in one process without `Ddp`.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use flow_autograd::{OptimizerState, set_grad};
 use flow_ddp::BufferCommHookLocation;
 use tch::nn::{Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
+use super::common::{self, AVERAGED_EVERY, LEARNING_RATE, MAX_NORM, batch, sgd, subgroup};
 use super::model::{Net, Operation, forward};
-use super::training::{Averages, Before, Hook, Phase, Steps, Training};
-use super::{AVERAGED_EVERY, LEARNING_RATE, MAX_NORM, batch, sgd};
+use super::training::{Averages, Before, Hook, Phase, Steps, Training, rounding};
 use crate::models::store;
 
 /// A rank's model and optimizer.
@@ -25,7 +25,7 @@ pub struct Reference<'a> {
     /// The reductions so far.
     reductions: u64,
     /// The largest element of a rank's gradients in this phase.
-    pub largest: f64,
+    largest: f64,
 }
 
 impl<'a> Reference<'a> {
@@ -60,12 +60,6 @@ impl<'a> Reference<'a> {
             }
         }
         Ok(reference)
-    }
-
-    /// A rank's parameters and buffers.
-    pub fn tensors(&self, rank: usize) -> (Vec<Tensor>, Vec<Tensor>) {
-        let net = &self.ranks[rank].net;
-        (net.parameters(), net.buffers())
     }
 
     /// Gives all ranks the parameters of one.
@@ -201,7 +195,7 @@ impl<'a> Reference<'a> {
             }
             let outputs = forward(&nets, &inputs, self.training.sync_batch_norm, true);
             if forward_number >= drops {
-                loss += super::loss(&outputs, &inputs, penalty)?;
+                loss += common::loss(&outputs, &inputs, penalty)?;
             }
             if shares && self.training.buffer_hook == Some(BufferCommHookLocation::PostForward) {
                 self.average_buffers();
@@ -282,7 +276,7 @@ impl<'a> Reference<'a> {
                 if !is_sparse && self.reductions >= start_iter =>
             {
                 if gradient_all_reduce {
-                    super::subgroup(rank, ranks)
+                    subgroup(rank, ranks)
                 } else {
                     vec![rank]
                 }
@@ -313,66 +307,53 @@ impl<'a> Reference<'a> {
         }
     }
 
-    /// Checks that the ranks' tensors are what is expected, and goes on with them.
+    /// Checks that the ranks' tensors are what is expected after so many steps, and goes on with them.
     pub fn compare(&mut self, gathered: &[Vec<Tensor>], steps: usize) -> Result<()> {
+        let tolerance = self.training.tolerance();
         for (rank, actual) in gathered.iter().enumerate() {
-            let (parameters, buffers) = self.tensors(rank);
-            for (index, parameter) in parameters.iter().enumerate() {
-                let what = format!("rank {rank}, parameter {index}");
-                self.compare_one(&what, &actual[index], parameter, steps)?;
+            let net = &self.ranks[rank].net;
+            let (parameters, buffers) = actual.split_at(net.parameters().len());
+            for (index, (actual, own)) in parameters.iter().zip(net.parameters()).enumerate() {
+                let limit = tolerance.map(|tolerance| {
+                    let moved = self.largest * LEARNING_RATE * 4.0 * steps as f64;
+                    tolerance * moved.max(0.01)
+                });
+                compare_one(actual, &own, limit, steps)
+                    .with_context(|| format!("rank {rank}, parameter {index}"))?;
             }
-            for (index, buffer) in buffers.iter().enumerate() {
-                let what = format!("rank {rank}, buffer {index}");
-                self.compare_one(&what, &actual[parameters.len() + index], buffer, steps)?;
+            for (index, (actual, own)) in buffers.iter().zip(net.buffers()).enumerate() {
+                // They are made of activations, of which half precision has few digits.
+                let share = if own.is_floating_point() { 2.0 } else { 0.01 };
+                let limit = tolerance.map(|tolerance| tolerance * share);
+                compare_one(actual, &own, limit, steps)
+                    .with_context(|| format!("rank {rank}, buffer {index}"))?;
             }
         }
         Ok(())
     }
+}
 
-    fn compare_one(&self, what: &str, actual: &Tensor, own: &Tensor, steps: usize) -> Result<()> {
-        let expected = own.detach();
+/// Checks that a tensor is what is expected, but for `limit` and the rounding of its own type, and copies
+/// it. None: it only is to be finite.
+fn compare_one(actual: &Tensor, own: &Tensor, limit: Option<f64>, steps: usize) -> Result<()> {
+    let expected = own.detach();
+    ensure!(
+        actual.kind() == expected.kind() && actual.size() == expected.size(),
+        "{actual:?} instead of {expected:?}"
+    );
+    if actual.numel() > 0 {
+        let largest = |tensor: &Tensor| tensor.abs().to_kind(Kind::Double).max().double_value(&[]);
+        let difference = largest(&(actual - &expected));
+        ensure!(difference.is_finite(), "{actual} instead of {expected}");
+        let rounded = 2.0 * rounding(expected.kind()) * (largest(&expected) + 0.01) * steps as f64;
+        let limit = limit.map_or(f64::INFINITY, |limit| limit + rounded);
         ensure!(
-            actual.kind() == expected.kind() && actual.size() == expected.size(),
-            "{what} is {actual:?}, not {expected:?}"
+            difference <= limit,
+            "it differs by {difference}, more than {limit}: {actual} instead of {expected}"
         );
-        if actual.numel() > 0 {
-            let difference = (actual - &expected).abs().to_kind(Kind::Double).max();
-            let difference = difference.double_value(&[]);
-            ensure!(difference.is_finite(), "{what} is {actual}, not {expected}");
-            let scale = expected.abs().to_kind(Kind::Double).max().double_value(&[]);
-            let own = 2.0 * super::training::rounding(part_kind(&expected)) * (scale + 0.01);
-            if let Some(tolerance) = self.training.tolerance() {
-                let of_steps = tolerance * self.largest * LEARNING_RATE * 4.0 * steps as f64;
-                let limit = own * steps as f64
-                    + of_steps.max(tolerance * 0.01)
-                    + tolerance_of_buffer(&expected, own_is_buffer(what), tolerance);
-                ensure!(
-                    difference <= limit,
-                    "{what} differs by {difference}, more than {limit}: {actual} instead of \
-                     {expected}"
-                );
-            }
-        }
-        copy_all(&[own.shallow_clone()], &[actual.shallow_clone()]);
-        Ok(())
     }
-}
-
-fn own_is_buffer(what: &str) -> bool {
-    what.contains("buffer")
-}
-
-/// Buffers are made of activations, of which half precision has few digits.
-fn tolerance_of_buffer(expected: &Tensor, is_buffer: bool, tolerance: f64) -> f64 {
-    if is_buffer && expected.is_floating_point() { tolerance } else { 0.0 }
-}
-
-fn part_kind(tensor: &Tensor) -> Kind {
-    match tensor.kind() {
-        Kind::ComplexFloat => Kind::Float,
-        Kind::ComplexDouble => Kind::Double,
-        kind => kind,
-    }
+    copy_all(&[own.shallow_clone()], &[actual.shallow_clone()]);
+    Ok(())
 }
 
 /// The sum of tensors, in many digits, divided by `divisor`.

@@ -291,7 +291,7 @@ pub fn rounding(kind: Kind) -> f64 {
     match kind {
         Kind::BFloat16 => 1.0 / 128.0,
         Kind::Half => 1.0 / 1024.0,
-        Kind::Float => 1.2e-7,
+        Kind::Float | Kind::ComplexFloat => 1.2e-7,
         _ => 2.2e-16,
     }
 }
