@@ -168,7 +168,7 @@ fn builder(group: &ProcessGroup, training: &Training) -> Result<DdpBuilder> {
 enum Stepper {
     After(RefCell<Optimizer>),
     InBackward(OptimizerInBackward),
-    Zero(ZeroRedundancyOptimizer),
+    Zero(Box<ZeroRedundancyOptimizer>),
 }
 
 impl Stepper {
@@ -179,7 +179,8 @@ impl Stepper {
             Steps::InBackward => Self::InBackward(model.optimizer_in_backward()?),
             Steps::Zero => {
                 let group = model.group();
-                Self::Zero(ZeroRedundancyOptimizer::new(store, group, config, LEARNING_RATE)?)
+                let zero = ZeroRedundancyOptimizer::new(store, group, config, LEARNING_RATE)?;
+                Self::Zero(Box::new(zero))
             }
         })
     }
@@ -188,7 +189,7 @@ impl Stepper {
         match self {
             Self::After(optimizer) => optimizer.get_mut(),
             Self::InBackward(optimizer) => optimizer,
-            Self::Zero(optimizer) => optimizer,
+            Self::Zero(optimizer) => &mut **optimizer,
         }
     }
 
@@ -341,7 +342,7 @@ impl Trained<'_> {
         let Some(options) = phase.join else { return steps() };
         let mut joinables: Vec<&dyn Joinable> = vec![&self.model];
         if let Stepper::Zero(optimizer) = &self.stepper {
-            joinables.push(optimizer);
+            joinables.push(&**optimizer);
         }
         join(&joinables, options, steps)
     }

@@ -225,7 +225,8 @@ impl<'a> Reference<'a> {
         if phase.join.is_some_and(|join| !join.divide_by_initial_world_size) {
             scale = ranks as f64 / active.len() as f64;
         }
-        for index in 0..all[0].len() {
+        let count = all[0].len();
+        for index in 0..count {
             let mut gradients: Vec<Option<Tensor>> = (0..ranks).map(|_| None).collect();
             for &rank in active {
                 let gradient = all[rank][index].grad();
@@ -248,14 +249,14 @@ impl<'a> Reference<'a> {
                 .into_iter()
                 .map(|gradient| gradient.unwrap_or_else(|| like.shallow_clone()))
                 .collect();
-            for rank in 0..ranks {
+            for (rank, parameters) in all.iter().enumerate() {
                 let members = self.reduces_with(rank, index, ranks);
                 let own: Vec<Tensor> =
                     members.iter().map(|&member| gradients[member].shallow_clone()).collect();
                 let reduced = mean(&own, own.len()) * scale;
                 let is_stepped = active.contains(&rank) || self.training.steps == Steps::Zero;
                 let reduced = Some(reduced.to_kind(like.kind())).filter(|_| is_stepped);
-                set_grad(&all[rank][index], reduced.as_ref())?;
+                set_grad(&parameters[index], reduced.as_ref())?;
             }
         }
         self.reductions += 1;

@@ -143,8 +143,12 @@ impl Training {
         let draws = &mut Draws(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         loop {
             let training = Self::any(draws, ranks);
-            let is_refused = training.refusals(ranks).iter().any(|refusal| refusal.is_certain);
-            if !is_refused || draws.one_in(5) {
+            let refusals = training.refusals(ranks);
+            // Ranks would wait in a synchronized batch norm for one whose backward has failed.
+            let is_stuck =
+                training.sync_batch_norm && refusals.iter().any(|r| r.words[0] != "join");
+            let is_refused = refusals.iter().any(|refusal| refusal.is_certain);
+            if !is_stuck && (!is_refused || draws.one_in(5)) {
                 return training;
             }
         }
