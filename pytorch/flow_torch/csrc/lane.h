@@ -308,7 +308,14 @@ private:
     static bool is_in_backward() {
         const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
         const auto node = torch::autograd::get_current_node();
-        return nodes && node && nodes->count(node.get()) > 0;
+        if (!nodes || !node) return false;
+        // PyTorch lists no root: no node at all of a backward from a leaf.
+        if (nodes->empty() || nodes->count(node.get()) > 0) return true;
+        // Of a root it lists all nodes that follow, and no others: an outer node may have leaves in common with this backward.
+        const auto& edges = node->next_edges();
+        const auto is_listed = [&](const auto& edge) { return !edge.is_valid() || nodes->count(edge.function.get()) > 0; };
+        const bool has_others = node->topological_nr() <= 1 && nodes->size() > edges.size();
+        return !has_others && std::all_of(edges.begin(), edges.end(), is_listed);
     }
 
     // Waits for the helper, which may still run what another thread has begun meanwhile.
