@@ -1,11 +1,12 @@
 //! The parameters whose gradients are not the same on all ranks, as a [`CommHook`](crate::CommHook) says.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
 
-static APART: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+/// How many [`Apart`]s have each parameter, by its identity.
+static APART: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
 /// Parameters whose gradients are each rank's own, as long as this lives.
 pub(crate) struct Apart(HashSet<usize>);
@@ -13,7 +14,10 @@ pub(crate) struct Apart(HashSet<usize>);
 impl Apart {
     pub fn new<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Self {
         let own: HashSet<usize> = parameters.into_iter().map(flow_autograd::identity).collect();
-        APART.lock().unwrap_or_else(PoisonError::into_inner).extend(&own);
+        let mut apart = APART.lock().unwrap_or_else(PoisonError::into_inner);
+        for &identity in &own {
+            *apart.entry(identity).or_default() += 1;
+        }
         Self(own)
     }
 }
@@ -21,7 +25,10 @@ impl Apart {
 impl Drop for Apart {
     fn drop(&mut self) {
         let mut apart = APART.lock().unwrap_or_else(PoisonError::into_inner);
-        apart.retain(|identity| !self.0.contains(identity));
+        apart.retain(|identity, count| {
+            *count -= usize::from(self.0.contains(identity));
+            *count > 0
+        });
     }
 }
 
@@ -29,5 +36,23 @@ impl Drop for Apart {
 pub(crate) fn are_apart<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> bool {
     let apart = APART.lock().unwrap_or_else(PoisonError::into_inner);
     !apart.is_empty()
-        && parameters.into_iter().any(|tensor| apart.contains(&flow_autograd::identity(tensor)))
+        && parameters.into_iter().any(|tensor| apart.contains_key(&flow_autograd::identity(tensor)))
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    fn a_parameter_is_apart_until_the_last_model_with_it_ends() {
+        let parameters = [0, 1].map(|_| Tensor::zeros(2, (Kind::Float, Device::Cpu)));
+        let first = Apart::new(&parameters);
+        let second = Apart::new(&parameters[..1]);
+        drop(first);
+        assert!(are_apart(&parameters) && !are_apart(&parameters[1..]));
+        drop(second);
+        assert!(!are_apart(&parameters));
+    }
 }
