@@ -44,8 +44,9 @@ pub fn describe(timeline: &Timeline) -> String {
 fn describe_group(group: &GroupSteps, ranks_that_miss: usize) -> String {
     let count = group.steps.len();
     if count < ENOUGH {
+        let doubt = group.doubt.as_ref().map_or(String::new(), |doubt| format!(": {doubt}"));
         return format!(
-            "\nbuckets of group {}: {count} steps that can be compared, too few for an estimate\n",
+            "\nbuckets of group {}: {count} steps that can be compared, too few for an estimate{doubt}\n",
             group.group
         );
     }
@@ -75,12 +76,16 @@ fn describe_group(group: &GroupSteps, ranks_that_miss: usize) -> String {
     text + &advice + "\n"
 }
 
-/// Makes a table with a line for each bucket that was waited for longest.
+/// Makes a table with a line for each bucket that was waited for longest; empty where many were, and
+/// none of them for long.
 fn table(group: &GroupSteps, waited: &[Waited], step: f64) -> String {
     let mut listed: Vec<usize> = (0..waited.len()).collect();
     listed.retain(|&bucket| waited[bucket].time() >= IN_TABLE * step);
     listed.sort_by(|&one, &other| waited[other].time().total_cmp(&waited[one].time()));
     listed.truncate(LISTED);
+    if listed.is_empty() {
+        return String::new();
+    }
     listed.sort_unstable();
     let mut text =
         String::from("bucket      MiB   queued ms   takes ms   wait ms   of a step   for\n");

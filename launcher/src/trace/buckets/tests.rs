@@ -222,6 +222,32 @@ fn few_steps_and_missing_ranks_allow_no_estimate() {
 }
 
 #[test]
+fn too_few_steps_have_a_reason() {
+    let events = changed("wait", |event| event["args"]["bucket"] = json!(7));
+    let sparse = |mut event: Value| {
+        if event["cat"] == "buckets" {
+            event["args"]["buckets"][0]["tensors"] = json!([0]);
+        }
+        event
+    };
+    assert_eq!(
+        last_line(events.into_iter().map(sparse).collect()),
+        "buckets of group 0.0:0: 0 steps that can be compared, too few for an estimate: some buckets are \
+         reduced by a communication hook, or are sparse"
+    );
+}
+
+#[test]
+fn many_short_waits_have_no_table() {
+    let mut training = Training::new();
+    training.buckets = vec![vec![MIB / 100]; 3000];
+    training.latency = 0.02;
+    let text = text(training.events(), 2);
+    assert!(text.contains("are a wait for bucket"), "{text}");
+    assert!(!text.contains("queued ms"), "{text}");
+}
+
+#[test]
 fn what_sizes_do_not_explain_allows_no_estimate() {
     let expect = |events: Vec<Value>, doubt: &str| {
         assert_eq!(last_line(events), format!("no estimate: {doubt}"));
