@@ -18,6 +18,7 @@ mod training;
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use flow_autograd::{OptimizerState, set_grad};
@@ -314,7 +315,16 @@ impl Trained<'_> {
         // Ranks that train alone may be threads of one process.
         let name = format!("flow-random-options-{}-{}-{seed}", own[0], self.group.ranks()[0]);
         let folder = std::env::temp_dir().join(name);
-        let mut checkpoints = Checkpoints::open(&folder, self.group)?;
+        let result = self.resume_in(&folder);
+        self.group.barrier()?;
+        if self.group.rank() == 0 {
+            std::fs::remove_dir_all(&folder)?;
+        }
+        result
+    }
+
+    fn resume_in(&mut self, folder: &Path) -> Result<()> {
+        let mut checkpoints = Checkpoints::open(folder, self.group)?;
         let mut sampler = DistributedSampler::new(10, self.group);
         let optimizer = self.stepper.state();
         checkpoints.save(1, &self.model, &self.store, optimizer, &sampler, &())?;
@@ -325,10 +335,6 @@ impl Trained<'_> {
         });
         let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
         checkpoint.resume(&self.store, optimizer, &mut sampler)?;
-        self.group.barrier()?;
-        if self.group.rank() == 0 {
-            std::fs::remove_dir_all(&folder)?;
-        }
         if let Averager::DiLoCo(diloco) = self.averager.get_mut() {
             diloco.resume(diloco.steps())?;
         }
