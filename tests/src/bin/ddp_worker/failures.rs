@@ -245,10 +245,12 @@ fn ends_with(test: &Test, code: i32, reason: &str) {
     assert_contains(&job.stderr, &["rank 1 (local rank 1, pid ", reason]);
 }
 
+/// Of the two ranks that wait, one may end before the other has printed its time-out, and flow-launch
+/// then stops the other: the first one's error has the time-out, too.
 fn names_who_hangs(test: &Test) {
     let job = test.launcher().finish(DETECTION_LIMIT);
     assert_eq!(job.code, Some(1), "{}", job.stderr);
-    assert_contains(&job.stderr, &["step 5: Timeout: ", "all_reduce", "bucket", "step 6)"]);
+    assert_contains(&job.stderr, &["step 5: ", "all_reduce", "bucket", "step 6)"]);
     assert_contains(&job.stderr, &["timed out after 2s", "waited for rank 1 (pid "]);
 }
 
