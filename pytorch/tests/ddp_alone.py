@@ -1,10 +1,11 @@
-"""What flow_torch.DistributedDataParallel does that torch's class does not: errors where it cannot go on, and shared memory. Two ranks;
-each prints a line for each case.
+"""What flow_torch.DistributedDataParallel does that torch's class does not: errors where it cannot go on, and shared memory. And what only
+the part in C++ does. Two ranks; each prints a line for each case.
 """
 
 import gc
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -28,6 +29,24 @@ def raised(call, kind):
 
 def backward(net, *arguments):
     net(*arguments).square().mean().backward()
+
+
+def callback_of_a_root():
+    """The node at which a backward begins is one as others are: callbacks of its hook run later than the hook."""
+
+    def is_later(root):
+        order = []
+
+        def hook(_):
+            dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda _: order.append("callback"))
+            time.sleep(0.1)
+            order.append("hook")
+
+        root.register_hook(hook)
+        root.backward(torch.ones_like(root))
+        return order == ["hook", "callback"]
+
+    return all(is_later(make(torch.ones(3, requires_grad=True))) for make in (lambda leaf: leaf, torch.sum, lambda leaf: leaf.exp() * 2))
 
 
 def missing_gradients():
@@ -231,7 +250,7 @@ def missing_in_a_static_graph():
 CASES = [
     *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
-    *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory),
+    *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root),
 ]
 
 

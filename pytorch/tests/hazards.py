@@ -73,24 +73,6 @@ def callback_that_communicates(_):
     return chained.wait().tolist() == [4.0] * 4
 
 
-def callback_of_a_root(rank):
-    """The node at which a backward begins is one as others are: callbacks of its hook run later than the hook."""
-
-    def is_later(root):
-        order = []
-
-        def hook(_):
-            dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda _: order.append("callback"))
-            time.sleep(0.1)
-            order.append("hook")
-
-        root.register_hook(hook)
-        root.backward(torch.ones_like(root))
-        return order == ["hook", "callback"]
-
-    return all(is_later(make(torch.ones(3, requires_grad=True))) for make in (lambda leaf: leaf, torch.sum, lambda leaf: leaf.exp() * 2))
-
-
 def power_sgd(rank):
     torch.manual_seed(1)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400)), bucket_cap_mb=0.5)
@@ -270,7 +252,6 @@ def main():
         reduce_scatter_of_lists,
         sizes_that_differ,
         callback_that_communicates,
-        callback_of_a_root,
         power_sgd,
         bucket_seen_by_a_view,
         timeout_of_wait,
