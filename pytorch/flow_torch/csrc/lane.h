@@ -449,9 +449,10 @@ private:
                 wakeup_.wait(lock, [this] { return closing_ || !queue_.empty(); });
                 asleep_ = false;
             }
-            const auto first = queue_.empty() ? OperationPtr() : queue_.front();
+            // No owner: the last one drops tensors, for which it may need the GIL, whose owner may wait for the lock.
+            const Operation* const first = queue_.empty() ? nullptr : queue_.front().get();
             wakeup_.wait_for(lock, patience_, [this] { return closing_ || hurry_; });
-            const bool is_overdue = !queue_.empty() && (hurry_ || queue_.front() == first);
+            const bool is_overdue = !queue_.empty() && (hurry_ || queue_.front().get() == first);
             hurry_ = false;
             if (!is_overdue) continue;
             lock.unlock();
