@@ -73,6 +73,16 @@ def callback_that_communicates(_):
     return chained.wait().tolist() == [4.0] * 4
 
 
+def futures_that_are_dropped(rank):
+    """With the last owner of an operation the GIL may be needed, whose owner may be about to start another one."""
+    for _ in range(50_000):
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        future = work.get_future()
+        work.wait()
+        del work, future
+    return True
+
+
 def power_sgd(rank):
     torch.manual_seed(1)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400)), bucket_cap_mb=0.5)
@@ -252,6 +262,7 @@ def main():
         reduce_scatter_of_lists,
         sizes_that_differ,
         callback_that_communicates,
+        futures_that_are_dropped,
         power_sgd,
         bucket_seen_by_a_view,
         timeout_of_wait,
