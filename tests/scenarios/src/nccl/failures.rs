@@ -74,10 +74,11 @@ pub const SCENARIOS: &[Scenario] = &[
             let cause = "failed: ncclAllReduce: ";
             assert_contains(&first_rank(test)[0], &["rank 0: all_reduce #", cause]);
         }),
+    // The last sum: no later call finds it.
     scenario(
         "an_error_of_the_communicator",
         repeats,
-        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:3:6")])],
+        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:20:6")])],
     )
     .checked_by(|test| {
         let cause = "ncclCommGetAsyncError: ";
