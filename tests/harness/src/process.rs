@@ -92,13 +92,18 @@ impl Process {
         self.child.id()
     }
 
+    /// Whether the process has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().expect("the child is ours").is_some()
+    }
+
     /// Waits until the process has written `text` to its standard output.
     pub fn wait_for(&mut self, text: &str) {
         let deadline = Instant::now() + TEST_TIMEOUT;
         while !self.stdout.so_far().contains(text) {
-            let ended = self.child.try_wait().expect("the child is ours").is_some();
+            let has_ended = self.has_ended();
             assert!(
-                !ended && Instant::now() < deadline,
+                !has_ended && Instant::now() < deadline,
                 "no {text:?} from {}:\n{}",
                 self.pid(),
                 self.output()

@@ -15,12 +15,8 @@ use crate::registry::{Scenario, Test, by_hand, launched, process, signal};
 pub const SCENARIOS: &[Scenario] = &[
     process("contradictions_in_the_environment_are_explained", join, &[by_hand(&[1])])
         .checked_by(explains_contradictions),
-    process(
-        "two_processes_with_the_same_rank_are_named",
-        join,
-        &[by_hand(&[3]).env(&[("FLOW_TIMEOUT", "3")])],
-    )
-    .checked_by(names_twins),
+    process("two_processes_with_the_same_rank_are_named", join, &[by_hand(&[4])])
+        .checked_by(names_twins),
     process(
         "ranks_that_never_join_are_named",
         join,
@@ -87,25 +83,34 @@ fn explains_contradictions(test: &Test) {
     assert_eq!(alone(test, &[("FLOW_TIMEOUT", "1e19")]), "no error");
 }
 
+/// The fourth process is a second rank 1. Rank 2 comes when one of the two has been refused.
 fn names_twins(test: &Test) {
     let mut commands = test.commands();
-    // The third rank is a second rank 1, and rank 2 never comes.
-    commands[2].env("RANK", "1");
-    let mut ranks = commands.into_iter().map(Process::start);
-    let first = ranks.next().expect("there are three");
-    let twins: Vec<Process> = ranks.collect();
-    let pids: Vec<u32> = twins.iter().map(Process::pid).collect();
-    let mut lines: Vec<String> = twins.into_iter().map(|rank| said(rank).remove(0)).collect();
-    // Either may have been the second.
-    let second = usize::from(!lines[0].contains("before"));
-    let refused = format!(
+    for command in &mut commands {
+        command.env("WORLD_SIZE", "3").env("LOCAL_WORLD_SIZE", "3");
+    }
+    commands[3].env("RANK", "1").env("LOCAL_RANK", "1");
+    let last = commands.remove(2);
+    let mut ranks: Vec<Process> = commands.into_iter().map(Process::start).collect();
+    let pids: Vec<u32> = ranks.iter().map(Process::pid).collect();
+    let deadline = Instant::now() + DETECTION_LIMIT;
+    // Either of the two may come first.
+    let refused = loop {
+        if let Some(refused) = (1..3).find(|&rank| ranks[rank].has_ended()) {
+            break refused;
+        }
+        assert!(Instant::now() < deadline, "no twin is refused");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    let cause = format!(
         "process {} has joined as rank 1 before: every process needs its own RANK",
-        pids[1 - second]
+        pids[3 - refused]
     );
-    assert_contains(&lines[second], &["Join: rank 1: ", &refused]);
-    lines.swap(0, second);
-    assert_contains(&lines[1], &["rank 2 has not joined"]);
-    assert_contains(&said(first)[0], &["Join: rank 0", "rank 2 has not joined within 3s"]);
+    assert_contains(&said(ranks.remove(refused))[0], &["Join: rank 1: ", &cause]);
+    ranks.push(Process::start(last));
+    for rank in ranks {
+        assert_eq!(said(rank), ["no error"]);
+    }
 }
 
 fn names_the_missing(test: &Test) {
