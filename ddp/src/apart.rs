@@ -12,6 +12,7 @@ static APART: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 pub(crate) struct Apart(HashSet<usize>);
 
 impl Apart {
+    /// Keeps gradients of these parameters out of averages.
     pub fn new<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Self {
         let own: HashSet<usize> = parameters.into_iter().map(flow_autograd::identity).collect();
         let mut apart = APART.lock().unwrap_or_else(PoisonError::into_inner);

@@ -15,6 +15,7 @@ pub(crate) struct OptimizerChoice {
 }
 
 impl OptimizerChoice {
+    /// Keeps the configuration, of which [`OptimizerChoice::build_for`] makes optimizers.
     pub fn new(config: impl OptimizerConfig + Send + 'static, learning_rate: f64) -> Self {
         let build = Box::new(move || config.build_copt(learning_rate));
         Self { build, learning_rate, groups: HashMap::new() }

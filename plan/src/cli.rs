@@ -85,6 +85,7 @@ pub struct LayoutArgs {
 }
 
 impl LayoutArgs {
+    /// Returns the constraints that these options are.
     pub fn wanted(&self) -> Constraints {
         Constraints {
             data: self.dp,

@@ -222,6 +222,7 @@ impl Stages {
         }
     }
 
+    /// Returns the times of a step, and the memory of its ranks.
     pub fn predict(&self, task: &Task, layout: &Layout, costs: &LayerCosts) -> Prediction {
         let Task { model, cluster, batch, .. } = task;
         let count = self.micro_batches as f64;

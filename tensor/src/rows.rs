@@ -19,6 +19,7 @@ pub(crate) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// Looks at a tensor, which must have a dimension.
     pub fn of(group: &'a ProcessGroup, operation: &'static str, tensor: &Tensor) -> Result<Self> {
         let size = tensor.size();
         let Some((_, row)) = size.split_first() else {

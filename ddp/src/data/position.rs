@@ -14,10 +14,12 @@ pub(crate) struct Position {
 }
 
 impl Position {
+    /// Returns the epoch that is iterated now.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
+    /// Returns the number of samples that this epoch has given so far.
     pub fn taken(&self) -> usize {
         self.taken.load(Relaxed)
     }

@@ -195,6 +195,7 @@ impl ShardedParameter {
         Ok(OwnShard { elements, tensor, optimizer, described })
     }
 
+    /// Returns the kind of its elements.
     pub fn kind(&self) -> Kind {
         self.tensor.kind()
     }

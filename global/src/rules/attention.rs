@@ -3,6 +3,7 @@
 use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{B, P, Sbp};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[Rule { names: ATTENTION, signatures: attention }];
 
 const ATTENTION: &[&str] = &[

@@ -4,6 +4,7 @@ use super::op::{Arg, Op, Rule, Signature};
 use super::views::moved;
 use crate::sbp::{B, P, S};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["convolution"], signatures: convolution },
     Rule { names: &["convolution_backward"], signatures: convolution_backward },

@@ -3,6 +3,7 @@
 use super::op::{Op, Rule, Signature};
 use crate::sbp::{B, P, S};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["new_empty", "new_zeros", "new_empty_strided"], signatures: zeros },
     Rule { names: &["new_ones", "new_full"], signatures: constants },

@@ -3,6 +3,7 @@
 use super::op::{Input, Op, Rule, Signature};
 use crate::sbp::{B, P, S, Sbp};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["embedding"], signatures: embedding },
     Rule { names: &["embedding_dense_backward"], signatures: embedding_backward },

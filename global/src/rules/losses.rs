@@ -4,6 +4,7 @@ use super::op::{Op, Rule, Signature};
 use crate::kinds::is_half;
 use crate::sbp::{B, P, S};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["nll_loss_forward", "nll_loss2d_forward"], signatures: nll_loss },
     Rule { names: &["nll_loss_backward", "nll_loss2d_backward"], signatures: nll_loss_backward },

@@ -3,6 +3,7 @@
 use super::op::{Op, Rule, Signature};
 use crate::sbp::{B, P, S};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["mm", "bmm"], signatures: product },
     Rule { names: &["addmm", "baddbmm"], signatures: product_and_sum },

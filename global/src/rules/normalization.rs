@@ -3,6 +3,7 @@
 use super::op::{Input, Op, Rule, Signature};
 use crate::sbp::{B, P, S, Sbp};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["native_layer_norm"], signatures: layer_norm },
     Rule { names: &["native_layer_norm_backward"], signatures: layer_norm_backward },

@@ -7,6 +7,7 @@ use super::op::{Arg, Op, Rule, Signature};
 use crate::kinds::{is_float, kind_of};
 use crate::sbp::{B, P};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["add", "sub"], signatures: sums },
     Rule { names: &["mul"], signatures: products },

@@ -4,6 +4,7 @@ use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{B, P, S, Sbp};
 use flow_comm::ReduceOp;
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     // Numbers, of all of a tensor.
     Rule {

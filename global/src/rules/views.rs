@@ -4,6 +4,7 @@ use super::kinds::{keeps_terms, promoted};
 use super::op::{Arg, Op, Rule, Signature};
 use crate::sbp::{P, S};
 
+/// The rules of this file's operations.
 pub const RULES: &[Rule] = &[
     Rule { names: &["t"], signatures: |op| moved(op, |dim, rank| Some(rank - 1 - dim)) },
     Rule { names: &["transpose"], signatures: transpose },

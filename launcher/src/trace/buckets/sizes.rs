@@ -3,6 +3,7 @@
 use super::steps::{Backward, GroupSteps, Step};
 use crate::trace::intervals::median;
 
+/// The bytes of a MiB.
 pub const MIB: f64 = 1024.0 * 1024.0;
 
 /// Sizes that are tried, in MiB.
