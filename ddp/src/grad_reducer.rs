@@ -72,7 +72,8 @@ impl GradReducer {
         let made =
             reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
                 let comm_hook = Box::new(AllReduce);
-                let reduction = Reduction { options, comm_hook, optimizer: None };
+                let reduction =
+                    Reduction { options, comm_hook, optimizer: None, buffers: Vec::new() };
                 let reducer = Reducer::new(own.clone(), path, parameters, Vec::new(), reduction)?;
                 Ok(Self { reducer, _allocator: allocator })
             });

@@ -29,6 +29,7 @@ use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
+use crate::sync_batchnorm;
 
 /// Returns the name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
@@ -39,6 +40,8 @@ pub(crate) struct Reduction {
     pub comm_hook: Box<dyn CommHook>,
     /// Applies the gradients in backward.
     pub optimizer: Option<OptimizerInBackward>,
+    /// The model's buffers, by identity: those of layers that communicate.
+    pub buffers: Vec<usize>,
 }
 
 /// The state of one wrapped model, shared by its hooks.
@@ -56,6 +59,8 @@ pub(crate) struct Reducer {
     launches_at_end: bool,
     /// Groups of the hook's own.
     hook_groups: Vec<ProcessGroup>,
+    /// The model's, by identity.
+    buffers: Vec<usize>,
     optimizer: Option<OptimizerInBackward>,
     /// The hook gives ranks gradients of their own.
     apart: Option<Apart>,
@@ -70,7 +75,7 @@ impl Reducer {
         frozen: Vec<Parameter>,
         reduction: Reduction,
     ) -> Result<Arc<Self>> {
-        let Reduction { options, comm_hook, optimizer } = reduction;
+        let Reduction { options, comm_hook, optimizer, buffers } = reduction;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let tensors = parameters.iter().chain(&frozen).map(|parameter| &parameter.tensor);
         let apart = (!comm_hook.is_same_on_all_ranks()).then(|| Apart::new(tensors));
@@ -87,6 +92,7 @@ impl Reducer {
             launches_at_end: comm_hook.waits_for_ranks(),
             hook_groups: comm_hook.groups(),
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
+            buffers,
             optimizer,
             apart,
         }))
@@ -437,11 +443,13 @@ impl Reducer {
     /// Fails the groups in which ranks wait for each other in a backward.
     fn fail_groups(&self, cause: &str) {
         self.group.abort(cause);
-        self.fail_hook_groups(cause);
+        self.fail_other_groups(cause);
     }
 
-    fn fail_hook_groups(&self, cause: &str) {
+    /// Fails those of communication hooks and of layers.
+    fn fail_other_groups(&self, cause: &str) {
         self.hook_groups.iter().for_each(|group| group.abort(cause));
+        sync_batchnorm::abort(&self.buffers, cause);
     }
 
     fn state(&self) -> MutexGuard<'_, BackwardState> {

@@ -1,5 +1,8 @@
 //! Batch norms that take the statistics of all ranks: PyTorch's `SyncBatchNorm`.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
 use flow_comm::{ProcessGroup, digest};
 use flow_tensor::sync_batch_norm;
 use tch::Tensor;
@@ -8,6 +11,27 @@ use tch::nn::VarStore;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::first_mismatch;
 
+/// The groups of converted layers, by the identities of their running means.
+static GROUPS: Mutex<BTreeMap<usize, Weak<LayerGroup>>> = Mutex::new(BTreeMap::new());
+
+/// The group in which a model's layers meet. It is their own: a `Ddp` whose backward fails ends it, so
+/// that no rank waits in a layer for one that does not come.
+struct LayerGroup {
+    /// The program's, of which it is a duplicate.
+    program: ProcessGroup,
+    own: Mutex<ProcessGroup>,
+}
+
+impl LayerGroup {
+    fn new(program: &ProcessGroup) -> Result<Self> {
+        Ok(Self { program: program.clone(), own: Mutex::new(program.duplicate()?) })
+    }
+
+    fn own(&self) -> MutexGuard<'_, ProcessGroup> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Makes every batch norm of a model take, in training, the statistics of all ranks' batches:
 /// PyTorch's `SyncBatchNorm.convert_sync_batchnorm`. Returns the number of these layers.
 ///
@@ -15,7 +39,9 @@ use crate::model_check::first_mismatch;
 /// also inside models of others, such as `tch::vision`'s. The model itself stays as it is, its
 /// checkpoints too. In evaluation each layer takes its running statistics, without communication.
 ///
-/// Call it on all ranks, after the model is made, and before or after it is wrapped in `Ddp`. From
+/// Call it on all ranks, after the model is made, and before or after it is wrapped in `Ddp`. A
+/// backward that fails in the `Ddp` ends the layers' communication as well, on all ranks, until the
+/// model is wrapped anew. From
 /// then on each forward in training, and its backward, are collective: all ranks run the same layers
 /// in the same order, as [`sync_batch_norm`] says. If they do not, it is an error of the layer, with
 /// which tch's modules panic. Nothing is converted where the group has one rank.
@@ -47,17 +73,58 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
     if let Some(difference) = first_mismatch(group, &lines)? {
         return Err(Error::Mismatch { rank: job_rank(group), difference });
     }
+    if layers.is_empty() {
+        return Ok(0);
+    }
+    let shared = Arc::new(LayerGroup::new(group)?);
     for (name, mean) in &layers {
+        let shared = Arc::clone(&shared);
         // Ranks that are in different layers of one size must not take each other's statistics.
-        let layer = group.with_digest(digest(name));
-        flow_autograd::replace_batch_norm(mean, move |norm| Ok(sync_batch_norm(&layer, norm)?))
-            .map_err(|error| Error::Torch {
-                rank: job_rank(group),
-                operation: "convert_sync_batchnorm",
-                reason: error.to_string(),
-            })?;
+        let layer = digest(name);
+        flow_autograd::replace_batch_norm(mean, move |norm| {
+            let group = shared.own().with_digest(layer);
+            Ok(sync_batch_norm(&group, norm)?)
+        })
+        .map_err(|error| Error::Torch {
+            rank: job_rank(group),
+            operation: "convert_sync_batchnorm",
+            reason: error.to_string(),
+        })?;
+    }
+    let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    groups.retain(|_, group| group.strong_count() > 0);
+    for (_, mean) in &layers {
+        groups.insert(flow_autograd::identity(mean), Arc::downgrade(&shared));
     }
     Ok(layers.len())
+}
+
+/// Gives converted layers new groups, as a failure may have ended the old ones. All ranks call this.
+pub(crate) fn renew(buffers: &[usize]) -> Result<()> {
+    for group in groups_of(buffers) {
+        let renewed = group.program.duplicate()?;
+        *group.own() = renewed;
+    }
+    Ok(())
+}
+
+/// Ends the groups of converted layers.
+pub(crate) fn abort(buffers: &[usize], cause: &str) {
+    for group in groups_of(buffers) {
+        group.own().abort(cause);
+    }
+}
+
+/// Returns the groups of the layers that have these running means.
+fn groups_of(buffers: &[usize]) -> Vec<Arc<LayerGroup>> {
+    let groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut found: Vec<Arc<LayerGroup>> = Vec::new();
+    for group in buffers.iter().filter_map(|buffer| groups.get(buffer)?.upgrade()) {
+        if !found.iter().any(|other| Arc::ptr_eq(other, &group)) {
+            found.push(group);
+        }
+    }
+    found
 }
 
 fn is_mean((name, _): &(String, Tensor)) -> bool {

@@ -25,6 +25,7 @@ use crate::optimizer_in_backward::{self, OptimizerInBackward};
 use crate::parameter::{by_training, numbered};
 use crate::reducer::{Reducer, Reduction};
 use crate::settings::Settings;
+use crate::sync_batchnorm;
 
 impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
@@ -96,82 +97,26 @@ impl DdpBuilder {
 
     /// Wraps a model by its named tensors: see [`Ddp::from_tensors`].
     pub fn wrap_tensors<M>(
-        self,
+        mut self,
         model: M,
         mut parameters: Vec<(String, Tensor)>,
         mut buffers: Vec<(String, Tensor)>,
     ) -> Result<Ddp<M>> {
-        let Self {
-            group,
-            options,
-            broadcast_buffers,
-            forward_sync_buffers,
-            mut comm_hook,
-            mut buffer_comm_hook,
-            optimizer,
-            mixed_precision,
-        } = self;
-        let mut options = options.by_first_names(&parameters);
-        options.communication = comm_hook.kind().or(mixed_precision.communication());
+        let group = self.group.clone();
         let rank = job_rank(&group);
-        let stepped = optimizer.as_ref().map(OptimizerChoice::describe).transpose();
-        let shares_buffers = if buffer_comm_hook.is_some() && !broadcast_buffers {
-            Err("buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".to_owned())
-        } else {
-            Ok(())
-        };
-        let stepped =
-            stepped.map_err(|reason| format!("{}: {reason}", optimizer_in_backward::OPERATION));
-        let fit = mixed_precision
-            .check(&parameters, comm_hook.kind())
-            .and_then(|()| check(&parameters, &buffers, &options, broadcast_buffers))
-            .and_then(|()| stepped.clone().map(drop))
-            .and(shares_buffers);
-        let takes_gradients = optimizer.is_some()
-            || options.takes_sparse_gradients()
-            || mixed_precision != MixedPrecision::default();
-        if group.world_size() == 1 && !takes_gradients {
-            fit.map_err(|reason| Error::Model { rank, reason })?;
-            let broadcast = CoalescedBroadcast::new(&group, Vec::new())?;
-            return Ok(Ddp {
-                model,
-                group,
-                reducer: None,
-                hooks: Vec::new(),
-                _allocator: None,
-                forward_sync_buffers,
-                buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
-                all_buffers: Mutex::default(),
-                low_precision: None,
-            });
-        }
+        self.options = self.options.by_first_names(&parameters);
+        self.options.communication = self.comm_hook.kind().or(self.mixed_precision.communication());
+        let fit = self.check(&parameters, &buffers);
         if group.world_size() == 1 {
-            // Nothing is sent.
-            options.communication = None;
-            comm_hook = Box::new(AllReduce);
-            buffer_comm_hook = None;
+            if !self.takes_gradients() {
+                fit.map_err(|reason| Error::Model { rank, reason })?;
+                return self.wrap_alone(model);
+            }
+            self.send_nothing();
         }
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
-        let shared_by =
-            buffer_comm_hook.as_ref().map(|hook| format!("{} {:?}", hook.name(), hook.location()));
-        let mut lines = vec![format!(
-            "options {options:?}, broadcast_buffers: {broadcast_buffers}, forward_sync_buffers: \
-             {forward_sync_buffers}, comm_hook: {}, buffer_comm_hook: {}, optimizer_in_backward: {}, \
-             {mixed_precision:?}",
-            comm_hook.name(),
-            shared_by.unwrap_or_else(|| "none".to_owned()),
-            stepped.ok().flatten().unwrap_or_else(|| "none".to_owned())
-        )];
-        match &settings {
-            Ok(_) => {
-                lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
-                lines.extend(describe(&parameters, &buffers));
-            }
-            Err(reason) => {
-                lines.push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " ")))
-            }
-        }
+        let lines = self.describe(&settings, &parameters, &buffers);
         if let Some(difference) = first_mismatch(&group, &lines)? {
             return Err(Error::Mismatch { rank, difference });
         }
@@ -179,34 +124,37 @@ impl DdpBuilder {
         let mut seen = HashSet::new();
         parameters.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
         buffers.retain(|(_, tensor)| seen.insert(flow_autograd::identity(tensor)));
-        mixed_precision.cast_buffers(&mut buffers);
-        let all_buffers = buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
-        if !broadcast_buffers {
+        self.mixed_precision.cast_buffers(&mut buffers);
+        let all_buffers: Vec<Tensor> =
+            buffers.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let identities: Vec<usize> = all_buffers.iter().map(flow_autograd::identity).collect();
+        if !self.broadcast_buffers {
             buffers.clear();
         }
-        let all = parameters
-            .iter()
-            .chain(&buffers)
-            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
-        let broadcast = CoalescedBroadcast::new(&group, all.collect()).map_err(Error::from);
-        let mut broadcast = agree(&group, broadcast)?;
-        agree(&group, broadcast.run(&group, 0).map_err(Error::from))?;
-        drop(broadcast);
+        broadcast_all(&group, &parameters, &buffers)?;
+        agree(&group, sync_batchnorm::renew(&identities))?;
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
-        let optimizer = optimizer
+        let are_equal = self.comm_hook.is_same_on_all_ranks();
+        let optimizer = self
+            .optimizer
             .map(|choice| OptimizerInBackward::new(&choice, &parameters, &own))
             .transpose();
-        let are_equal = comm_hook.is_same_on_all_ranks();
         let made = optimizer.and_then(|optimizer| {
-            let reduction = Reduction { options, comm_hook, optimizer };
+            let reduction = Reduction {
+                options: self.options,
+                comm_hook: self.comm_hook,
+                optimizer,
+                buffers: identities,
+            };
             WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
         });
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
         let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
-        let low_precision = mixed_precision
+        let low_precision = self
+            .mixed_precision
             .param
             .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters(), are_equal))
             .transpose();
@@ -217,12 +165,109 @@ impl DdpBuilder {
             reducer: Some(reducer),
             hooks,
             _allocator: allocator,
-            forward_sync_buffers,
-            buffers: Mutex::new(Buffers { broadcast, held, hook: buffer_comm_hook }),
+            forward_sync_buffers: self.forward_sync_buffers,
+            buffers: Mutex::new(Buffers { broadcast, held, hook: self.buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
             low_precision,
         })
     }
+
+    /// Returns what is wrong with the options for this model.
+    fn check(
+        &self,
+        parameters: &[(String, Tensor)],
+        buffers: &[(String, Tensor)],
+    ) -> Result<(), String> {
+        self.mixed_precision.check(parameters, self.comm_hook.kind())?;
+        check(parameters, buffers, &self.options, self.broadcast_buffers)?;
+        self.described_optimizer()?;
+        if self.buffer_comm_hook.is_some() && !self.broadcast_buffers {
+            return Err(
+                "buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".into()
+            );
+        }
+        Ok(())
+    }
+
+    /// Describes the optimizer in backward, in a line.
+    fn described_optimizer(&self) -> Result<Option<String>, String> {
+        let described = self.optimizer.as_ref().map(OptimizerChoice::describe).transpose();
+        described.map_err(|reason| format!("{}: {reason}", optimizer_in_backward::OPERATION))
+    }
+
+    /// Whether gradients are taken from backward with one rank too.
+    fn takes_gradients(&self) -> bool {
+        self.optimizer.is_some()
+            || self.options.takes_sparse_gradients()
+            || self.mixed_precision != MixedPrecision::default()
+    }
+
+    /// Wraps a model of one rank, to which nothing is to be done.
+    fn wrap_alone<M>(self, model: M) -> Result<Ddp<M>> {
+        let broadcast = CoalescedBroadcast::new(&self.group, Vec::new())?;
+        Ok(Ddp {
+            model,
+            group: self.group,
+            reducer: None,
+            hooks: Vec::new(),
+            _allocator: None,
+            forward_sync_buffers: self.forward_sync_buffers,
+            buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
+            all_buffers: Mutex::default(),
+            low_precision: None,
+        })
+    }
+
+    /// Turns everything off that is about sending.
+    fn send_nothing(&mut self) {
+        self.options.communication = None;
+        self.comm_hook = Box::new(AllReduce);
+        self.buffer_comm_hook = None;
+    }
+
+    /// Describes what must be the same on all ranks, in lines.
+    fn describe(
+        &self,
+        settings: &Result<Settings, String>,
+        parameters: &[(String, Tensor)],
+        buffers: &[(String, Tensor)],
+    ) -> Vec<String> {
+        let shared_by = self.buffer_comm_hook.as_ref();
+        let shared_by = shared_by.map(|hook| format!("{} {:?}", hook.name(), hook.location()));
+        let mut lines = vec![format!(
+            "options {:?}, broadcast_buffers: {}, forward_sync_buffers: {}, comm_hook: {}, \
+             buffer_comm_hook: {}, optimizer_in_backward: {}, {:?}",
+            self.options,
+            self.broadcast_buffers,
+            self.forward_sync_buffers,
+            self.comm_hook.name(),
+            shared_by.unwrap_or_else(|| "none".to_owned()),
+            self.described_optimizer().ok().flatten().unwrap_or_else(|| "none".to_owned()),
+            self.mixed_precision,
+        )];
+        match settings {
+            Ok(_) => {
+                lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
+                lines.extend(describe(parameters, buffers));
+            }
+            Err(reason) => {
+                lines.push(format!("a model that cannot be wrapped: {}", reason.replace('\n', " ")))
+            }
+        }
+        lines
+    }
+}
+
+/// Gives all ranks rank 0's tensors.
+fn broadcast_all(
+    group: &ProcessGroup,
+    parameters: &[(String, Tensor)],
+    buffers: &[(String, Tensor)],
+) -> Result<()> {
+    let all = parameters.iter().chain(buffers);
+    let all = all.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
+    let mut broadcast = agree(group, CoalescedBroadcast::new(group, all).map_err(Error::from))?;
+    agree(group, broadcast.run(group, 0).map_err(Error::from))
 }
 
 /// The parts of a wrapped model that each rank makes on its own.

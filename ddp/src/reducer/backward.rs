@@ -226,7 +226,7 @@ impl Reducer {
         let operation = "parameters got no gradient";
         self.group.await_error_details(operation, &of_this_rank);
         // Only now, so that whoever waits there finds out why. On another machine it may not know yet.
-        self.fail_hook_groups(&format!("{operation}: {of_this_rank}"));
+        self.fail_other_groups(&format!("{operation}: {of_this_rank}"));
         let of_ranks = self.group.collect_error_details();
         let lines: Vec<String> =
             of_ranks.iter().map(|(rank, names)| format!("rank {rank}: {names}")).collect();

@@ -57,7 +57,7 @@ impl Reducer {
             self.steps.go_on_after(join.step());
             // The join has failed: no rank is to wait for this one.
             if let Err(error) = self.group.check("join") {
-                self.fail_hook_groups(&error.to_string());
+                self.fail_other_groups(&error.to_string());
             }
         }
     }

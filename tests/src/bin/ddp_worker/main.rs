@@ -149,6 +149,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("buffer_hook_by_hand", buffer_hook::by_hand, ALL),
     scenario("buffer_hook_in_join", buffer_hook::in_join, ALL_AND_NODES),
     scenario("buffer_hook_misused", buffer_hook::misused, ALL),
+    scenario("failing_sync_batchnorm", lifecycle::failing_sync_batchnorm, ALL_AND_NODES),
     scenario("wrapped_again", lifecycle::wrapped_again, CPU),
     scenario("joined_again", lifecycle::joined_again, CPU),
     scenario("sub_group", lifecycle::sub_group, ALL),
