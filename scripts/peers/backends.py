@@ -5,6 +5,8 @@ block. `flow_torch` is PyTorch over flow with flow_torch.DistributedDataParallel
 PyTorch's backend "fake", which does nothing. MPI is measured where PyTorch has it.
 
 usage: PYTHONPATH=pytorch torchrun --nproc_per_node R backends.py [--blocks N] [--seconds S] [--sizes BYTES,...] [--models NAME,...]
+
+A model with " + " and one of VARIANTS, as "wide + fp16 hook", is trained in that way.
 """
 
 import argparse
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401: registers the backend "fake"
@@ -31,6 +34,30 @@ from models import MODELS, Gpt
 BACKENDS = ["gloo", "flow", *(["mpi"] if dist.is_mpi_available() else [])]
 SIZES = [4, 1 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20, 256 << 20]
 SHARDED = {"wide": MODELS["wide"], "GPT block": lambda: (Gpt(1024, 16), (1, 64, 1024))}
+
+
+class Lookup(nn.Module):
+    """The words of a batch, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(100_000, 64, sparse=True), nn.Linear(32 * 64, 2048)
+
+    def forward(self, x):
+        words = (x.abs() * 1e5).long() % self.table.num_embeddings
+        return self.layer(self.table(words).flatten(1))
+
+
+def fp16_hook(model, group):
+    model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+
+
+def in_join(model, _):
+    model.join().__enter__()  # to the end: all ranks have as many inputs
+
+
+MODELS["sparse"] = lambda: (Lookup(), (32, 32))
+VARIANTS = {"": lambda *_: None, "fp16 hook": fp16_hook, "join": in_join}
 
 
 def in_turns(name, ways, arguments):
@@ -94,10 +121,13 @@ def all_reduce(size, groups, arguments):
 
 
 def data_parallel(name, groups, arguments):
-    model, x, y = made(MODELS[name])
+    model, _, variant = name.partition(" + ")
+    model, x, y = made(MODELS[model])
 
     def way(kind, group):
-        return stepper(kind(copy.deepcopy(model), process_group=group), x, y)
+        wrapped = kind(copy.deepcopy(model), process_group=group)
+        VARIANTS[variant](wrapped, group)
+        return stepper(wrapped, x, y)
 
     ways = {backend: way(DistributedDataParallel, group) for backend, group in groups.items()}
     ways["flow_torch"] = way(flow_torch.DistributedDataParallel, groups["flow"])
