@@ -6,22 +6,33 @@ import operator
 
 import torch
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
 
-_DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16
+# What PyTorch's own communication hooks send gradients as; None: as what they are.
+_HOOKS = {
+    default_hooks.allreduce_hook: None,
+    default_hooks.fp16_compress_hook: torch.float16,
+    default_hooks.bf16_compress_hook: torch.bfloat16,
+    dist.BuiltinCommHookType.ALLREDUCE: None,
+    dist.BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+}
+_DTYPES = torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch.nn.parallel.DistributedDataParallel, with the same arguments, methods and results.
 
     Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
-    and while it goes on they are reduced where they are. With communication hooks, mixed precision, sparse gradients,
-    `skip_all_reduce_unused_params`, `require_manual_backward_finalization`, in the context of `join`, over another backend, on GPUs and
-    without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
+    and while it goes on they are reduced where they are. With other communication hooks than PyTorch's allreduce_hook,
+    fp16_compress_hook and bf16_compress_hook, with mixed precision, `require_manual_backward_finalization`, over another backend, on GPUs
+    and without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
     """
 
     # What reduces gradients where they are. None where torch's Reducer does everything.
     _in_place = None
+    # Registers the communication hook, with a Reducer of torch's.
+    _register_hook = None
     # The parameters that are reduced, and what the module consisted of when it was last looked at: each dictionary of parameters and of
     # modules, with its values then.
     _reduced = frozenset()
@@ -40,7 +51,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
         self._reduced = frozenset(parameters)
         self._look_at_parts()
-        backend = self._flow_backend(parameters, expect_sparse_gradient)
+        backend = self._flow_backend(parameters)
         as_view = self.gradient_as_bucket_view
         # In torch's buckets, of which they could be views, are no gradients that are reduced elsewhere.
         self.gradient_as_bucket_view = as_view and backend is None
@@ -52,13 +63,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
             self._in_place = extension.load().InPlaceReducer(backend, self.reducer, names)
 
-    def _flow_backend(self, parameters, expect_sparse_gradient):
+    def _flow_backend(self, parameters):
         """The process group's, if it can reduce these parameters' gradients where they are."""
         from . import _backend
 
-        is_torchs = self.mixed_precision is not None or self.skip_all_reduce_unused_params or self._use_python_reducer
+        is_torchs = self.mixed_precision is not None or self._use_python_reducer
         is_plain = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
-        if is_torchs or not is_plain or any(expect_sparse_gradient) or not self._is_over_flow():
+        if is_torchs or not is_plain or not self._is_over_flow():
             return None
         backend = _backend(self.process_group)
         # The one in Python is a process group.
@@ -76,6 +87,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             parameters, expect_sparse_gradient = self._build_params_for_reducer()
             names = self._build_debug_param_to_name_mapping(parameters)
             super()._ddp_init_helper(parameters, expect_sparse_gradient, names, self.static_graph)
+            if self._register_hook is not None:
+                self._register_hook(self.reducer)
             if self.static_graph:
                 self.reducer._set_static_graph()
                 self.logger._set_static_graph()
@@ -118,19 +131,46 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._in_place is not None and is_synchronized:
-            if self._join_config.enable or hasattr(self, "buffer_hook"):
-                self._in_place.leave()
-            else:
-                self._in_place.expect()
+            self._in_place.expect(self._join_config.enable)
         return output
 
+    def _match_all_reduce_for_bwd_pass(self):
+        if self._in_place is None or self.static_graph:
+            super()._match_all_reduce_for_bwd_pass()
+        else:
+            self._in_place.shadow(self._divide_by_initial_world_size)
+
+    def _match_unused_params_allreduce(self):
+        # The shadow of what is reduced in place has done that.
+        if self._in_place is None or self.static_graph:
+            super()._match_unused_params_allreduce()
+
     def register_comm_hook(self, state, hook):
-        self._leave_to_torch()
+        group = dist.group.WORLD if state is None else state
+        if group is not self.process_group or not any(hook is known for known in _HOOKS) or self._loses_parts(hook):
+            self._leave_to_torch()
         super().register_comm_hook(state, hook)
+        self._follow_hook(hook, lambda reducer: dist._register_comm_hook(reducer, state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type):
-        self._leave_to_torch()
+        if self._loses_parts(comm_hook_type):
+            self._leave_to_torch()
         super()._register_builtin_comm_hook(comm_hook_type)
+        self._follow_hook(comm_hook_type, lambda reducer: dist._register_builtin_comm_hook(reducer, comm_hook_type))
+
+    def _loses_parts(self, hook):
+        """Whether the hook sends complex numbers as real ones."""
+        return _HOOKS[hook] is not None and any(parameter.is_complex() for parameter in self._reduced)
+
+    def _follow_hook(self, hook, register):
+        if self._in_place is not None:
+            self._register_hook = register
+            self._in_place.follow_hook(_HOOKS[hook])
+
+    def _check_comm_hook(self, hook):
+        # For bfloat16 torch's class wants NCCL.
+        if hook is not default_hooks.bf16_compress_hook or not self._is_over_flow():
+            super()._check_comm_hook(hook)
 
     if hasattr(parallel.DistributedDataParallel, "require_manual_backward_finalization"):  # since PyTorch 2.15
 
@@ -157,6 +197,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._leave_to_torch()
         super()._update_process_group(new_process_group)
 
+    def stats(self):
+        """Times and bytes of the last backward that reduced gradients in place, as `Ddp::stats` of Flow's Rust crates has them: `backwards`,
+        `buckets` with `bytes`, `parameters`, `in_place` and `ready_at`, and in seconds `backward` and `exposed`. None where torch's Reducer
+        does everything."""
+        return None if self._in_place is None else self._in_place.stats()
+
     def _get_ddp_logging_data(self):
         data = super()._get_ddp_logging_data()
         if self._in_place is not None:
@@ -165,6 +211,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __getstate__(self):
         state = super().__getstate__()
-        for name in "_in_place", "_reduced", "_parts", "_frozen":
+        for name in "_in_place", "_register_hook", "_reduced", "_parts", "_frozen":
             state.pop(name, None)
         return state

@@ -1,6 +1,6 @@
 """flow_torch.DistributedDataParallel trains to the same bits as torch's class does. Two ranks; each prints a line for each case.
 
-usage: ddp.py [CASE...]     more ranks are for "many buckets", "types", "layouts" and "gradients of every kind"
+usage: ddp.py [CASE...]     more ranks are for cases whose numbers are rounded alike: "many buckets", "uneven inputs" and others
 """
 
 import copy
@@ -13,70 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.nn import parallel
 from torch.utils.checkpoint import checkpoint
 
 import flow_torch
+from ddp_common import WIDTH, Branches, Flow, Torch, data, dense_gradients, gradients, layers, table, train, words
+from ddp_options import OPTIONS, registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
 from models import MODELS
-
-WIDTH = 150  # a weight has 90,000 bytes: more than the 64 KiB from which on gradients are large
-
-
-class Flow:
-    """Wraps modules in flow_torch's class."""
-
-    group = None
-
-    def wrap(self, module, **options):
-        return flow_torch.DistributedDataParallel(module, **options)
-
-
-class Torch:
-    """Wraps them in torch's, over gloo; over flow if there are more ranks, whose sums gloo rounds in another order."""
-
-    def __init__(self):
-        self.group = dist.new_group(backend="gloo" if dist.get_world_size() == 2 else "flow")
-
-    def wrap(self, module, **options):
-        return parallel.DistributedDataParallel(module, process_group=self.group, **options)
-
-
-def layers(count=3, width=WIDTH):
-    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(width, width), nn.ReLU())))
-
-
-class Branches(nn.Module):
-    """Of two branches forward takes those that it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.branches = layers(1), nn.ModuleList([layers(1), layers(1)])
-
-    def forward(self, x, taken):
-        x = self.trunk(x)
-        return sum((self.branches[index](x) for index in taken), x)
-
-
-def data(width=WIDTH, rows=8):
-    return torch.randn(rows, width)
-
-
-def gradients(net):
-    return [torch.full((1,), -1.0) if p.grad is None else p.grad.clone() for p in net.parameters()]
-
-
-def train(net, step=lambda net: net(data()).square().mean(), steps=4, to_none=True, optimizer=None):
-    """The parameters, and the last gradients, after some steps."""
-    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(steps):
-        optimizer.zero_grad(set_to_none=to_none)
-        step(net).backward()
-        optimizer.step()
-    return [*net.state_dict().values(), *gradients(net)]
 
 
 def model(name, steps, **options):
@@ -114,6 +61,17 @@ def unused_parameters(way):
         result += gradients(net)
         optimizer.step()
     return result
+
+
+def skipped_unused_parameters(way):
+    net = way.wrap(Branches(), bucket_cap_mb=0.1, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    result = train(net, lambda net: net(data(), (1,)).square().mean())
+    with net.join():
+        for _ in range(3 * dist.get_rank()):
+            net.zero_grad()
+            net(data(), (1,)).square().mean().backward()
+    way.check_path(net, in_place=True)
+    return result + gradients(net)
 
 
 def unused_in_a_static_graph(way):
@@ -240,15 +198,38 @@ def double_backward(way):
     return train(net, step)
 
 
-def sparse_gradients(way):
-    net = nn.Sequential(nn.Embedding(600, WIDTH, sparse=True), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH))
-    net = way.wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(torch.randint(0, 600, (8, 4))).square().mean().backward()
-        optimizer.step()
-    return list(net.state_dict().values())
+def sparse_gradients(register=lambda net, group: None):
+    def run(way):
+        net = nn.Sequential(nn.Embedding(600, WIDTH, sparse=True), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH))
+        net, result = way.wrap(net), []
+        register(net, way.group)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step != 1)
+            net(torch.randint(0, 600, (8, 4))).square().mean().backward()
+            result += [p.grad.to_dense() for p in net.parameters()]
+            optimizer.step()
+        way.check_path(net, in_place=True)
+        return result + list(net.state_dict().values())
+
+    return run
+
+
+def sparse_gradients_of_some_ranks(way):
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tables, self.last = nn.ModuleList(table(way) for _ in range(2)), nn.Linear(WIDTH, 1)
+
+        def forward(self, x, taken):
+            return self.last(sum(self.tables[index](x) for index in taken))
+
+    net, rank, result = way.wrap(Tables(), find_unused_parameters=True), dist.get_rank(), []
+    for taken in [(0, 1), (rank,), (1,), (1 - rank,)]:
+        net.zero_grad()
+        net(words(), taken).sum().backward()
+        result += dense_gradients(net)
+    return result
 
 
 def types(way):
@@ -263,6 +244,28 @@ def types(way):
             return x
 
     return train(way.wrap(Mixed()), lambda net: net(data(300)).float().square().mean())
+
+
+def complex_numbers(way):
+    """PyTorch's class over gloo reduces none: both parts of each are the same."""
+
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            numbers = [torch.randn(WIDTH, WIDTH, dtype=torch.cfloat), torch.randn(1, dtype=torch.cdouble), torch.randn(0, dtype=torch.cfloat)]
+            self.numbers = nn.ParameterList(x if way.group is None else torch.view_as_real(x) for x in numbers)
+
+        def forward(self, x):
+            large, small, none = (p if p.is_complex() else torch.view_as_complex(p) for p in self.numbers)
+            return (x * large.conj() @ large.T).abs().sum() + (small * small.conj()).abs().sum() + none.abs().sum()
+
+    net, result = way.wrap(Complex()), []
+    for _ in range(3):
+        net.zero_grad()
+        net(torch.randn(())).backward()
+        result += [torch.view_as_real(p.grad).clone() if p.is_complex() else p.grad.clone() for p in net.parameters()]
+    way.check_path(net, in_place=True)
+    return result
 
 
 def layouts(way):
@@ -333,34 +336,6 @@ def clipped(way):
     return list(net.parameters())
 
 
-def uneven_inputs(way):
-    net = way.wrap(layers(), bucket_cap_mb=0.1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    for uniform in (True, False):
-        train(net, optimizer=optimizer, steps=2)
-        with net.join(divide_by_initial_world_size=uniform):
-            for _ in range(3 + 2 * dist.get_rank()):
-                optimizer.zero_grad()
-                net(data()).square().mean().backward()
-                optimizer.step()
-    return train(net, optimizer=optimizer)
-
-
-def forwards_without_backward(way):
-    """Of which the last is followed by another in join()'s context."""
-    net = way.wrap(layers(), bucket_cap_mb=0.1)
-    results = []
-    for _ in range(2):
-        results += train(net)
-        net(data())
-        with net.join():
-            for _ in range(3 * dist.get_rank()):
-                net.zero_grad()
-                net(data()).square().mean().backward()
-        results += gradients(net)
-    return results
-
-
 def in_two_modules(way):
     """Parameters that both reduce: in f16 gradients are divided first, and would be twice."""
     trunk = layers(1, 200).half()
@@ -410,20 +385,6 @@ class Signs(nn.Module):
 
 def negative_bits(way):
     return train(way.wrap(Signs()))
-
-
-def communication_hook(register, **options):
-    def run(way):
-        net = way.wrap(layers(), **options)
-        register(net, way.group)
-        return train(net)
-
-    return run
-
-
-def power_sgd(net, group):
-    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def adversaries(way):
@@ -489,6 +450,7 @@ SAME = {
     "unused parameters are looked for": plain(find_unused_parameters=True),
     "zeroed": zeroed,
     "unused parameters": unused_parameters,
+    "skipped unused parameters": skipped_unused_parameters,
     "unused in a static graph": unused_in_a_static_graph,
     "outputs that are not used": outputs_that_are_not_used,
     "used several times": used_several_times,
@@ -502,24 +464,21 @@ SAME = {
     "several backwards": several_backwards,
     "heads": heads,
     "double backward": double_backward,
-    "sparse gradients": sparse_gradients,
+    "sparse gradients": sparse_gradients(),
+    "sparse gradients, allreduce hook": sparse_gradients(registered(default_hooks.allreduce_hook)),
+    "sparse gradients of some ranks": sparse_gradients_of_some_ranks,
     "types": types,
+    "complex numbers": complex_numbers,
     "layouts": layouts,
     "gradients of every kind": gradients_of_every_kind,
     "hooks of programs": hooks_of_programs,
     "frozen parameters": frozen_parameters,
     "kept gradients": kept_gradients,
     "clipped": clipped,
-    "uneven inputs": uneven_inputs,
-    "forwards without backward": forwards_without_backward,
     "in two modules": in_two_modules,
     "late hooks": late_hooks,
     "negative bits": negative_bits,
-    "fp16 hook": communication_hook(lambda net, group: net.register_comm_hook(group, default_hooks.fp16_compress_hook)),
-    "builtin hook": communication_hook(
-        lambda net, _: net._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE), gradient_as_bucket_view=True
-    ),
-    "power SGD": communication_hook(power_sgd, static_graph=True),  # gloo's threads wait for each other if there are more buckets
+    **OPTIONS,
     "adversaries": adversaries,
     "copies": copies,
     "compiled": compiled,

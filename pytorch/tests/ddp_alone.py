@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import flow_torch
-from ddp import WIDTH, Branches, data, layers
+from ddp_common import WIDTH, Branches, data, layers
 
 
 def raised(call, kind):
@@ -149,6 +149,34 @@ def changed_graph():
     return "branches.1.0" in raised(lambda: backward(net, data(), (0, 1)), RuntimeError)
 
 
+def statistics():
+    """Of three backwards, in each of which one of two embeddings, a large and a small matrix have gradients."""
+
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.unused = (nn.Embedding(600, 150, sparse=True) for _ in range(2))
+            self.large, self.small = nn.Linear(150, 150, bias=False), nn.Linear(150, 2, bias=False)
+
+        def forward(self, words):
+            return self.small(self.large(self.table(words)))
+
+    net = flow_torch.DistributedDataParallel(Several(), bucket_cap_mb=0.05, find_unused_parameters=True)
+    before = net.stats().backwards
+    for _ in range(3):
+        net.zero_grad()
+        net(torch.tensor([1, 2, 2])).sum().backward()
+    stats = net.stats()
+    of_bucket = {name: bucket for bucket in stats.buckets for name in bucket.parameters}
+    row = 150 * 4
+    expected = {"table.weight": (2 * (row + 8), 0), "unused.weight": (0, 0), "large.weight": (150 * row, 150 * row), "small.weight": (2 * row, 0)}
+    sizes = {name: (bucket.bytes, bucket.in_place) for name, bucket in of_bucket.items()}
+    times = [bucket.ready_at for bucket in stats.buckets]
+    net.register_comm_hook(None, lambda state, bucket: None)
+    is_torchs = net.stats() is None
+    return before == 0 and stats.backwards == 3 and sizes == expected and 0 <= max(times) <= stats.backward and stats.exposed > 0 and is_torchs
+
+
 def workers():
     """Between steps, and with gradients, processes are forked."""
     net = flow_torch.DistributedDataParallel(layers())
@@ -250,7 +278,7 @@ def missing_in_a_static_graph():
 CASES = [
     *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
-    *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root),
+    *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
 ]
 
 

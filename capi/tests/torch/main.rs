@@ -154,7 +154,15 @@ fn flows_ddp_on_three_ranks() {
     if is_skipped() {
         return;
     }
-    let cases = ["many buckets", "types", "layouts", "gradients of every kind"];
+    let cases = [
+        "many buckets",
+        "types",
+        "layouts",
+        "gradients of every kind",
+        "uneven inputs",
+        "uneven inputs, fp16 hook",
+        "fp16 hook, two types",
+    ];
     let mut several = Several::new();
     several.add(Part::Cpp, &[], "ddp.py", &cases);
     all_good(&several.launched(3)[0], 3, cases.len());
@@ -167,7 +175,7 @@ fn flows_ddp_and_its_memory() {
     if is_skipped() {
         return;
     }
-    let programs = [("ddp.py", 45), ("ddp_alone.py", 17), ("forks.py", 8)];
+    let programs = [("ddp.py", 64), ("ddp_alone.py", 18), ("forks.py", 8)];
     let mut several = Several::new();
     for (name, _) in programs {
         several.add(Part::Cpp, &[], name, &[]);

@@ -51,12 +51,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                  return std::make_shared<InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
              }),
              py::arg("backend"), py::arg("torch"), py::arg("names"))
+        .def("follow_hook", &InPlaceReducer::follow_hook, no_gil, py::arg("sent_as"))
         .def("connect", &InPlaceReducer::connect, no_gil)
-        .def("expect", &InPlaceReducer::expect, no_gil)
-        .def("leave", &InPlaceReducer::leave, no_gil)
+        .def("expect", &InPlaceReducer::expect, no_gil, py::arg("is_uneven"))
+        .def("shadow", &InPlaceReducer::shadow, no_gil, py::arg("divides_by_all"))
         .def("check_finished", &InPlaceReducer::check_finished, no_gil)
         .def("fail", &InPlaceReducer::fail, no_gil, py::arg("cause"))
-        .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil);
+        .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil)
+        .def("stats", &InPlaceReducer::stats, no_gil);
+    py::class_<Stats>(module, "Stats")
+        .def_readonly("backwards", &Stats::backwards)
+        .def_readonly("buckets", &Stats::buckets)
+        .def_readonly("backward", &Stats::backward)
+        .def_readonly("exposed", &Stats::exposed);
+    py::class_<BucketStats>(module, "BucketStats")
+        .def_readonly("bytes", &BucketStats::bytes)
+        .def_property_readonly("parameters", [](const BucketStats& own) { return *own.parameters; })
+        .def_readonly("in_place", &BucketStats::in_place)
+        .def_readonly("ready_at", &BucketStats::ready_at);
     flow_set_interrupt_check(is_interrupted);
     module.def("end_all", &Lane::end_all, no_gil);
     module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);

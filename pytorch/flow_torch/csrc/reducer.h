@@ -1,17 +1,20 @@
 // Gradients that are reduced where they are, while backward runs.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <set>
 
 #include <ATen/ScalarOps.h>
-#include <ATen/TensorUtils.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 
+#include "gradient_layout.h"
 #include "gradient_memory.h"
+#include "sparse.h"
+#include "stats.h"
 #include "tensors.h"
 #include "torch_reducer.h"
 
@@ -22,7 +25,7 @@ namespace flow {
 // decided by torch's Reducer, beside which this stands, and which can do any single backward instead.
 //
 // Small gradients, and those that lie elsewhere, have another layout or share their memory, are copied to a place of their own and
-// back.
+// back. So are those that a communication hook sends as another type.
 //
 // A backward that fails makes this unusable, on all ranks; the process group stays usable.
 class InPlaceReducer final : public std::enable_shared_from_this<InPlaceReducer> {
@@ -32,25 +35,36 @@ public:
         : memory_(std::move(group)), new_group_(std::move(new_group)), torch_(std::move(torch)), names_(std::move(names)) {
         const auto& params = TorchReducer::params(*torch_);
         TORCH_INTERNAL_ASSERT(names_.size() == params.size());
-        for (const auto& param : params) {
-            const bool is_large = param.nbytes() >= kMinShared;
-            gradients_.push_back({param, layout_of(param), is_large});
-            if (is_large) lengths_.insert(param.nbytes());
+        for (size_t index = 0; index < params.size(); ++index) {
+            const auto& param = params[index];
+            const bool is_sparse = TorchReducer::expects_sparse(*torch_, index);
+            gradients_.push_back({param, layout_of(param), is_sparse, !is_sparse && param.nbytes() >= kMinShared});
         }
         for (size_t index = 0; index < params.size(); ++index) {
             const auto& node = TorchReducer::grad_accumulators(*torch_)[index];
             hooks_.emplace_back(node, node->add_post_hook(std::make_unique<Hook>(this, index)));
         }
-        if (auto* const allocator = GradientAllocator::get()) {
-            for (const auto length : lengths_) allocator->add(length, memory_);
-        }
+        share_lengths();
     }
 
     ~InPlaceReducer() {
         for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
-        if (auto* const allocator = GradientAllocator::get()) {
-            for (const auto length : lengths_) allocator->remove(length, memory_);
+        unshare_lengths();
+    }
+
+    // Does from now on what a communication hook of PyTorch's does: gradients are sent as `type`, or as what they are, and are divided
+    // by the number of ranks before they are summed up.
+    void follow_hook(std::optional<at::ScalarType> type) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        has_hook_ = true;
+        sent_as_ = type;
+        unshare_lengths();
+        for (auto& gradient : gradients_) {
+            gradient.is_large = gradient.is_large && sent_type(gradient.param.scalar_type()) == gradient.param.scalar_type();
+            gradient.place.reset();
         }
+        share_lengths();
+        buckets_.clear();
     }
 
     // Makes the group that reductions go in. All ranks call this, or none: then their first backward makes it.
@@ -60,20 +74,24 @@ public:
     }
 
     // After torch's Reducer has been prepared for a backward: takes that over. Left to it are the first backward of a static graph,
-    // in which it learns what the graph is, and one whose gradients go to a context of distributed autograd.
-    void expect() {
+    // in which it learns what the graph is, and one whose gradients go to a context of distributed autograd; with uneven inputs all of
+    // a static graph, as ranks that have joined do not know which one is the first.
+    void expect(bool is_uneven) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         {
             std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
             const auto calls = TorchReducer::backward_calls(*torch_);
             const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(*torch_));
             const bool has_context = torch::distributed::autograd::DistAutogradContainer::currentContextId() != -1;
-            expects_ = !has_context && (!TorchReducer::is_static(*torch_) || !is_first);
+            const bool is_static = TorchReducer::is_static(*torch_);
+            TORCH_CHECK(!has_context || !is_uneven || is_static, here(),
+                        "gradients that go to a context of distributed autograd are not reduced within join()");
+            expects_ = !has_context && !(is_static && (is_first || is_uneven));
             if (!expects_) return;
             TorchReducer::expects_hooks(*torch_) = false;
         }
-        if (buckets_.empty() || TorchReducer::has_rebuilt_bucket(*torch_) != has_rebuilt_bucket_) make_buckets();
-        for (auto& bucket : buckets_) bucket.missing = bucket.members.size();
+        begin();
+        is_uneven_ = is_uneven;
         for (size_t index = 0; index < gradients_.size(); ++index) {
             auto& gradient = gradients_[index];
             // A change of type loses hooks.
@@ -83,14 +101,26 @@ public:
             gradient.hooks = hooks_expected(index);
         }
         marked_unused_ = false;
-        ready_ = next_ = in_place_ = 0;
+        ready_ = 0;
         task_ = -1;
     }
 
-    // Leaves the next backward to torch's Reducer, also if there has been a forward for another, which did not come.
-    void leave() {
+    // Reduces zeros while the others reduce a backward's gradients: this rank has joined. `divides_by_all`: they divide by the number of
+    // all ranks, else by that of those that have not joined.
+    void shadow(bool divides_by_all) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        expects_ = false;
+        check_finished();
+        failing([&] {
+            at::NoGradGuard no_grad;
+            connect();
+            begin();
+            is_uneven_ = true;
+            divisor_ = divides_by_all ? flow_world_size(memory_.get()) : 0;
+            for (auto& gradient : gradients_) reduce(gradient, nothing_of(gradient));
+            finish_buckets();
+            used_anywhere();
+        });
+        release();
     }
 
     // An error if the last backward has failed, or has not brought all gradients.
@@ -125,10 +155,19 @@ public:
     // Returns how many bytes of the last backward's gradients were reduced where they were.
     size_t in_place_bytes() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        return in_place_;
+        size_t bytes = 0;
+        for (const auto& bucket : buckets_) bytes += bucket.in_place;
+        return bytes;
+    }
+
+    // Returns what the last backward that came to its end has done.
+    Stats stats() {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        return stats_;
     }
 
 private:
+    using Clock = std::chrono::steady_clock;
     // A pointer to a node, of another type in each version of PyTorch.
     using NodePtr = std::decay_t<decltype(TorchReducer::grad_accumulators(std::declval<c10d::Reducer&>())[0])>;
 
@@ -136,6 +175,8 @@ private:
         at::Tensor param;
         // The strides that it has on all ranks: they reduce what lies at the same place in memory.
         std::vector<int64_t> layout;
+        // It is the sum of entries, which all ranks gather at the end of backward.
+        bool is_sparse;
         // It is a piece of its bucket. Small ones are one piece together.
         bool is_large;
         size_t bucket = 0;
@@ -152,15 +193,22 @@ private:
     // Gradients of one type that are reduced together.
     struct Bucket {
         std::vector<size_t> members;
+        // The type that is sent.
         at::ScalarType type;
-        flow_dtype code;
-        // Whether gradients are divided before they are summed up; else the mean is computed at once.
-        bool divides_first;
         // The places of small gradients, the first of the pieces; undefined if there are none.
         at::Tensor small;
         std::vector<flow_buffer> pieces;
         // The number of gradients that are not ready.
         size_t missing = 0;
+        // This backward has brought one.
+        bool is_used = false;
+        // The names of its parameters.
+        std::shared_ptr<const std::vector<std::string>> names;
+        // Bytes that are sent, and of these those of gradients that are reduced where they are.
+        size_t bytes = 0;
+        size_t in_place = 0;
+        // When all were ready.
+        Clock::time_point ready;
     };
 
     struct Hook final : torch::autograd::FunctionPostHook {
@@ -212,29 +260,69 @@ private:
         return TorchReducer::hooks_of_graph(*torch_).at(index);
     }
 
+    // Has backward compute large gradients in shared memory.
+    void share_lengths() {
+        for (const auto& gradient : gradients_) {
+            if (gradient.is_large) lengths_.insert(gradient.param.nbytes());
+        }
+        if (auto* const allocator = GradientAllocator::get()) {
+            for (const auto length : lengths_) allocator->add(length, memory_);
+        }
+    }
+
+    void unshare_lengths() {
+        if (auto* const allocator = GradientAllocator::get()) {
+            for (const auto length : lengths_) allocator->remove(length, memory_);
+        }
+        lengths_.clear();
+    }
+
+    // Returns the type that gradients of this type are sent as.
+    at::ScalarType sent_type(at::ScalarType own) const { return sent_as_.value_or(own); }
+
+    // Begins a reduction.
+    void begin() {
+        if (buckets_.empty() || TorchReducer::has_rebuilt_bucket(*torch_) != has_rebuilt_bucket_) make_buckets();
+        for (auto& bucket : buckets_) {
+            bucket.missing = bucket.members.size();
+            bucket.is_used = false;
+            bucket.bytes = bucket.in_place = 0;
+        }
+        next_ = 0;
+    }
+
+    // Whether a bucket's gradients are divided before they are summed up; else the mean is computed at once. A power of two can as well
+    // divide the sum: the bits are the same, but of numbers at the end of f16's small range.
+    bool divides_first(const Bucket& bucket) const {
+        const auto ranks = flow_world_size(memory_.get());
+        return has_hook_ || divisor_ != ranks || (ranks & (ranks - 1)) != 0 || bucket.type == at::kHalf;
+    }
+
     // Divides the parameters into buckets as torch's Reducer does.
     void make_buckets() {
         at::NoGradGuard no_grad;
         has_rebuilt_bucket_ = TorchReducer::has_rebuilt_bucket(*torch_);
         buckets_.clear();
         for (const auto& theirs : TorchReducer::buckets(*torch_)) {
-            const auto type = theirs.variables.at(0).scalar_type();
-            const auto ranks = flow_world_size(memory_.get());
-            // A power of two can as well divide the sum: the bits are the same, but of numbers at the end of f16's small range.
-            const bool divides_first = (ranks & (ranks - 1)) != 0 || type == at::kHalf;
-            Bucket bucket{theirs.variable_indices, type, code_of(type).value(), divides_first, {}, {}};
+            const auto type = sent_type(theirs.variables.at(0).scalar_type());
+            Bucket bucket{theirs.variable_indices, type};
+            std::vector<std::string> names;
+            for (const auto index : bucket.members) names.push_back(names_[index]);
+            bucket.names = std::make_shared<const std::vector<std::string>>(std::move(names));
             int64_t small = 0;
             for (const auto index : bucket.members) {
-                if (!gradients_[index].is_large) small += gradients_[index].param.numel();
+                const auto& gradient = gradients_[index];
+                if (!gradient.is_large && !gradient.is_sparse) small += gradient.param.numel();
             }
             if (small > 0) {
                 bucket.small = shared({small}, type);
-                bucket.pieces.push_back(elements(bucket.small, bucket.code));
+                bucket.pieces.push_back(real_elements(bucket.small));
             }
             int64_t start = 0;
             for (const auto index : bucket.members) {
                 auto& gradient = gradients_[index];
                 gradient.bucket = buckets_.size();
+                if (gradient.is_sparse) continue;
                 if (gradient.is_large) {
                     gradient.piece = bucket.pieces.size();
                     bucket.pieces.emplace_back();
@@ -254,38 +342,6 @@ private:
         return tensor;
     }
 
-    // The strides that PyTorch gives gradients of the parameter, as a rule: its own, if it lies without gaps.
-    static std::vector<int64_t> layout_of(const at::Tensor& param) {
-        return param.is_non_overlapping_and_dense() ? param.strides().vec() : at::detail::defaultStrides(param.sizes());
-    }
-
-    static bool has_layout(const at::Tensor& tensor, at::IntArrayRef strides) {
-        for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
-            if (tensor.size(axis) != 1 && tensor.stride(axis) != strides[axis]) return false;
-        }
-        return true;
-    }
-
-    static void copy(const at::Tensor& to, const at::Tensor& from) {
-        if (has_layout(to, from.strides()) && to.is_neg() == from.is_neg()) {
-            std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
-        } else {
-            to.copy_(from);
-        }
-    }
-
-    // Whether nothing else uses the memory of a gradient that has just been accumulated. `incoming` is what came.
-    static bool is_exclusive(const at::Tensor& gradient, const at::Tensor& incoming) {
-        const auto& storage = gradient.storage();
-        const bool was_taken = incoming.defined() && incoming.has_storage() && incoming.storage().is_alias_of(storage);
-        if (!was_taken) return storage.use_count() == 1;
-        // Only the engine has it, or it would not have been taken. What it is a view of goes with it, and would look like another user.
-        if (incoming.is_view() && !incoming.requires_grad()) {
-            incoming.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
-        }
-        return storage.use_count() == 2;
-    }
-
     // Whether nobody changes the gradient after this hook: no hook that was added to the parameter later, and no other module that
     // reduces it as well.
     bool is_last(const Gradient& gradient) const {
@@ -303,6 +359,8 @@ private:
             connect();
             const bool is_static = TorchReducer::is_static(*torch_);
             if (!std::exchange(marked_unused_, true)) {
+                began_ = Clock::now();
+                divisor_ = number_of_ranks();
                 for (const auto unused : TorchReducer::unused(*torch_)) mark_ready(unused, nullptr);
             }
             auto& hooks = gradients_[index].hooks;
@@ -322,9 +380,11 @@ private:
                     "several reentrant checkpoints over one part of the model, say. ",
                     TorchReducer::is_static(*torch_) ? "use_reentrant=False helps" : "use_reentrant=False, or static_graph=True, help");
         gradient.is_ready = true;
-        place(gradient, incoming);
+        reduce(gradient, place(gradient, incoming));
         auto& bucket = buckets_[gradient.bucket];
+        bucket.is_used |= incoming != nullptr;
         if (--bucket.missing == 0) {
+            bucket.ready = Clock::now();
             while (next_ < buckets_.size() && buckets_[next_].missing == 0 && launch()) ++next_;
         }
         if (next_ > 0) check(flow_progress(own_.get()));
@@ -333,32 +393,61 @@ private:
         }
     }
 
-    // Puts a gradient into shared memory: where it is, or in its place. One of a parameter that is not used stays as it is if no rank
-    // uses that.
-    void place(Gradient& gradient, const at::Tensor* incoming) {
+    // Returns the number of ranks that gradients are divided by: of all, or of those that have not joined.
+    size_t number_of_ranks() const {
+        const auto& work = TorchReducer::forward_pass_work(*torch_);
+        if (has_hook_ || !is_uneven_ || !work.workHandle || work.useStaticWorldSize) return flow_world_size(memory_.get());
+        work.workHandle->wait();
+        return work.workHandle->result().at(0).item<int64_t>();
+    }
+
+    // Returns what is to be reduced of a gradient: itself where it is, or its place, or what there is of a sparse one. One of a parameter
+    // that is not used stays as it is if no rank uses that.
+    at::Tensor place(Gradient& gradient, const at::Tensor* incoming) {
         at::NoGradGuard no_grad;
         const auto& grad = gradient.param.grad();
-        auto& bucket = buckets_[gradient.bucket];
-        const auto scale = 1.0 / static_cast<double>(flow_world_size(memory_.get()));
-        if (grad.defined()) {
-            TORCH_CHECK(grad.layout() == at::kStrided && grad.is_cpu(), here(), "the gradient of ", name_of(gradient), " is ", grad.layout(),
-                        " on ", grad.device(), ": only modules that are said to be sparse may have sparse gradients");
-            TORCH_CHECK(grad.scalar_type() == bucket.type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
-                        ", and its parameter ", bucket.type);
-            const bool stays = incoming && gradient.is_large && !grad.requires_grad() && !grad.is_neg() &&
-                               has_layout(grad, gradient.layout) && is_exclusive(grad, *incoming) && is_last(gradient) &&
-                               flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
-            gradient.reduced = stays ? grad : place_of(gradient);
-            if (stays) in_place_ += grad.nbytes();
-            if (bucket.divides_first) {
-                at::mul_out(gradient.reduced, grad.detach(), at::native::wrapped_scalar_tensor(scale));
-            } else if (!stays) {
-                copy(gradient.reduced, grad);
-            }
-        } else {
-            gradient.reduced = place_of(gradient).zero_();
+        if (!grad.defined()) return nothing_of(gradient);
+        const auto type = gradient.param.scalar_type();
+        TORCH_CHECK(grad.scalar_type() == type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
+                    ", and its parameter ", type);
+        if (gradient.is_sparse) {
+            TORCH_CHECK(grad.is_sparse() && grad.is_cpu(), here(), "the gradient of ", name_of(gradient), " is ", grad.layout(), " on ",
+                        grad.device(), ": modules that are said to be sparse must have sparse gradients");
+            return grad;
         }
-        if (gradient.is_large) bucket.pieces[gradient.piece] = elements(gradient.reduced, bucket.code);
+        TORCH_CHECK(grad.layout() == at::kStrided && grad.is_cpu(), here(), "the gradient of ", name_of(gradient), " is ", grad.layout(),
+                    " on ", grad.device(), ": only modules that are said to be sparse may have sparse gradients");
+        const bool stays = incoming && gradient.is_large && !grad.requires_grad() && !grad.is_neg() && !grad.is_conj() &&
+                           has_layout(grad, gradient.layout) && is_exclusive(grad, *incoming) && is_last(gradient) &&
+                           flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
+        auto reduced = stays ? grad : place_of(gradient);
+        if (stays) buckets_[gradient.bucket].in_place += grad.nbytes();
+        if (has_hook_) {
+            // In the type that is sent, as the hook does.
+            if (!stays) reduced.copy_(grad.detach());
+            reduced.div_(static_cast<double>(divisor_));
+        } else if (divides_first(buckets_[gradient.bucket])) {
+            at::mul_out(reduced, grad.detach(), at::native::wrapped_scalar_tensor(1.0 / static_cast<double>(divisor_)));
+        } else if (!stays) {
+            copy_elements(reduced, grad);
+        }
+        return reduced;
+    }
+
+    // Returns what a rank without a gradient adds.
+    at::Tensor nothing_of(Gradient& gradient) {
+        at::NoGradGuard no_grad;
+        if (!gradient.is_sparse) return place_of(gradient).zero_();
+        // Of an embedding, whose entries are rows.
+        const auto& param = gradient.param;
+        return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), param.options().layout(at::kSparse));
+    }
+
+    void reduce(Gradient& gradient, at::Tensor tensor) {
+        gradient.reduced = std::move(tensor);
+        auto& bucket = buckets_[gradient.bucket];
+        if (gradient.is_large) bucket.pieces[gradient.piece] = real_elements(gradient.reduced);
+        if (!gradient.is_sparse) bucket.bytes += gradient.reduced.nbytes();
     }
 
     const std::string& name_of(const Gradient& gradient) const { return names_[&gradient - gradients_.data()]; }
@@ -375,23 +464,46 @@ private:
     // Launches the next bucket. False if too many are under way.
     bool launch() {
         const auto& bucket = buckets_[next_];
+        // What one rank does not use, none does. A rank that has joined does not know what the others use.
+        const bool is_skipped = TorchReducer::skips_unused(*torch_) && !bucket.is_used && !is_uneven_;
         bool launched = true;
-        if (!bucket.pieces.empty()) {
+        if (!bucket.pieces.empty() && !is_skipped) {
             check(flow_launch_bucket(own_.get(), bucket.pieces.data(), bucket.pieces.size(), static_cast<uint32_t>(next_),
-                                     bucket.divides_first ? FLOW_SUM : FLOW_AVG, &launched));
+                                     divides_first(bucket) ? FLOW_SUM : FLOW_AVG, &launched));
         }
         return launched;
+    }
+
+    // Launches the buckets that are left, and waits for all.
+    void finish_buckets() {
+        for (; next_ < buckets_.size(); ++next_) {
+            while (!launch()) check(flow_finish_buckets(own_.get()));
+        }
+        check(flow_finish_buckets(own_.get()));
+        for (const auto& gradient : gradients_) {
+            if (gradient.is_sparse) buckets_[gradient.bucket].bytes += sum_sparse_gradient(gradient.reduced);
+        }
+    }
+
+    // Returns how many bytes this rank has sent.
+    size_t sum_sparse_gradient(const at::Tensor& gradient) const {
+        at::NoGradGuard no_grad;
+        // Two embeddings' gradients may share their values.
+        const auto sent = gradient.to(sent_type(gradient.scalar_type())).div(static_cast<double>(divisor_)).coalesce();
+        const auto bytes = sent.indices().nbytes() + sent.values().nbytes();
+        sum_sparse(own_.get(), sent);
+        gradient.copy_(sent);
+        return bytes;
     }
 
     // At the end of the backward that brought the last gradient.
     void finish() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
+        const auto backward_end = Clock::now();
         expects_ = false;
         failing([&] {
-            for (; next_ < buckets_.size(); ++next_) {
-                while (!launch()) check(flow_finish_buckets(own_.get()));
-            }
-            check(flow_finish_buckets(own_.get()));
+            finish_buckets();
+            wait_for_buffers();
             const auto used = used_anywhere();
             for (size_t index = 0; index < gradients_.size(); ++index) {
                 if (used.empty() || used[index]) write_back(gradients_[index]);
@@ -399,6 +511,7 @@ private:
             if (TorchReducer::is_static(*torch_) && torch_->should_rebuild_buckets()) {
                 for (const auto unused : TorchReducer::unused(*torch_)) TorchReducer::push_rebuilt(*torch_, unused);
             }
+            note_stats(backward_end);
         });
         release();
         TorchReducer::hook_called(*torch_) = false;
@@ -419,20 +532,37 @@ private:
         return used;
     }
 
+    void note_stats(Clock::time_point backward_end) {
+        const auto since = [](Clock::time_point start, Clock::time_point end) { return std::chrono::duration<double>(end - start).count(); };
+        stats_ = {stats_.backwards + 1, {}, since(began_, backward_end), since(backward_end, Clock::now())};
+        for (const auto& bucket : buckets_) {
+            stats_.buckets.push_back({bucket.bytes, bucket.names, bucket.in_place, since(began_, bucket.ready)});
+        }
+    }
+
+    // A hook may share buffers until here.
+    void wait_for_buffers() {
+        const auto futures = std::exchange(TorchReducer::installed_futures(*torch_), std::nullopt);
+        if (futures) c10::collectAll(*futures)->waitAndThrow();
+    }
+
     // Makes the parameter's gradient what was reduced.
     void write_back(Gradient& gradient) {
         auto& grad = gradient.param.mutable_grad();
         const auto& reduced = gradient.reduced;
-        if (!grad.defined()) {
+        if (gradient.is_sparse) {
+            grad = reduced;
+        } else if (!grad.defined()) {
             at::NoGradGuard no_grad;
             const bool is_place = gradient.place.is_same(reduced);
-            grad = is_place ? torch::autograd::utils::clone_obey_contract(reduced, gradient.param) : reduced;
+            const auto type = gradient.param.scalar_type();
+            grad = is_place ? torch::autograd::utils::clone_obey_contract(reduced.to(type), gradient.param) : reduced;
         } else if (grad.const_data_ptr() == reduced.const_data_ptr()) {
             grad.unsafeGetTensorImpl()->bump_version();
         } else if (grad.requires_grad() || grad.scalar_type() != reduced.scalar_type()) {
             grad.copy_(reduced);
         } else {
-            copy(grad, reduced);
+            copy_elements(grad, reduced);
             grad.unsafeGetTensorImpl()->bump_version();
         }
     }
@@ -482,14 +612,22 @@ private:
     std::vector<Gradient> gradients_;  // as torch's Reducer numbers parameters
     std::vector<Bucket> buckets_;
     bool has_rebuilt_bucket_ = false;
+    // There is a communication hook. What it sends gradients as, if not as what they are.
+    bool has_hook_ = false;
+    std::optional<at::ScalarType> sent_as_;
     // The backward that is expected, or under way: gradients that are ready, and the next bucket to launch.
     bool expects_ = false;
     bool is_under_way_ = false;
     bool marked_unused_ = false;
+    // Other ranks may have joined.
+    bool is_uneven_ = false;
+    // What gradients are divided by.
+    size_t divisor_ = 0;
     size_t ready_ = 0;
     size_t next_ = 0;
-    size_t in_place_ = 0;
+    Clock::time_point began_;
     int task_ = -1;
+    Stats stats_;
     // Why this is of no more use.
     std::string failure_;
 };

@@ -11,8 +11,14 @@ struct TorchReducer final : c10d::Reducer {
     static const auto& params(Reducer& own) { return own.*&TorchReducer::params_; }
     static const auto& grad_accumulators(Reducer& own) { return own.*&TorchReducer::grad_accumulators_; }
     static const auto& buckets(Reducer& own) { return own.*&TorchReducer::buckets_; }
+    static bool expects_sparse(Reducer& own, size_t index) { return (own.*&TorchReducer::expect_sparse_gradients_).at(index); }
+    // The number of ranks that have not joined, which is being counted, and whether gradients are divided by that of all ranks.
+    static const auto& forward_pass_work(Reducer& own) { return own.*&TorchReducer::forwardPassWorkHandle_; }
+    // What a hook that shares buffers waits for.
+    static auto& installed_futures(Reducer& own) { return own.*&TorchReducer::installed_futures_; }
     static bool has_rebuilt_bucket(Reducer& own) { return own.*&TorchReducer::has_rebuilt_bucket_; }
     static bool finds_unused(Reducer& own) { return own.*&TorchReducer::find_unused_parameters_; }
+    static bool skips_unused(Reducer& own) { return own.*&TorchReducer::skip_all_reduce_unused_params_; }
     static const auto& unused(Reducer& own) { return own.*&TorchReducer::unused_parameters_; }
     static auto& local_used_map(Reducer& own) { return own.*&TorchReducer::local_used_map_; }
     static bool is_static(Reducer& own) { return own.*&TorchReducer::static_graph_; }

@@ -1,0 +1,293 @@
+"""Cases of ddp.py: communication hooks, uneven inputs, hooks that share buffers, and random options."""
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
+
+from ddp_common import WIDTH, Branches, data, dense_gradients, gradients, layers, table, train, words
+
+def uneven_inputs(register=lambda net, group: None, **options):
+    def run(way):
+        net, result = way.wrap(layers(), bucket_cap_mb=0.1, **options), []
+        register(net, way.group)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for uniform in (True, False):
+            result += train(net, optimizer=optimizer, steps=2)
+            with net.join(divide_by_initial_world_size=uniform):
+                for step in range(3 + 2 * dist.get_rank()):
+                    optimizer.zero_grad()
+                    if step == 1:
+                        with net.no_sync():
+                            net(data()).square().mean().backward()
+                    net(data()).square().mean().backward()
+                    optimizer.step()
+        way.check_path(net, in_place=True)
+        return result + train(net, optimizer=optimizer)
+
+    return run
+
+
+def uneven_from_the_start(way):
+    """Some ranks have no input at all, and the others other branches, where torch's class makes gradients of zeros now and then."""
+    net, result, rank = way.wrap(Branches(), find_unused_parameters=True), [], dist.get_rank()
+    with net.join():
+        for step in range(3 * rank):
+            net.zero_grad()
+            net(data(), (step % 2,)).square().mean().backward()
+            result += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
+    way.check_path(net, in_place=True)
+    return result + train(net, lambda net: net(data(), (0, 1)).square().mean())
+
+
+def uneven_sparse_gradients(way):
+    net, result = way.wrap(nn.Sequential(table(way), nn.Linear(WIDTH, 1))), []
+    with net.join(divide_by_initial_world_size=False):
+        for _ in range(1 + 2 * dist.get_rank()):
+            net.zero_grad()
+            net(words()).sum().backward()
+            result += dense_gradients(net)
+    return result
+
+
+def forwards_without_backward(way):
+    """Of which the last is followed by another in join()'s context."""
+    net = way.wrap(layers(), bucket_cap_mb=0.1)
+    results = []
+    for _ in range(2):
+        results += train(net)
+        net(data())
+        with net.join():
+            for _ in range(3 * dist.get_rank()):
+                net.zero_grad()
+                net(data()).square().mean().backward()
+        results += gradients(net)
+    return results
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = layers(1), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.layers(x))
+
+
+def buffer_hook_before_forward(way):
+    """Averages running means before the forward."""
+
+    def average(group, buffers):
+        for mean in means_of(buffers):
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size()
+
+    return hooked_buffers(way, average, BufferHookLocation.PRE_FORWARD)
+
+
+def buffer_hook_after_forward(way):
+    """Averages them while backward runs."""
+
+    def averaged(group, buffers):
+        def write(future, mean):
+            mean.data = future.value()[0] / dist.get_world_size()
+            return mean
+
+        works = [(dist.all_reduce(mean.clone(), group=group, async_op=True), mean) for mean in means_of(buffers)]
+        return [work.get_future().then(lambda done, mean=mean: write(done, mean)) for work, mean in works]
+
+    return hooked_buffers(way, averaged, BufferHookLocation.POST_FORWARD)
+
+
+def means_of(buffers):
+    return [buffer for name, buffer in buffers.items() if name.endswith("running_mean")]
+
+
+def hooked_buffers(way, hook, location):
+    net = way.wrap(Normed())
+    net._register_buffer_comm_hook(net.process_group, hook, location)
+    result = train(net)
+    way.check_path(net, in_place=True)
+    return result
+
+
+def communication_hook(register, in_place=True, make=layers, **options):
+    def run(way):
+        net = way.wrap(make(), **options)
+        register(net, way.group)
+        result = train(net)
+        way.check_path(net, in_place)
+        return result
+
+    return run
+
+
+def registered(hook):
+    # torch's class wants NCCL for bfloat16.
+    def register(net, group):
+        if group is None:
+            net.register_comm_hook(None, hook)
+        else:
+            dist._register_comm_hook(net.reducer, group, hook)
+
+    return register
+
+
+def builtin(name):
+    return lambda net, _: net._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def of_two_types():
+    return nn.Sequential(*layers(1), Cast(torch.float16), *layers(1).half(), Cast(torch.float32))
+
+
+def hook_after_steps(way):
+    """From the third step on, and with parameters that a rank does not use."""
+    net, rank, result = way.wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=True), dist.get_rank(), []
+    for step, taken in enumerate([(0, 1), (rank,), (0,), (), (1,), (1 - rank,)]):
+        if step == 2:
+            registered(default_hooks.fp16_compress_hook)(net, way.group)
+        net.zero_grad()
+        net(data(), taken).square().mean().backward()
+        result += gradients(net)
+    way.check_path(net, in_place=True)
+    return result
+
+
+def power_sgd(net, group):
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def post_local_sgd(net, group):
+    group = group or dist.group.WORLD
+    state = post_localSGD_hook.PostLocalSGDState(process_group=group, subgroup=group, start_localSGD_iter=2)
+    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+
+HOOKS = {
+    "fp16": registered(default_hooks.fp16_compress_hook),
+    "bf16": registered(default_hooks.bf16_compress_hook),
+    "allreduce": registered(default_hooks.allreduce_hook),
+    "builtin fp16": builtin("FP16_COMPRESS"),
+    "none": lambda net, group: None,
+}
+
+
+KINDS = ["large", "large", "small", "frozen", "table", "bfloat16", "float16", "float64"]
+
+
+class Part(nn.Module):
+    """Adds to its input what a layer makes of that, or the rows of a table."""
+
+    def __init__(self, way, kind):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        if kind == "small":
+            self.layer = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))
+        elif kind == "frozen":
+            self.layer.weight.requires_grad_(False)
+        elif kind == "table":
+            self.layer = table(way)
+        elif kind in ("bfloat16", "float16", "float64"):
+            self.layer.to(getattr(torch, kind))
+        self.dtype = next(self.parameters()).dtype
+
+    def forward(self, h, rows):
+        is_table = isinstance(self.layer, nn.Embedding)
+        return h + self.layer(rows if is_table else h.to(self.dtype)).to(h.dtype)
+
+
+class Parts(nn.Module):
+    def __init__(self, way, kinds):
+        super().__init__()
+        self.parts = nn.ModuleList(Part(way, kind) for kind in kinds)
+
+    def forward(self, h, rows, taken):
+        for index in taken:
+            h = self.parts[index](h, rows)
+        return h
+
+
+def random_options(way):
+    """Random modules with random options: FLOW_TEST_SEEDS, 0..10 if it is not set."""
+    first, last = map(int, os.environ.get("FLOW_TEST_SEEDS", "0..10").split(".."))
+    result = []
+    for seed in range(first, last):
+        torch.manual_seed(seed)
+        result += trained_at_random(way, random.Random(seed), random.Random(f"{seed}, {dist.get_rank()}"))
+    return result
+
+
+def trained_at_random(way, choose, choose_alone):
+    """`choose` makes the choices that are the same on all ranks."""
+    kinds = ["large", *choose.choices(KINDS, k=choose.randint(0, 5))]
+    finds_unused, is_static, to_none = (choose.random() < 0.5 for _ in range(3))
+    # The first backward of a static graph is left to torch's class. A table that is not used is an error there, and two tables are divided
+    # by the number of ranks twice, as they share their gradient.
+    if is_static and "table" in kinds:
+        finds_unused, kinds = False, [*(kind for kind in kinds if kind != "table"), "table"]
+    options = {"static_graph": is_static, "find_unused_parameters": finds_unused, "bucket_cap_mb": choose.choice([0.05, 0.3, 25])}
+    options["gradient_as_bucket_view"] = choose.random() < 0.5
+    net = way.wrap(Parts(way, kinds), **options)
+    HOOKS[choose.choice(list(HOOKS))](net, way.group)
+    others, result = range(1, len(kinds)), []
+
+    def some():
+        return [0, *(index for index in others if not finds_unused or choose_alone.random() < 0.7)]
+
+    always = some()
+
+    def step():
+        net.zero_grad(set_to_none=to_none)
+        net(data(), words(), always if is_static else some()).square().mean().backward()
+        # Where some ranks have joined torch's class makes gradients of zeros for parameters that no rank uses, now and then.
+        result.extend(torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone() for p in net.parameters())
+
+    for _ in range(3):
+        step()
+    if not is_static and choose.random() < 0.5:
+        with net.join(divide_by_initial_world_size=choose.random() < 0.5):
+            for _ in range(choose_alone.randint(0, 3)):
+                step()
+        step()
+    way.check_path(net, in_place=True)
+    return result
+
+
+OPTIONS = {
+    "uneven inputs": uneven_inputs(),
+    "uneven inputs, static graph": uneven_inputs(static_graph=True),
+    "uneven inputs, unused parameters are looked for": uneven_inputs(find_unused_parameters=True),
+    "uneven inputs, fp16 hook": uneven_inputs(registered(default_hooks.fp16_compress_hook)),
+    "uneven from the start": uneven_from_the_start,
+    "uneven, sparse gradients": uneven_sparse_gradients,
+    "buffer hook before forward": buffer_hook_before_forward,
+    "buffer hook after forward": buffer_hook_after_forward,
+    "forwards without backward": forwards_without_backward,
+    "fp16 hook": communication_hook(registered(default_hooks.fp16_compress_hook)),
+    "fp16 hook, static graph": communication_hook(registered(default_hooks.fp16_compress_hook), static_graph=True),
+    "fp16 hook, two types": communication_hook(registered(default_hooks.fp16_compress_hook), make=of_two_types),
+    "bf16 hook": communication_hook(registered(default_hooks.bf16_compress_hook), bucket_cap_mb=0.1),
+    "allreduce hook": communication_hook(registered(default_hooks.allreduce_hook)),
+    "hook after steps": hook_after_steps,
+    "builtin hook": communication_hook(builtin("ALLREDUCE"), gradient_as_bucket_view=True),
+    "builtin fp16 hook": communication_hook(builtin("FP16_COMPRESS"), bucket_cap_mb=0.1),
+    # gloo's threads wait for each other if there are more buckets
+    "post-local SGD": communication_hook(post_local_sgd, in_place=False, static_graph=True),
+    "power SGD": communication_hook(power_sgd, in_place=False, static_graph=True),
+    "random options": random_options,
+}
