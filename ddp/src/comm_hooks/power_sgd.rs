@@ -26,7 +26,7 @@ use crate::bucket::pending::Pending;
 ///
 /// It is PyTorch's `powerSGD_hook`, and so are the names and defaults. But errors and matrices are
 /// kept by parameter: they outlive the rebuilding of the buckets, and a start in the first step is
-/// sound.
+/// sound. [`PowerSgd::batched`] is its `batched_powerSGD_hook`.
 ///
 /// ```no_run
 /// # fn main() -> anyhow::Result<()> {
@@ -44,14 +44,16 @@ pub struct PowerSgd {
     error_feedback: bool,
     warm_start: bool,
     seed: u32,
+    batched: bool,
     /// The steps so far.
     iteration: u64,
+    /// By parameter, or by the first parameter of a bucket.
     memories: HashMap<String, Memory>,
-    /// The compressed parameters of this step.
+    /// What is compressed in this step.
     seen: HashSet<String>,
 }
 
-/// What is kept of a parameter from one step to the next.
+/// What is kept of a gradient from one step to the next.
 #[derive(Debug, Default)]
 struct Memory {
     /// What the last approximation has left out.
@@ -86,6 +88,7 @@ impl PowerSgd {
             error_feedback: true,
             warm_start: true,
             seed: 0,
+            batched: false,
             iteration: 0,
             memories: HashMap::new(),
             seen: HashSet::new(),
@@ -121,6 +124,31 @@ impl PowerSgd {
     pub fn seed(mut self, seed: u32) -> Self {
         self.seed = seed;
         self
+    }
+
+    /// Sets whether a bucket's gradients are approximated together, as one square matrix with zeros at
+    /// its end (default: no): fewer and smaller operations. Such a matrix has a larger rank than a
+    /// gradient: with too small a `rank` the training diverges.
+    pub fn batched(mut self, batched: bool) -> Self {
+        self.batched = batched;
+        self
+    }
+
+    /// Returns what is approximated of a bucket, or sent as it is.
+    fn parts(&mut self, bucket: &GradBucket<'_>) -> Result<Vec<Part>, BoxError> {
+        let mut parameters = bucket.parameters();
+        if self.batched {
+            let name = parameters.next().map(|(name, _)| name).unwrap_or_default();
+            let matrix = square(&bucket.buffer()?)?;
+            return Ok(vec![self.part(name, &matrix, bucket.used().any(|is_used| is_used))?]);
+        }
+        let mut parts = Vec::new();
+        for (((name, _), gradient), is_used) in
+            parameters.zip(&bucket.gradients()?).zip(bucket.used())
+        {
+            parts.push(self.part(name, gradient, is_used)?);
+        }
+        Ok(parts)
     }
 
     fn part(&mut self, name: &str, gradient: &Tensor, is_used: bool) -> Result<Part, TchError> {
@@ -187,13 +215,7 @@ impl CommHook for PowerSgd {
             return Ok(bucket.all_reduce()?);
         }
         let _guard = tch::no_grad_guard();
-        let gradients = bucket.gradients()?;
-        let mut parts = Vec::with_capacity(gradients.len());
-        for (((name, _), gradient), is_used) in
-            bucket.parameters().zip(&gradients).zip(bucket.used())
-        {
-            parts.push(self.part(name, gradient, is_used)?);
-        }
+        let mut parts = self.parts(bucket)?;
         let mut lefts = Vec::with_capacity(parts.len());
         for part in &parts {
             lefts.push(match part {
@@ -220,7 +242,9 @@ impl CommHook for PowerSgd {
             group.all_reduce_coalesced(&mut rights, ReduceOp::Avg)?;
         }
         let mut rights = rights.into_iter();
+        let gradients = bucket.gradients()?;
         let kind = gradients[0].kind();
+        let length: usize = gradients.iter().map(Tensor::numel).sum();
         let mut reduced = Vec::with_capacity(parts.len());
         for (part, left) in parts.into_iter().zip(lefts) {
             reduced.push(self.reduced(part, left, &mut rights)?.f_to_kind(kind)?);
@@ -229,7 +253,8 @@ impl CommHook for PowerSgd {
             let seen = std::mem::take(&mut self.seen);
             self.memories.retain(|name, _| seen.contains(name));
         }
-        Ok(Pending::ready(Tensor::f_cat(&reduced, 0)?))
+        let reduced = Tensor::f_cat(&reduced, 0)?;
+        Ok(Pending::ready(reduced.f_narrow(0, 0, length as i64)?))
     }
 
     fn waits_for_ranks(&self) -> bool {
@@ -238,14 +263,32 @@ impl CommHook for PowerSgd {
 
     fn name(&self) -> String {
         let Self {
-            rank, start_iter, min_compression_rate, error_feedback, warm_start, seed, ..
+            rank,
+            start_iter,
+            min_compression_rate,
+            error_feedback,
+            warm_start,
+            seed,
+            batched,
+            ..
         } = self;
         format!(
             "PowerSgd of rank {rank}, start_iter {start_iter}, min_compression_rate \
              {min_compression_rate}, error_feedback {error_feedback}, warm_start {warm_start}, seed \
-             {seed}"
+             {seed}, batched {batched}"
         )
     }
+}
+
+/// Returns the elements of a vector as a square matrix, with zeros at its end.
+fn square(vector: &Tensor) -> Result<Tensor, TchError> {
+    let length = vector.numel();
+    let mut side = length.isqrt();
+    if side * side < length {
+        side += 1;
+    }
+    let padding = side * side - length;
+    vector.f_constant_pad_nd([0, padding as i64])?.f_view([side as i64, side as i64])
 }
 
 /// Returns a matrix whose columns have length 1 and are at right angles, and span what the given

@@ -54,6 +54,8 @@ enum Way {
     Bf16,
     /// Two matrices of rank 2
     PowerSgd,
+    /// Two matrices of rank 8 for each bucket
+    BatchedPowerSgd,
     /// A hundredth of all elements
     TopK,
     QuantizePerTensor,
@@ -126,6 +128,10 @@ impl Training {
             Way::Bf16 => Box::new(builder.comm_hook(Bf16Compress).wrap(net, &vs)?),
             Way::PowerSgd => {
                 Box::new(builder.comm_hook(PowerSgd::new(2).start_iter(WARM_UP)).wrap(net, &vs)?)
+            }
+            Way::BatchedPowerSgd => {
+                let hook = PowerSgd::new(8).batched(true).start_iter(WARM_UP);
+                Box::new(builder.comm_hook(hook).wrap(net, &vs)?)
             }
             Way::TopK => Box::new(builder.comm_hook(TopK::new(0.01)).wrap(net, &vs)?),
             Way::QuantizePerTensor => {

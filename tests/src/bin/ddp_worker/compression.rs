@@ -129,6 +129,8 @@ pub fn exact(group: &ProcessGroup) -> Result<()> {
     near_the_mean(group, || PowerSgd::new(1), |kind, _| rounding(kind))?;
     let full = || PowerSgd::new(100).start_iter(1).min_compression_rate(0.0);
     near_the_mean(group, full, |kind, _| 20.0 * rounding(kind))?;
+    let batched = || PowerSgd::new(200).start_iter(1).min_compression_rate(0.0).batched(true);
+    near_the_mean(group, batched, |kind, _| 20.0 * rounding(kind))?;
     near_the_mean(group, || TopK::new(1.0), |kind, _| rounding(kind))?;
     // A small one is never compressed.
     let some = || PowerSgd::new(1).start_iter(0);
@@ -167,6 +169,7 @@ pub fn quantized(group: &ProcessGroup) -> Result<()> {
 pub fn feedback(group: &ProcessGroup) -> Result<()> {
     feedback_of(group, "PowerSgd", || PowerSgd::new(1).start_iter(0))?;
     feedback_of(group, "PowerSgd, cold", || PowerSgd::new(1).start_iter(0).warm_start(false))?;
+    feedback_of(group, "PowerSgd, batched", || PowerSgd::new(2).start_iter(0).batched(true))?;
     feedback_of(group, "TopK", || TopK::new(0.05))
 }
 
@@ -192,6 +195,7 @@ fn feedback_of<H: CommHook>(group: &ProcessGroup, what: &str, hook: impl Fn() ->
 pub fn overflow(group: &ProcessGroup) -> Result<()> {
     let full = || PowerSgd::new(100).start_iter(0).min_compression_rate(0.0);
     overflow_of(group, full()).context("PowerSgd")?;
+    overflow_of(group, full().batched(true)).context("PowerSgd, batched")?;
     overflow_of(group, TopK::new(0.5)).context("TopK")?;
     overflow_of(group, Quantize::per_tensor()).context("Quantize")
 }
@@ -255,7 +259,9 @@ pub fn beside_batch_norm(group: &ProcessGroup) -> Result<()> {
     for is_static in [false, true] {
         beside_batch_norm_with(group, is_static, Quantize::per_tensor())?;
         beside_batch_norm_with(group, is_static, TopK::new(0.1))?;
-        beside_batch_norm_with(group, is_static, PowerSgd::new(1).start_iter(0))?;
+        let power_sgd = || PowerSgd::new(1).start_iter(0);
+        beside_batch_norm_with(group, is_static, power_sgd())?;
+        beside_batch_norm_with(group, is_static, power_sgd().batched(true))?;
     }
     Ok(())
 }
