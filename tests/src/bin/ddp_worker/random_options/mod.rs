@@ -151,6 +151,7 @@ fn builder(group: &ProcessGroup, training: &Training) -> Result<DdpBuilder> {
         // The mean is exact, and no rank keeps what its own gradient has beside it.
         Hook::PowerSgd => builder.comm_hook(power(WIDTH as u32).error_feedback(false)),
         Hook::LowPowerSgd => builder.comm_hook(power(1)),
+        Hook::BatchedPowerSgd => builder.comm_hook(power(1000).error_feedback(false).batched(true)),
         Hook::TopK => builder.comm_hook(TopK::new(1.0)),
         Hook::HalfTopK => builder.comm_hook(TopK::new(0.5)),
         Hook::Quantize => builder.comm_hook(Quantize::per_tensor()),

@@ -16,6 +16,8 @@ pub enum Hook {
     /// Of a rank that is high enough, so that nothing is left out.
     PowerSgd,
     LowPowerSgd,
+    /// Of a rank that is high enough for all gradients of a bucket together.
+    BatchedPowerSgd,
     /// All elements.
     TopK,
     HalfTopK,
@@ -42,7 +44,7 @@ impl Hook {
         match self {
             Self::HalfTopK | Self::LowPowerSgd => None,
             Self::Quantize | Self::QuantizeChannels => Some(1.0 / 255.0),
-            Self::PowerSgd => Some(1e-9),
+            Self::PowerSgd | Self::BatchedPowerSgd => Some(1e-9),
             _ => Some(0.0),
         }
     }
@@ -191,6 +193,7 @@ impl Training {
                 gradient_all_reduce: draws.one_in(2),
             },
             10 => Hook::QuantizeChannels,
+            11 => Hook::BatchedPowerSgd,
             _ => Hook::None,
         };
         let locations = [BufferCommHookLocation::PreForward, BufferCommHookLocation::PostForward];
