@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::{BoxError, CommHook, GradBucket, Pending, Stats, TensorCollectives};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -13,6 +13,21 @@ use crate::models::on_gpu;
 /// Whether gradients are to be copied in this run, instead of being reduced where they are born.
 pub fn copies() -> bool {
     std::env::var("FLOW_DDP_COPY").is_ok_and(|value| value == "1")
+}
+
+/// The mean, in a tensor of the hook's own.
+pub struct OwnMean;
+
+impl CommHook for OwnMean {
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        let mut flat = bucket.buffer()?;
+        bucket.group().all_reduce_tensor(&mut flat, ReduceOp::Avg)?;
+        Ok(Pending::ready(flat))
+    }
+
+    fn waits_for_ranks(&self) -> bool {
+        true
+    }
 }
 
 /// The mean, sent in another type.

@@ -2,15 +2,13 @@
 //! computes the same by hand.
 
 use anyhow::{Context, Result, ensure};
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::{PowerSgd, TopK};
-use flow_ddp::{
-    BoxError, CommHook, Ddp, Error, GradBucket, JoinOptions, Pending, TensorCollectives,
-};
+use flow_ddp::{Ddp, Error, JoinOptions};
 use tch::nn::Module;
 use tch::{Kind, Tensor};
 
-use crate::helpers::Draws;
+use crate::helpers::{Draws, OwnMean};
 use crate::models::{device, store};
 
 const LEARNING_RATE: f64 = 0.1;
@@ -40,21 +38,6 @@ impl Module for Net {
 
 fn next(average: &Tensor, input: f64) {
     tch::no_grad(|| average.shallow_clone().copy_(&(average * 0.5 + input)));
-}
-
-/// The mean, in a tensor of the hook's own.
-struct OwnMean;
-
-impl CommHook for OwnMean {
-    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
-        let mut flat = bucket.buffer()?;
-        bucket.group().all_reduce_tensor(&mut flat, ReduceOp::Avg)?;
-        Ok(Pending::ready(flat))
-    }
-
-    fn waits_for_ranks(&self) -> bool {
-        true
-    }
 }
 
 /// A training, as all ranks draw it.

@@ -25,10 +25,9 @@ use flow_autograd::{OptimizerState, set_grad};
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::comm_hooks::{Bf16Compress, Fp16Compress, PostLocalSgd, PowerSgd, Quantize, TopK};
 use flow_ddp::{
-    BoxError, BufferCommHook, BufferCommHookLocation, Checkpoints, CommHook, Ddp, DdpBuilder,
-    DiLoCo, DiLoCoOptions, DistributedSampler, Error, GradBucket, Joinable, ModelAverager,
-    OptimizerInBackward, Pending, TensorCollectives, ZeroRedundancyOptimizer,
-    convert_sync_batchnorm, join,
+    BoxError, BufferCommHook, BufferCommHookLocation, Checkpoints, Ddp, DdpBuilder, DiLoCo,
+    DiLoCoOptions, DistributedSampler, Error, Joinable, ModelAverager, OptimizerInBackward,
+    TensorCollectives, ZeroRedundancyOptimizer, convert_sync_batchnorm, join,
 };
 use tch::nn::{Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
@@ -37,7 +36,7 @@ use self::common::{AVERAGED_EVERY, LEARNING_RATE, MAX_NORM, batch, loss, sgd, su
 use self::model::{Net, WIDTH, weight_of};
 use self::reference::Reference;
 use self::training::{Averages, Before, Hook, Steps, Training};
-use crate::helpers::own_group;
+use crate::helpers::{OwnMean, own_group};
 use crate::models::{device, store};
 
 /// The seeds of a run; by hand more, or one of them: `FLOW_TEST_SEEDS=0..1000`.
@@ -86,21 +85,6 @@ fn trained_or_refused(group: &ProcessGroup, training: &Training, seed: u64) -> R
     }
     ensure!(failed[0] == group.world_size() as i64, "{} ranks had an error: {text}", failed[0]);
     Ok(true)
-}
-
-/// The mean, in a tensor of the hook's own.
-struct OwnMean;
-
-impl CommHook for OwnMean {
-    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
-        let mut flat = bucket.buffer()?;
-        bucket.group().all_reduce_tensor(&mut flat, ReduceOp::Avg)?;
-        Ok(Pending::ready(flat))
-    }
-
-    fn waits_for_ranks(&self) -> bool {
-        true
-    }
 }
 
 /// Averages the buffers.
