@@ -6,7 +6,7 @@ from measure import BUSY_LOOPS, MIB, PEERS, RELEASE, ROOT, busy_loops, row, run,
 
 SIZES = [4, 1 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB]
 LARGE = [size for size in SIZES if size >= MIB]
-STEP_TO_REACH = {"mlp": 2.9, "wide": 1.8, "lenet": 1.2, "mobilenet": 1}
+STEP_TO_REACH = {"mlp": 2.9, "wide": 1.8, "lenet": 1.2, "mobilenet": 1, "wide + fp16 hook": 1.5, "wide + join": 1.5, "sparse": 1.5}
 SHARDED = ["wide", "GPT block"]
 BUSY_SIZES = [4, 64 << 10, MIB, 25 * MIB]
 BUSY_MODELS = ["mlp", "wide"]
