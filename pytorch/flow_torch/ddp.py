@@ -82,14 +82,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Leaves everything to torch's Reducer from here on."""
         if self._in_place is None:
             return
+        expects_backward = self._in_place.leave()
         self._in_place = None
-        if self.gradient_as_bucket_view:
+        if self.gradient_as_bucket_view and not expects_backward:
             parameters, expect_sparse_gradient = self._build_params_for_reducer()
             names = self._build_debug_param_to_name_mapping(parameters)
             super()._ddp_init_helper(parameters, expect_sparse_gradient, names, self.static_graph)
             if self._register_hook is not None:
                 self._register_hook(self.reducer)
             if self.static_graph:
+                self._static_graph_delay_allreduce_enqueued = False
                 self.reducer._set_static_graph()
                 self.logger._set_static_graph()
 
@@ -131,14 +133,19 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._in_place is not None and is_synchronized:
-            self._in_place.expect(self._join_config.enable)
+            self._in_place.expect(self._join_config.enable, self._counts_ranks())
         return output
+
+    def _counts_ranks(self):
+        """Whether gradients are divided by the number of ranks that have not joined. They are counted for the first module in join() only."""
+        config = self._join_config
+        return config.enable and config.is_first_joinable and not self._divide_by_initial_world_size
 
     def _match_all_reduce_for_bwd_pass(self):
         if self._in_place is None or self.static_graph:
             super()._match_all_reduce_for_bwd_pass()
         else:
-            self._in_place.shadow(self._divide_by_initial_world_size)
+            self._in_place.shadow(self._counts_ranks())
 
     def _match_unused_params_allreduce(self):
         # The shadow of what is reduced in place has done that.
@@ -147,20 +154,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def register_comm_hook(self, state, hook):
         group = dist.group.WORLD if state is None else state
-        if group is not self.process_group or not any(hook is known for known in _HOOKS) or self._loses_parts(hook):
-            self._leave_to_torch()
+        self._prepare_for_hook(hook, group is self.process_group and any(hook is known for known in _HOOKS))
         super().register_comm_hook(state, hook)
         self._follow_hook(hook, lambda reducer: dist._register_comm_hook(reducer, state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type):
-        if self._loses_parts(comm_hook_type):
-            self._leave_to_torch()
+        self._prepare_for_hook(comm_hook_type, comm_hook_type in _HOOKS)
         super()._register_builtin_comm_hook(comm_hook_type)
         self._follow_hook(comm_hook_type, lambda reducer: dist._register_builtin_comm_hook(reducer, comm_hook_type))
 
-    def _loses_parts(self, hook):
-        """Whether the hook sends complex numbers as real ones."""
-        return _HOOKS[hook] is not None and any(parameter.is_complex() for parameter in self._reduced)
+    def _prepare_for_hook(self, hook, is_known):
+        """Leaves gradients to torch's Reducer where they cannot be reduced in place as the hook does."""
+        if self._in_place is None:
+            return
+        self._in_place.check_finished()
+        # Complex numbers would be sent as real ones.
+        loses_parts = is_known and _HOOKS[hook] is not None and any(parameter.is_complex() for parameter in self._reduced)
+        if not is_known or loses_parts:
+            self._leave_to_torch()
 
     def _follow_hook(self, hook, register):
         if self._in_place is not None:

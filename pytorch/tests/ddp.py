@@ -64,14 +64,28 @@ def unused_parameters(way):
 
 
 def skipped_unused_parameters(way):
-    net = way.wrap(Branches(), bucket_cap_mb=0.1, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    """Each parameter is a bucket, so that there are some that no rank uses."""
+    net = skipping(way, bucket_cap_mb=1e-4)
     result = train(net, lambda net: net(data(), (1,)).square().mean())
+    if way.group is None:
+        skipped = {name for bucket in net.stats().buckets if bucket.bytes == 0 for name in bucket.parameters}
+        assert skipped == {"branches.0.0.weight", "branches.0.0.bias"}
+    return result
+
+
+def skipped_unused_parameters_in_join(way):
+    """Where torch's class fails if it skips a bucket, and makes gradients of zeros now and then."""
+    net = skipping(way, bucket_cap_mb=1e-4 if way.group is None else 0.1)
     with net.join():
         for _ in range(3 * dist.get_rank()):
             net.zero_grad()
             net(data(), (1,)).square().mean().backward()
     way.check_path(net, in_place=True)
-    return result + gradients(net)
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+
+
+def skipping(way, **options):
+    return way.wrap(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **options)
 
 
 def unused_in_a_static_graph(way):
@@ -451,6 +465,7 @@ SAME = {
     "zeroed": zeroed,
     "unused parameters": unused_parameters,
     "skipped unused parameters": skipped_unused_parameters,
+    "skipped unused parameters, uneven inputs": skipped_unused_parameters_in_join,
     "unused in a static graph": unused_in_a_static_graph,
     "outputs that are not used": outputs_that_are_not_used,
     "used several times": used_several_times,

@@ -59,6 +59,14 @@ def missing_gradients():
     return all(word in (first if rank else second) for word in words)
 
 
+def hook_after_missing_gradients():
+    """torch's Reducer, to which this hook leaves everything, does not know of them."""
+    net = flow_torch.DistributedDataParallel(Branches())
+    backward(net, data(), (0,))
+    error = raised(lambda: net.register_comm_hook(None, lambda state, bucket: None), RuntimeError)
+    return f"rank {dist.get_rank()}: 2 of 6 parameters got no gradient" in error
+
+
 def failed_backward():
     """An error on one rank is one on both; the process group goes on."""
     net, rank = flow_torch.DistributedDataParallel(layers()), dist.get_rank()
@@ -276,7 +284,7 @@ def missing_in_a_static_graph():
 
 
 CASES = [
-    *(missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
+    *(missing_gradients, hook_after_missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
 ]

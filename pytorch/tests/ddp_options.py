@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
 from ddp_common import WIDTH, Branches, data, dense_gradients, gradients, layers, table, train, words
@@ -42,6 +43,18 @@ def uneven_from_the_start(way):
             result += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
     way.check_path(net, in_place=True)
     return result + train(net, lambda net: net(data(), (0, 1)).square().mean())
+
+
+def uneven_inputs_of_two_modules(way):
+    """Ranks that have joined are counted for the first: the other divides by the number of all."""
+    nets, result = [way.wrap(layers(count)) for count in (1, 2)], []
+    with Join(nets, divide_by_initial_world_size=False):
+        for _ in range(1 + 2 * dist.get_rank()):
+            for net in nets:
+                net.zero_grad()
+                net(data()).square().mean().backward()
+                result += gradients(net)
+    return result
 
 
 def uneven_sparse_gradients(way):
@@ -167,6 +180,33 @@ def hook_after_steps(way):
     return result
 
 
+def hook_before_backward(register, in_place, first=1, **options):
+    """Registered after a forward, and used in its backward."""
+
+    def run(way):
+        net, result = way.wrap(layers(), **options), []
+        for step in range(4):
+            net.zero_grad()
+            loss = net(data()).square().mean()
+            if step == first:
+                register(net, way.group)
+            loss.backward()
+            result += gradients(net)
+        way.check_path(net, in_place)
+        return result
+
+    return run
+
+
+def power_sgd_after_steps(way):
+    """Torch's Reducer learns then what the static graph is."""
+    net = way.wrap(layers(), static_graph=True, gradient_as_bucket_view=True)
+    result = train(net)
+    power_sgd(net, way.group)
+    way.check_path(net, in_place=False)
+    return result + train(net, steps=1) + train(net)
+
+
 def power_sgd(net, group):
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
     net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -274,6 +314,7 @@ OPTIONS = {
     "uneven inputs, unused parameters are looked for": uneven_inputs(find_unused_parameters=True),
     "uneven inputs, fp16 hook": uneven_inputs(registered(default_hooks.fp16_compress_hook)),
     "uneven from the start": uneven_from_the_start,
+    "uneven inputs of two modules": uneven_inputs_of_two_modules,
     "uneven, sparse gradients": uneven_sparse_gradients,
     "buffer hook before forward": buffer_hook_before_forward,
     "buffer hook after forward": buffer_hook_after_forward,
@@ -284,6 +325,10 @@ OPTIONS = {
     "bf16 hook": communication_hook(registered(default_hooks.bf16_compress_hook), bucket_cap_mb=0.1),
     "allreduce hook": communication_hook(registered(default_hooks.allreduce_hook)),
     "hook after steps": hook_after_steps,
+    "hook before backward": hook_before_backward(registered(default_hooks.fp16_compress_hook), in_place=True),
+    "power SGD before backward": hook_before_backward(power_sgd, in_place=False, gradient_as_bucket_view=True),
+    "power SGD before the first backward": hook_before_backward(power_sgd, False, 0, static_graph=True, gradient_as_bucket_view=True),
+    "power SGD after steps": power_sgd_after_steps,
     "builtin hook": communication_hook(builtin("ALLREDUCE"), gradient_as_bucket_view=True),
     "builtin fp16 hook": communication_hook(builtin("FP16_COMPRESS"), bucket_cap_mb=0.1),
     # gloo's threads wait for each other if there are more buckets

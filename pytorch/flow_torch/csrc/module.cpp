@@ -52,9 +52,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              }),
              py::arg("backend"), py::arg("torch"), py::arg("names"))
         .def("follow_hook", &InPlaceReducer::follow_hook, no_gil, py::arg("sent_as"))
+        .def("leave", &InPlaceReducer::leave, no_gil)
         .def("connect", &InPlaceReducer::connect, no_gil)
-        .def("expect", &InPlaceReducer::expect, no_gil, py::arg("is_uneven"))
-        .def("shadow", &InPlaceReducer::shadow, no_gil, py::arg("divides_by_all"))
+        .def("expect", &InPlaceReducer::expect, no_gil, py::arg("is_uneven"), py::arg("counts_ranks"))
+        .def("shadow", &InPlaceReducer::shadow, no_gil, py::arg("counts_ranks"))
         .def("check_finished", &InPlaceReducer::check_finished, no_gil)
         .def("fail", &InPlaceReducer::fail, no_gil, py::arg("cause"))
         .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil)

@@ -65,6 +65,14 @@ public:
         }
         share_lengths();
         buckets_.clear();
+        if (expects_) begin();
+    }
+
+    // Leaves everything to torch's Reducer. Returns whether that now expects a backward: there has been a forward.
+    bool leave() {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
+        return TorchReducer::expects_hooks(*torch_) |= std::exchange(expects_, false);
     }
 
     // Makes the group that reductions go in. All ranks call this, or none: then their first backward makes it.
@@ -75,8 +83,9 @@ public:
 
     // After torch's Reducer has been prepared for a backward: takes that over. Left to it are the first backward of a static graph,
     // in which it learns what the graph is, and one whose gradients go to a context of distributed autograd; with uneven inputs all of
-    // a static graph, as ranks that have joined do not know which one is the first.
-    void expect(bool is_uneven) {
+    // a static graph, as ranks that have joined do not know which one is the first. `counts_ranks`: gradients are divided by the number
+    // of ranks that have not joined, which are counted in each forward.
+    void expect(bool is_uneven, bool counts_ranks) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         {
             std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
@@ -92,6 +101,7 @@ public:
         }
         begin();
         is_uneven_ = is_uneven;
+        counts_ranks_ = counts_ranks;
         for (size_t index = 0; index < gradients_.size(); ++index) {
             auto& gradient = gradients_[index];
             // A change of type loses hooks.
@@ -105,9 +115,8 @@ public:
         task_ = -1;
     }
 
-    // Reduces zeros while the others reduce a backward's gradients: this rank has joined. `divides_by_all`: they divide by the number of
-    // all ranks, else by that of those that have not joined.
-    void shadow(bool divides_by_all) {
+    // Reduces zeros while the others reduce a backward's gradients, which they expect with `counts_ranks`: this rank has joined.
+    void shadow(bool counts_ranks) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         check_finished();
         failing([&] {
@@ -115,7 +124,7 @@ public:
             connect();
             begin();
             is_uneven_ = true;
-            divisor_ = divides_by_all ? flow_world_size(memory_.get()) : 0;
+            divisor_ = counts_ranks ? 0 : flow_world_size(memory_.get());
             for (auto& gradient : gradients_) reduce(gradient, nothing_of(gradient));
             finish_buckets();
             used_anywhere();
@@ -395,10 +404,10 @@ private:
 
     // Returns the number of ranks that gradients are divided by: of all, or of those that have not joined.
     size_t number_of_ranks() const {
-        const auto& work = TorchReducer::forward_pass_work(*torch_);
-        if (has_hook_ || !is_uneven_ || !work.workHandle || work.useStaticWorldSize) return flow_world_size(memory_.get());
-        work.workHandle->wait();
-        return work.workHandle->result().at(0).item<int64_t>();
+        if (has_hook_ || !counts_ranks_) return flow_world_size(memory_.get());
+        const auto& work = TorchReducer::forward_pass_work(*torch_).workHandle;
+        work->wait();
+        return work->result().at(0).item<int64_t>();
     }
 
     // Returns what is to be reduced of a gradient: itself where it is, or its place, or what there is of a sparse one. One of a parameter
@@ -463,11 +472,13 @@ private:
 
     // Launches the next bucket. False if too many are under way.
     bool launch() {
-        const auto& bucket = buckets_[next_];
+        auto& bucket = buckets_[next_];
         // What one rank does not use, none does. A rank that has joined does not know what the others use.
         const bool is_skipped = TorchReducer::skips_unused(*torch_) && !bucket.is_used && !is_uneven_;
         bool launched = true;
-        if (!bucket.pieces.empty() && !is_skipped) {
+        if (is_skipped) {
+            bucket.bytes = 0;
+        } else if (!bucket.pieces.empty()) {
             check(flow_launch_bucket(own_.get(), bucket.pieces.data(), bucket.pieces.size(), static_cast<uint32_t>(next_),
                                      divides_first(bucket) ? FLOW_SUM : FLOW_AVG, &launched));
         }
@@ -621,6 +632,8 @@ private:
     bool marked_unused_ = false;
     // Other ranks may have joined.
     bool is_uneven_ = false;
+    // These are not counted in what gradients are divided by.
+    bool counts_ranks_ = false;
     // What gradients are divided by.
     size_t divisor_ = 0;
     size_t ready_ = 0;

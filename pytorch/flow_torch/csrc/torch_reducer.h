@@ -12,7 +12,7 @@ struct TorchReducer final : c10d::Reducer {
     static const auto& grad_accumulators(Reducer& own) { return own.*&TorchReducer::grad_accumulators_; }
     static const auto& buckets(Reducer& own) { return own.*&TorchReducer::buckets_; }
     static bool expects_sparse(Reducer& own, size_t index) { return (own.*&TorchReducer::expect_sparse_gradients_).at(index); }
-    // The number of ranks that have not joined, which is being counted, and whether gradients are divided by that of all ranks.
+    // The number of ranks that have not joined, which is being counted.
     static const auto& forward_pass_work(Reducer& own) { return own.*&TorchReducer::forwardPassWorkHandle_; }
     // What a hook that shares buffers waits for.
     static auto& installed_futures(Reducer& own) { return own.*&TorchReducer::installed_futures_; }
