@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,6 +66,14 @@ def hook_after_missing_gradients():
     backward(net, data(), (0,))
     error = raised(lambda: net.register_comm_hook(None, lambda state, bucket: None), RuntimeError)
     return f"rank {dist.get_rank()}: 2 of 6 parameters got no gradient" in error
+
+
+def hook_of_one_rank():
+    net = flow_torch.DistributedDataParallel(layers())
+    if dist.get_rank() == 0:
+        net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    error = raised(lambda: backward(net, data()), dist.DistBackendError)
+    return all(word in error for word in ("rank 0 called", "f16, sum", "rank 1 called", "f32, avg"))
 
 
 def failed_backward():
@@ -284,7 +293,7 @@ def missing_in_a_static_graph():
 
 
 CASES = [
-    *(missing_gradients, hook_after_missing_gradients, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
+    *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
 ]
