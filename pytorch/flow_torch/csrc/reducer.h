@@ -87,32 +87,34 @@ public:
     // of ranks that have not joined, which are counted in each forward.
     void expect(bool is_uneven, bool counts_ranks) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        {
-            std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
-            const auto calls = TorchReducer::backward_calls(*torch_);
-            const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(*torch_));
-            const bool has_context = torch::distributed::autograd::DistAutogradContainer::currentContextId() != -1;
-            const bool is_static = TorchReducer::is_static(*torch_);
-            TORCH_CHECK(!has_context || !is_uneven || is_static, here(),
-                        "gradients that go to a context of distributed autograd are not reduced within join()");
-            expects_ = !has_context && !(is_static && (is_first || is_uneven));
-            if (!expects_) return;
-            TorchReducer::expects_hooks(*torch_) = false;
-        }
-        begin();
-        is_uneven_ = is_uneven;
-        counts_ranks_ = counts_ranks;
-        for (size_t index = 0; index < gradients_.size(); ++index) {
-            auto& gradient = gradients_[index];
-            // A change of type loses hooks.
-            TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(gradient.param) == hooks_[index].first, here(), "the type of ",
-                        names_[index], " has changed since its module was wrapped: wrap it again");
-            gradient.is_ready = false;
-            gradient.hooks = hooks_expected(index);
-        }
-        marked_unused_ = false;
-        ready_ = 0;
-        task_ = -1;
+        failing([&] {
+            {
+                std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
+                const auto calls = TorchReducer::backward_calls(*torch_);
+                const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(*torch_));
+                const bool has_context = torch::distributed::autograd::DistAutogradContainer::currentContextId() != -1;
+                const bool is_static = TorchReducer::is_static(*torch_);
+                TORCH_CHECK(!has_context || !is_uneven || is_static, here(),
+                            "gradients that go to a context of distributed autograd are not reduced within join()");
+                expects_ = !has_context && !(is_static && (is_first || is_uneven));
+                if (!expects_) return;
+                TorchReducer::expects_hooks(*torch_) = false;
+            }
+            begin();
+            is_uneven_ = is_uneven;
+            counts_ranks_ = counts_ranks;
+            for (size_t index = 0; index < gradients_.size(); ++index) {
+                auto& gradient = gradients_[index];
+                // A change of type loses hooks.
+                TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(gradient.param) == hooks_[index].first, here(),
+                            "the type of ", names_[index], " has changed since its module was wrapped: wrap it again");
+                gradient.is_ready = false;
+                gradient.hooks = hooks_expected(index);
+            }
+            marked_unused_ = false;
+            ready_ = 0;
+            task_ = -1;
+        });
     }
 
     // Reduces zeros while the others reduce a backward's gradients, which they expect with `counts_ranks`: this rank has joined.
