@@ -11,8 +11,15 @@ use tch::nn::VarStore;
 use crate::error::{Error, Result, job_rank};
 use crate::model_check::first_mismatch;
 
-/// The groups of converted layers, by the identities of their running means.
-static GROUPS: Mutex<BTreeMap<usize, Weak<LayerGroup>>> = Mutex::new(BTreeMap::new());
+/// The converted layers, by the identities of their running means. A layer ends with its mean, after
+/// which another tensor may have that identity.
+static LAYERS: Mutex<BTreeMap<usize, Weak<Layer>>> = Mutex::new(BTreeMap::new());
+
+struct Layer {
+    group: Arc<LayerGroup>,
+    /// Ranks that are in different layers of one size must not take each other's statistics.
+    digest: u64,
+}
 
 /// The group in which a model's layers meet. It is their own: a `Ddp` whose backward fails ends it, so
 /// that no rank waits in a layer for one that does not come.
@@ -78,11 +85,10 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
     }
     let shared = Arc::new(LayerGroup::new(group)?);
     for (name, mean) in &layers {
-        let shared = Arc::clone(&shared);
-        // Ranks that are in different layers of one size must not take each other's statistics.
-        let layer = digest(name);
+        let layer = Arc::new(Layer { group: Arc::clone(&shared), digest: digest(name) });
+        let known = Arc::downgrade(&layer);
         flow_autograd::replace_batch_norm(mean, move |norm| {
-            let group = shared.own().with_digest(layer);
+            let group = layer.group.own().with_digest(layer.digest);
             Ok(sync_batch_norm(&group, norm)?)
         })
         .map_err(|error| Error::Torch {
@@ -90,11 +96,9 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
             operation: "convert_sync_batchnorm",
             reason: error.to_string(),
         })?;
-    }
-    let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
-    groups.retain(|_, group| group.strong_count() > 0);
-    for (_, mean) in &layers {
-        groups.insert(flow_autograd::identity(mean), Arc::downgrade(&shared));
+        let mut all = LAYERS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, layer| layer.strong_count() > 0);
+        all.insert(flow_autograd::identity(mean), known);
     }
     Ok(layers.len())
 }
@@ -117,11 +121,11 @@ pub(crate) fn abort(buffers: &[usize], cause: &str) {
 
 /// Returns the groups of the layers that have these running means.
 fn groups_of(buffers: &[usize]) -> Vec<Arc<LayerGroup>> {
-    let groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    let layers = LAYERS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut found: Vec<Arc<LayerGroup>> = Vec::new();
-    for group in buffers.iter().filter_map(|buffer| groups.get(buffer)?.upgrade()) {
-        if !found.iter().any(|other| Arc::ptr_eq(other, &group)) {
-            found.push(group);
+    for layer in buffers.iter().filter_map(|buffer| layers.get(buffer)?.upgrade()) {
+        if !found.iter().any(|other| Arc::ptr_eq(other, &layer.group)) {
+            found.push(Arc::clone(&layer.group));
         }
     }
     found
