@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use flow_comm::{ProcessGroup, digest};
+use flow_comm::{ProcessGroup, ReduceOp, digest};
 use flow_tensor::sync_batch_norm;
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -103,11 +103,16 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
     Ok(layers.len())
 }
 
-/// Gives converted layers new groups, as a failure may have ended the old ones. All ranks call this.
-pub(crate) fn renew(buffers: &[usize]) -> Result<()> {
-    for group in groups_of(buffers) {
-        let renewed = group.program.duplicate()?;
-        *group.own() = renewed;
+/// Gives converted layers new groups where a failure has ended the old ones, as some rank of `group`
+/// knows. All its ranks call this.
+pub(crate) fn renew(buffers: &[usize], group: &ProcessGroup) -> Result<()> {
+    for layers in groups_of(buffers) {
+        let mut has_failed = [i32::from(layers.own().check("wrap").is_err())];
+        group.all_reduce(&mut has_failed, ReduceOp::Max)?;
+        if has_failed == [1] {
+            let renewed = layers.program.duplicate()?;
+            *layers.own() = renewed;
+        }
     }
     Ok(())
 }

@@ -132,7 +132,7 @@ impl DdpBuilder {
             buffers.clear();
         }
         broadcast_all(&group, &parameters, &buffers)?;
-        agree(&group, sync_batchnorm::renew(&identities))?;
+        agree(&group, sync_batchnorm::renew(&identities, &group))?;
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
