@@ -92,34 +92,6 @@ fn train(model: &Ddp<nn::SequentialT>) -> flow_ddp::Result<()> {
     loss.f_backward().map_err(Error::from_backward)
 }
 
-/// A buffer that lies where the running mean of a layer was, on one rank, is no layer: its model is
-/// wrapped as it is on the others.
-pub fn ended_sync_batchnorm(group: &ProcessGroup) -> Result<()> {
-    let store = store();
-    let [first, _second] = ["first", "second"]
-        .map(|name| nn::batch_norm2d(store.root() / name, 8, Default::default()));
-    convert_sync_batchnorm(&store, group)?;
-    let ended = flow_autograd::identity(&first.running_mean);
-    let variables = &store.variables_;
-    drop(variables.lock().unwrap().named_variables.remove("first.running_mean"));
-    drop(first);
-    let mut others = Vec::new();
-    let buffer = loop {
-        let buffer = Tensor::zeros([8], (Kind::Float, device()));
-        if (flow_autograd::identity(&buffer) == ended) == (group.rank() == 0) {
-            break buffer;
-        }
-        if others.len() == 10_000 {
-            println!("SKIPPED: no tensor lies where the running mean was");
-            break buffer;
-        }
-        others.push(buffer);
-    };
-    let parameter = Tensor::ones([1], (Kind::Float, device())).set_requires_grad(true);
-    Ddp::from_tensors((), vec![("w".into(), parameter)], vec![("b".into(), buffer)], group)?;
-    Ok(())
-}
-
 /// Parameters are frozen and unfrozen between steps.
 pub fn refreshed(group: &ProcessGroup) -> Result<()> {
     let input = Tensor::from(group.rank() as f32);

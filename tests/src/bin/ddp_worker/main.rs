@@ -150,7 +150,6 @@ const SCENARIOS: &[Scenario] = &[
     scenario("buffer_hook_in_join", buffer_hook::in_join, ALL_AND_NODES),
     scenario("buffer_hook_misused", buffer_hook::misused, ALL),
     scenario("failing_sync_batchnorm", lifecycle::failing_sync_batchnorm, ALL_AND_NODES),
-    scenario("ended_sync_batchnorm", lifecycle::ended_sync_batchnorm, CPU),
     scenario("wrapped_again", lifecycle::wrapped_again, CPU),
     scenario("joined_again", lifecycle::joined_again, CPU),
     scenario("sub_group", lifecycle::sub_group, ALL),
