@@ -5,6 +5,7 @@ the part in C++ does. Two ranks; each prints a line for each case.
 import gc
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -293,10 +295,32 @@ def missing_in_a_static_graph():
     return "2 of 6 parameters got no gradient" in error and "With static_graph=True each backward" in error
 
 
+def statistics_for_a_buffer_hook():
+    """Backward waits for the hook's future, which a thread completes that asks for them first."""
+    net = flow_torch.DistributedDataParallel(nn.Sequential(*layers(1), nn.BatchNorm1d(WIDTH)))
+    asked = []
+
+    def complete(future):
+        time.sleep(0.1)
+        asked.append(net.stats().backwards)
+        future.set_result(None)
+
+    def hook(group, buffers):
+        future = torch.futures.Future()
+        threading.Thread(target=complete, args=[future], daemon=True).start()
+        return [future]
+
+    net._register_buffer_comm_hook(net.process_group, hook, _BufferCommHookLocation.POST_FORWARD)
+    for _ in range(2):
+        backward(net, data())
+    return asked == [0, 1]
+
+
 CASES = [
     *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
+    statistics_for_a_buffer_hook,
 ]
 
 

@@ -511,12 +511,12 @@ private:
 
     // At the end of the backward that brought the last gradient.
     void finish() {
-        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        std::unique_lock<std::recursive_mutex> lock(mutex_);
         const auto backward_end = Clock::now();
         expects_ = false;
         failing([&] {
             finish_buckets();
-            wait_for_buffers();
+            wait_for_buffers(lock);
             const auto used = used_anywhere();
             for (size_t index = 0; index < gradients_.size(); ++index) {
                 if (used.empty() || used[index]) write_back(gradients_[index]);
@@ -553,10 +553,15 @@ private:
         }
     }
 
-    // A hook may share buffers until here.
-    void wait_for_buffers() {
+    // A hook may share buffers until here. Who completes its futures may ask for stats() before that.
+    void wait_for_buffers(std::unique_lock<std::recursive_mutex>& lock) {
         const auto futures = std::exchange(TorchReducer::installed_futures(*torch_), std::nullopt);
-        if (futures) c10::collectAll(*futures)->waitAndThrow();
+        if (!futures) return;
+        const auto all = c10::collectAll(*futures);
+        lock.unlock();
+        all->wait();
+        lock.lock();
+        all->waitAndThrow();
     }
 
     // Makes the parameter's gradient what was reduced.
