@@ -46,12 +46,13 @@ impl LayerGroup {
 /// also inside models of others, such as `tch::vision`'s. The model itself stays as it is, its
 /// checkpoints too. In evaluation each layer takes its running statistics, without communication.
 ///
-/// Call it on all ranks, after the model is made, and before or after it is wrapped in `Ddp`. A
-/// backward that fails in the `Ddp` ends the layers' communication as well, on all ranks, until the
-/// model is wrapped anew. From
+/// Call it on all ranks, after the model is made, and before or after it is wrapped in `Ddp`. From
 /// then on each forward in training, and its backward, are collective: all ranks run the same layers
 /// in the same order, as [`sync_batch_norm`] says. If they do not, it is an error of the layer, with
 /// which tch's modules panic. Nothing is converted where the group has one rank.
+///
+/// A backward that fails in the `Ddp` ends the layers' communication as well, on all ranks of
+/// `group`, until they wrap the model anew.
 ///
 /// ```no_run
 /// # fn main() -> anyhow::Result<()> {

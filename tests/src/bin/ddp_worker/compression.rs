@@ -259,9 +259,10 @@ pub fn beside_batch_norm(group: &ProcessGroup) -> Result<()> {
     for is_static in [false, true] {
         beside_batch_norm_with(group, is_static, Quantize::per_tensor())?;
         beside_batch_norm_with(group, is_static, TopK::new(0.1))?;
-        let power_sgd = || PowerSgd::new(1).start_iter(0);
-        beside_batch_norm_with(group, is_static, power_sgd())?;
-        beside_batch_norm_with(group, is_static, power_sgd().batched(true))?;
+        for batched in [false, true] {
+            let power_sgd = PowerSgd::new(1).start_iter(0).batched(batched);
+            beside_batch_norm_with(group, is_static, power_sgd)?;
+        }
     }
     Ok(())
 }

@@ -1,9 +1,8 @@
 //! Wrapping, unwrapping, and what stays as it was.
 
 use anyhow::{Context, Result, ensure};
-use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, DistributedSampler, Error, TensorCollectives, convert_sync_batchnorm};
+use flow_ddp::{Ddp, DistributedSampler, TensorCollectives};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
@@ -51,45 +50,6 @@ fn frozen_in(group: &ProcessGroup, model: Ddp<Vectors>) -> Result<()> {
         &error(model.forward(&Tensor::from(1f32)).f_backward())?,
         &["w1 was frozen", "call refresh"],
     )
-}
-
-/// A backward that fails on one rank, after its first gradient, is an error of ranks that wait in a
-/// synchronized batch norm, whose backward comes later. A model that is wrapped anew trains.
-pub fn failing_sync_batchnorm(group: &ProcessGroup) -> Result<()> {
-    for converts_first in [true, false] {
-        let store = store();
-        let gate = Tensor::ones([1], (Kind::Float, device())).set_requires_grad(true);
-        let between = gate.shallow_clone();
-        let net = models::batchnorm(&store.root()).add_fn(move |x| x * &between).add(nn::linear(
-            store.root() / "last",
-            10,
-            10,
-            Default::default(),
-        ));
-        if converts_first {
-            convert_sync_batchnorm(&store, group)?;
-        }
-        let model = Ddp::new(net, &store, group)?;
-        if !converts_first {
-            convert_sync_batchnorm(&store, group)?;
-        }
-        train(&model)?;
-        let enough = |_: &Tensor| Err("rank 1 has had enough".into());
-        let fails = group.rank() == 1;
-        let hook = fails.then(|| GradHook::install(&gate, enough)).transpose()?;
-        let elsewhere = "rank 1 aborted the group: its backward failed";
-        let cause = if fails { "rank 1 has had enough" } else { elsewhere };
-        says(&error(train(&model))?, &[cause])?;
-        drop(hook);
-        train(&Ddp::new(model.into_inner(), &store, group)?)?;
-    }
-    Ok(())
-}
-
-fn train(model: &Ddp<nn::SequentialT>) -> flow_ddp::Result<()> {
-    let x = Tensor::randn([4, 3, 8, 8], (Kind::Float, device()));
-    let loss = model.try_forward_t(&x, true)?.square().mean(Kind::Float);
-    loss.f_backward().map_err(Error::from_backward)
 }
 
 /// Parameters are frozen and unfrozen between steps.
@@ -284,6 +244,8 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
     model.without_sync(|model| model.try_forward_t(&x, true).map(drop))?;
     // As long as the old one is held, it might be the model's.
     drop(model.try_forward_t(&x, true)?);
+    // Whoever finds it ends the group, in which another rank may still be in that forward.
+    group.barrier()?;
     drop(buffer);
     says(
         &error(model.try_forward_t(&x, true))?,

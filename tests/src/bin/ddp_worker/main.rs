@@ -27,6 +27,7 @@ mod random_options;
 mod reported;
 mod sparse;
 mod static_graph;
+mod sync_batchnorm;
 mod tensors;
 mod tied;
 mod tuned;
@@ -149,7 +150,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("buffer_hook_by_hand", buffer_hook::by_hand, ALL),
     scenario("buffer_hook_in_join", buffer_hook::in_join, ALL_AND_NODES),
     scenario("buffer_hook_misused", buffer_hook::misused, ALL),
-    scenario("failing_sync_batchnorm", lifecycle::failing_sync_batchnorm, ALL_AND_NODES),
+    scenario("failing_sync_batchnorm", sync_batchnorm::failing, ALL_AND_NODES),
     scenario("wrapped_again", lifecycle::wrapped_again, CPU),
     scenario("joined_again", lifecycle::joined_again, CPU),
     scenario("sub_group", lifecycle::sub_group, ALL),
