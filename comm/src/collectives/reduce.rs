@@ -9,7 +9,7 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
 use crate::nccl::CudaGroup;
-use crate::nccl::operations::{count, operator, parts};
+use crate::nccl::operations::{count, parts};
 use crate::shm::contribution::Readers;
 use flow_kernels::ReduceOp;
 use flow_kernels::cuda::{DeviceBuffer, Stream};
@@ -54,11 +54,11 @@ impl CudaGroup {
         let operation =
             OpDescriptor::new(Kind::Reduce, buffer.dtype(), count(buffer)).reduce(op).root(root);
         let (data, count, dtype) = parts(buffer);
-        let op = operator(op);
         let root = root as i32;
         // SAFETY: `in_order` has the buffer used in the order of the caller's stream; it holds `count`
         // elements, and NCCL writes to the root's only.
         self.in_order(operation, stream, |communicator, own| unsafe {
+            let op = communicator.operator(op);
             communicator.call("ncclReduce", |nccl, comm| {
                 nccl.ncclReduce(data, data, count, dtype, op, root, comm, own.handle().cast())
             })

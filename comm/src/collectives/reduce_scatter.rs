@@ -13,7 +13,7 @@ use crate::group::ProcessGroup;
 use crate::kind::Kind;
 use crate::memory::Buffers;
 use crate::nccl::CudaGroup;
-use crate::nccl::operations::{blocks_of, count, operator, parts};
+use crate::nccl::operations::{blocks_of, count, parts};
 use crate::shm::contribution::{
     Contribution, Contributors, Readers, equal_extents, extents_of, longest,
 };
@@ -116,10 +116,10 @@ impl CudaGroup {
             OpDescriptor::new(Kind::ReduceScatter, input.dtype(), count(input)).reduce(op);
         let (from, ..) = parts(input);
         let (to, count, dtype) = parts(output);
-        let op = operator(op);
         // SAFETY: `in_order` has the buffers used in the order of the caller's stream; the input
         // holds `count` elements for each rank.
         self.in_order(operation, stream, |communicator, own| unsafe {
+            let op = communicator.operator(op);
             communicator.call("ncclReduceScatter", |nccl, comm| {
                 nccl.ncclReduceScatter(from, to, count, dtype, op, comm, own.handle().cast())
             })
@@ -146,9 +146,9 @@ impl CudaGroup {
         let (own_data, ..) = parts(output);
         let own_rank = self.rank();
         let blocks = blocks_of(input, counts);
-        let op = operator(op);
         // NCCL has no reduce-scatter of uneven blocks: each block is reduced to its rank.
         self.in_order(operation, stream, |communicator, own| {
+            let op = communicator.operator(op);
             let stream = own.handle().cast();
             communicator.grouped(|library, comm| {
                 for block in &blocks {

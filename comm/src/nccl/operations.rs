@@ -68,6 +68,19 @@ impl Communicator {
 }
 
 impl Communicator {
+    /// Returns NCCL's name of a reduction. The mean of one rank is its sum: NCCL's kernel for that
+    /// mean (2.28.9) does not write the last elements.
+    pub fn operator(&self, op: ReduceOp) -> ncclRedOp_t {
+        match op {
+            ReduceOp::Avg if self.size() == 1 => ncclRedOp_t::ncclSum,
+            ReduceOp::Avg => ncclRedOp_t::ncclAvg,
+            ReduceOp::Sum => ncclRedOp_t::ncclSum,
+            ReduceOp::Product => ncclRedOp_t::ncclProd,
+            ReduceOp::Min => ncclRedOp_t::ncclMin,
+            ReduceOp::Max => ncclRedOp_t::ncclMax,
+        }
+    }
+
     /// Enqueues the reduction of `buffer` over all ranks.
     ///
     /// # Safety
@@ -81,7 +94,7 @@ impl Communicator {
         stream: &Stream,
     ) -> Result<(), CommunicatorError> {
         let (data, count, dtype) = parts(buffer);
-        let op = operator(op);
+        let op = self.operator(op);
         let stream = stream.handle().cast();
         self.call("ncclAllReduce", |nccl, comm| {
             // SAFETY: the memory holds `count` elements; the caller's promise.
@@ -150,16 +163,5 @@ fn data_type(dtype: DType) -> ncclDataType_t {
         DType::I32 => ncclDataType_t::ncclInt32,
         DType::I64 => ncclDataType_t::ncclInt64,
         DType::U8 => ncclDataType_t::ncclUint8,
-    }
-}
-
-/// Returns NCCL's name of a reduction.
-pub fn operator(op: ReduceOp) -> ncclRedOp_t {
-    match op {
-        ReduceOp::Sum => ncclRedOp_t::ncclSum,
-        ReduceOp::Avg => ncclRedOp_t::ncclAvg,
-        ReduceOp::Product => ncclRedOp_t::ncclProd,
-        ReduceOp::Min => ncclRedOp_t::ncclMin,
-        ReduceOp::Max => ncclRedOp_t::ncclMax,
     }
 }
