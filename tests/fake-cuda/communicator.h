@@ -95,10 +95,21 @@ public:
         return current;
     }
 
+    auto stopping() {
+        return [this] { return stopped.load(); };
+    }
+
     /// Enqueues one job for all of `operations`. As with NCCL, a communicator that does not block
     /// prepares its first ones in the background, and they are not on the stream before its state
-    /// is "success".
+    /// is "success". One that does waits in the first collective of a kind until all ranks have
+    /// called it.
     int launch(void* stream, std::vector<Operation> operations) {
+        if (blocking) {
+            for (const Operation& operation : operations) {
+                const bool is_message = operation.kind == SEND || operation.kind == RECV;
+                if (!is_message && operation.count && !rendezvous.connect(stopping(), operation.kind)) return INTERNAL_ERROR;
+            }
+        }
         if (blocking || launched) return enqueue(stream, std::move(operations));
         launched = true;
         return start([this, stream, operations = std::move(operations)] {
@@ -225,6 +236,7 @@ private:
             std::vector<char> parts(count * size * ranks);
             for (int other = 0; other < ranks; ++other) received.push_back(transfer(other, parts.data() + other * count * size, count * size));
             if (!exchange(std::move(sent), std::move(received))) return false;
+            if (ranks == 1 && operation.reduction == AVG) count = written_of_one_rank(count, size);
             reduce(DataType(operation.type), Reduction(operation.reduction), parts.data(), out, count, ranks);
             return true;
         };

@@ -47,6 +47,7 @@ struct Choice {
 struct Seat {
     std::atomic<std::uint32_t> present;
     std::atomic<std::uint32_t> bell;  // rung when something has changed for this rank
+    std::atomic<std::uint32_t> called;  // kinds of collectives that this rank has called, as bits
     Choice choices[2];
 };
 
@@ -133,6 +134,19 @@ public:
                 if (receiving[one.peer] || !receive(one)) receiving[one.peer] = true, done = false;
             }
             return done;
+        });
+    }
+
+    /// Returns when all ranks have called a collective of this kind; false if `stopped`.
+    template <class Stopped>
+    bool connect(Stopped stopped, int kind) {
+        const std::uint32_t bit = 1u << kind;
+        if (memory->seats[rank].called.fetch_or(bit) & bit) return true;
+        ring_all();
+        return wait(stopped, [&] {
+            for (int other = 0; other < ranks; ++other)
+                if (!(memory->seats[other].called & bit)) return false;
+            return true;
         });
     }
 

@@ -115,7 +115,7 @@ fn absent(failure: &Failure, store: &Store, prefix: &str) -> Vec<String> {
 pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
     match error {
         CommunicatorError::Cancelled(error) => error,
-        other => failure.fail(system_error(failure, JOINING, EnqueueError::from(other).0)),
+        other => failure.fail(system_error(failure, JOINING, EnqueueError::from(other).reason)),
     }
 }
 

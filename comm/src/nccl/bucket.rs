@@ -110,7 +110,7 @@ impl CudaGroup {
         let communicator = &self.member(&"registering device memory")?.communicator;
         let registered = communicator.register(&bucket.flat.memory);
         bucket.registration = registered.map_err(|failure| {
-            self.system("registering device memory", EnqueueError::from(failure).0)
+            self.system("registering device memory", EnqueueError::from(failure).reason)
         })?;
         Ok(bucket)
     }

@@ -18,6 +18,7 @@ use flow_kernels::cuda::Event;
 
 use super::communicator::{Communicator, CommunicatorError};
 use super::device_clock::DeviceClock;
+use super::error::EnqueueError;
 use super::peer_progress::PeerProgress;
 use super::progress::EnqueuedOp;
 use crate::error::{Error, Result};
@@ -33,6 +34,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 const PUBLISH_INTERVAL: Duration = Duration::from_secs(1);
 /// Grace for an operation to complete here after a peer that took part in it has exited cleanly.
 const PEER_EXIT_GRACE: Duration = Duration::from_secs(5);
+/// The time in which this rank learns which peer NCCL has lost.
+const PEER_LOSS_GRACE: Duration = Duration::from_secs(5);
 /// The time after a failure in which the program may observe it, and the abort free the device.
 /// Then the process is terminated: it may hang in a driver call that not even an abort ends.
 const ABORT_GRACE: Duration = Duration::from_secs(30);
@@ -179,6 +182,11 @@ impl Watchdog {
         ERROR_OBSERVED.store(true, Ordering::SeqCst);
         self.shared.change.notify_all();
         error
+    }
+
+    /// Fails the group, as an operation could not be enqueued. Returns the first failure.
+    pub fn refused(&self, operation: &EnqueuedOp, error: EnqueueError) -> Error {
+        self.fail(self.shared.explained(operation, error))
     }
 
     /// Waits until all operations that began are over, or the group has failed.
@@ -365,8 +373,8 @@ impl Shared {
         if let Err(error) = failure.check_failure(operation, true) {
             return Some(error);
         }
-        if let Err(CommunicatorError::Nccl(error)) = self.communicator.check() {
-            return Some(self.system(operation, error.to_string()));
+        if let Err(error @ CommunicatorError::Nccl(_)) = self.communicator.check() {
+            return Some(self.explained(operation, error.into()));
         }
         // A peer may exit when its part of the operation is over, a little before the operation is
         // over here.
@@ -395,6 +403,22 @@ impl Shared {
             );
         }
         None
+    }
+
+    /// Returns the error of an operation. NCCL may know that a peer is lost a little before this
+    /// rank learns which, or why.
+    fn explained(&self, operation: &EnqueuedOp, error: EnqueueError) -> Error {
+        let begin = Instant::now();
+        while error.lost_a_peer && begin.elapsed() < PEER_LOSS_GRACE {
+            if let Err(error) = self.failure.check_failure(operation, true) {
+                return error;
+            }
+            if let Some(&peer) = self.failure.departed_peers().first() {
+                return self.failure.fail_peer_lost(peer, operation);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.system(operation, error.reason)
     }
 
     fn system(&self, operation: &EnqueuedOp, reason: String) -> Error {

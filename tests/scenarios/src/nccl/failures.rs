@@ -62,6 +62,16 @@ pub const SCENARIOS: &[Scenario] = &[
         let text = test.ranks().remove(0).finish(TEST_TIMEOUT).success();
         assert_contains(&text, &["rank 0: all_reduce #4", "failed: rank 1 (pid", "died"]);
     }),
+    // As NCCL does, of which the second sum fails where it has lost a connection.
+    scenario(
+        "a_lost_connection_names_the_rank_that_died",
+        lost_connection,
+        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:2:6")])],
+    )
+    .checked_by(|test| {
+        let text = test.ranks().remove(0).finish(TEST_TIMEOUT).success();
+        assert_contains(&text, &["rank 0: all_reduce #", "failed: rank 1 (pid", "died"]);
+    }),
     scenario("aborts", aborts, &[TWO]).checked_by(|test| {
         assert_contains(&first_rank(test)[0], &["rank 1 aborted the group: the data ran out"]);
     }),
@@ -349,6 +359,23 @@ fn dies(group: &ProcessGroup) -> Result<()> {
     let Some(mut started) = start(group)? else { return Ok(()) };
     if started.is_second() {
         std::process::abort();
+    }
+    let outcome = started.sum().and_then(|()| started.stuck());
+    started.report(outcome)
+}
+
+/// The other rank has ended when the sum begins.
+fn lost_connection(group: &ProcessGroup) -> Result<()> {
+    let Some(mut started) = start(group)? else { return Ok(()) };
+    let mut pids = [0; 2];
+    group.all_gather(&[std::process::id() as i32], &mut pids)?;
+    if started.is_second() {
+        std::process::abort();
+    }
+    // Nobody has reaped it yet.
+    let status = format!("/proc/{}/status", pids[1]);
+    while !std::fs::read_to_string(&status)?.contains("State:\tZ") {
+        std::thread::sleep(Duration::from_millis(1));
     }
     let outcome = started.sum().and_then(|()| started.stuck());
     started.report(outcome)
