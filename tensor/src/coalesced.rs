@@ -60,7 +60,8 @@ pub struct CoalescedBroadcast {
     tensors: Vec<Tensor>,
     /// The kind and number of elements that the buffers were made for, of each tensor.
     sizes: Vec<(Kind, usize)>,
-    buffers: CoalescedBuffers,
+    /// None for one rank.
+    buffers: Option<CoalescedBuffers>,
 }
 
 enum CoalescedBuffers {
@@ -70,6 +71,16 @@ enum CoalescedBuffers {
         cuda: Arc<CudaGroup>,
         flat: Vec<Flat>,
     },
+}
+
+impl CoalescedBuffers {
+    fn new(group: &ProcessGroup, tensors: &[Tensor]) -> Result<Self> {
+        let cuda = tensors.first().map(|tensor| cuda_group(group, tensor)).transpose()?.flatten();
+        Ok(match cuda {
+            Some(cuda) => Self::Cuda { flat: flat(&cuda, tensors)?, cuda },
+            None => Self::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?),
+        })
+    }
 }
 
 /// Tensors of one kind, by index.
@@ -88,12 +99,9 @@ impl CoalescedBroadcast {
     /// There is no memory for them, or NCCL cannot be used.
     pub fn new(group: &ProcessGroup, named: Vec<(String, Tensor)>) -> Result<Self> {
         let (names, tensors): (Vec<String>, Vec<Tensor>) = named.into_iter().unzip();
-        let first = tensors.first().filter(|_| group.world_size() > 1);
-        let buffers = match first.map(|tensor| cuda_group(group, tensor)).transpose()?.flatten() {
-            Some(cuda) => CoalescedBuffers::Cuda { flat: flat(&cuda, &tensors)?, cuda },
-            None => {
-                CoalescedBuffers::Cpu(group.alloc_shared(tensors.iter().map(size_in_bytes).sum())?)
-            }
+        let buffers = match group.world_size() {
+            1 => None,
+            _ => Some(CoalescedBuffers::new(group, &tensors)?),
         };
         let sizes = tensors.iter().map(|tensor| (tensor.kind(), tensor.numel())).collect();
         Ok(Self { names, tensors, sizes, buffers })
@@ -131,8 +139,11 @@ impl CoalescedBroadcast {
             }
         }
         match &mut self.buffers {
-            CoalescedBuffers::Cpu(memory) => broadcast_shared(group, memory, root, &contiguous)?,
-            CoalescedBuffers::Cuda { cuda, flat } => {
+            None => {}
+            Some(CoalescedBuffers::Cpu(memory)) => {
+                broadcast_shared(group, memory, root, &contiguous)?
+            }
+            Some(CoalescedBuffers::Cuda { cuda, flat }) => {
                 broadcast_flat(group, cuda, flat, root, &contiguous)?
             }
         }
