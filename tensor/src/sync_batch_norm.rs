@@ -143,7 +143,8 @@ fn update(running: Option<&Tensor>, now: &Tensor, momentum: f64) -> Result<(), T
     Ok(())
 }
 
-/// Normalizes by these statistics: libtorch's batch norm as in evaluation.
+/// Normalizes by these statistics: libtorch's batch norm as in evaluation, which takes no empty
+/// batch on a GPU.
 fn normalized(
     input: &Tensor,
     [weight, bias]: &[Option<Tensor>; 2],
@@ -151,6 +152,9 @@ fn normalized(
     variance: &Tensor,
     eps: f64,
 ) -> Result<Tensor, TchError> {
+    if input.numel() == 0 {
+        return input.f_zeros_like();
+    }
     let (weight, bias) = (weight.as_ref(), bias.as_ref());
     let (output, ..) =
         input.f_native_batch_norm(weight, bias, Some(mean), Some(variance), false, 0.0, eps)?;

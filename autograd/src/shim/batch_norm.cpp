@@ -95,7 +95,10 @@ bool flow_replaces_batch_norm(const at::Tensor* running_mean) { return batch_nor
 char* flow_batch_norm_sums(const at::Tensor* gradient, const at::Tensor* input, const at::Tensor* mean, const at::Tensor* variance, double eps,
                            at::Tensor** of_weight, at::Tensor** of_bias) {
     return guarded([&] {
-        auto sums = at::native_batch_norm_backward(*gradient, *input, {}, *mean, *variance, {}, {}, false, eps, {false, true, true});
+        // The kernel for GPUs asks for a weight, and for what a forward has saved, of which nothing stands for "as in evaluation".
+        const auto weight = at::ones_like(*mean);
+        const auto saved = at::empty({0}, mean->options());
+        auto sums = at::native_batch_norm_backward(*gradient, *input, weight, *mean, *variance, saved, saved, false, eps, {false, true, true});
         *of_weight = new at::Tensor(std::move(std::get<1>(sums)));
         *of_bias = new at::Tensor(std::move(std::get<2>(sums)));
     });
