@@ -247,7 +247,7 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         let net = models::batchnorm(&store.root());
         let hook = Faulty { fault, own: crate::helpers::own_group(group)? };
         let model = Ddp::builder(group).buffer_comm_hook(hook).wrap(net, &store)?;
-        let text = failure(|| {
+        let text = failure(&model, || {
             let output = model.try_forward_t(&x, true)?;
             output.sum(Kind::Float).f_backward().map_err(Error::from_backward)
         })?;

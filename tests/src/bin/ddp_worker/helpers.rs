@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use flow_comm::{ProcessGroup, ReduceOp};
-use flow_ddp::{BoxError, CommHook, GradBucket, Pending, Stats, TensorCollectives};
+use flow_ddp::{BoxError, CommHook, Ddp, GradBucket, Pending, Stats, TensorCollectives};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
@@ -171,10 +171,17 @@ pub fn error<T>(result: Result<T, impl std::fmt::Display>) -> Result<String> {
 }
 
 /// The text of the error that a backward must give, if not on this rank then on another. No rank
-/// waits for others on a GPU: one whose own gradients are complete gets it from its next backward.
-pub fn failure<E: std::fmt::Display>(backward: impl Fn() -> Result<(), E>) -> Result<String> {
+/// waits for others on a GPU: one whose own gradients are complete gets it from its next backward, or
+/// as it waits for the device.
+pub fn failure<M, E: std::fmt::Display>(
+    model: &Ddp<M>,
+    backward: impl Fn() -> Result<(), E>,
+) -> Result<String> {
     match backward() {
-        Ok(()) if on_gpu() => error(backward()),
+        Ok(()) if on_gpu() => match backward() {
+            Ok(()) => error(model.synchronize()),
+            result => error(result),
+        },
         result => error(result),
     }
 }

@@ -211,7 +211,7 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
     });
     let store = store();
     let model = Ddp::builder(group).comm_hook(hook).wrap(Vectors::new(&store, &[10]), &store)?;
-    let text = failure(|| model.weighted_sum(&[(0, 1.0)]).f_backward())?;
+    let text = failure(&model, || model.weighted_sum(&[(0, 1.0)]).f_backward())?;
     says(&text, &["rank 0: the communication hook", "the disk is full"])?;
     let own = format!("rank {}: the communication hook", group.rank());
     ensure!(text.contains(&own) == (group.rank() == 0), "{text}");

@@ -405,7 +405,7 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
-        let text = crate::helpers::failure(|| model.weighted_sum(&uses).f_backward())?;
+        let text = crate::helpers::failure(&model, || model.weighted_sum(&uses).f_backward())?;
         crate::helpers::says(
             &text,
             &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"],

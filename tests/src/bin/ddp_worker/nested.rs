@@ -90,7 +90,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
                 );
             }
         } else {
-            let text = failure(|| loss().f_backward())?;
+            let text = failure(&model, || loss().f_backward())?;
             says(&text, &["no gradient in this backward: rank 0: w2; rank 1: w2"])?;
         }
     }

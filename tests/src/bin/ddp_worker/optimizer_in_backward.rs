@@ -265,7 +265,7 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         let value = model.0[index].double_value(&[0]);
         ensure!(value == expected, "w{index} is {value}, not {expected}");
     }
-    let text = failure(|| model.weighted_sum(&[(1, 1.0)]).f_backward())?;
+    let text = failure(&model, || model.weighted_sum(&[(1, 1.0)]).f_backward())?;
     says(&text, &["parameters got no gradient in this backward", "rank 0: w0"])?;
     drop(model);
 

@@ -33,7 +33,7 @@ pub fn unused(group: &ProcessGroup) -> Result<()> {
             let own = leaves_out(group.rank());
             let used: Vec<_> =
                 all.iter().copied().filter(|(index, _)| !own.contains(index)).collect();
-            let text = failure(|| model.weighted_sum(&used).f_backward())?;
+            let text = failure(&model, || model.weighted_sum(&used).f_backward())?;
             let (_, text) =
                 text.split_once("no gradient in this backward: ").with_context(|| text.clone())?;
             let context = || format!("case {number} after {good_steps} good steps: {text}");

@@ -71,7 +71,7 @@ pub fn cases() -> Vec<Case> {
             },
         ),
         case("embedding_bag", [normal([9, 6]), ints(9, [8])], &[], |x| {
-            let offsets = Tensor::from_slice(&[0i64, 3, 5]);
+            let offsets = Tensor::from_slice(&[0i64, 3, 5]).to_device(x[0].device());
             Tensor::embedding_bag::<Tensor>(&x[0], &x[1], &offsets, false, 1, false, None, false).0
         }),
         case("as_strided", [normal([5, 6])], &[], |x| x[0].as_strided([3, 2], [6, 2], 1) * 2.0),
