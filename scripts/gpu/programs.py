@@ -11,7 +11,6 @@ from time import monotonic
 BUNDLE = Path(__file__).resolve().parent
 TORCH_VERSION = "2.11."
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "SLURM_", "TORCHELASTIC_", "FLOW_", "NCCL_HOSTID")
-LIMIT_S = 300  # for one program
 # Ranks that share a GPU look like hosts of their own; whatever network there is, both sides take the same.
 SHARED = {"NCCL_NET": "Socket"}
 AS_HOST = ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"']
@@ -64,11 +63,12 @@ def driver():
 
 
 class Programs:
-    def __init__(self, python, torch, fakes, out):
+    def __init__(self, python, torch, fakes, out, limit):
         self.python = python
         self.gpus = 1 if fakes else len(torch["gpus"])
         self.rehearsal = fakes is not None
         self.out = out
+        self.limit = limit  # in seconds, for one program
         self.log = open(out / "log.txt", "a", encoding="utf-8")
         self.lock = threading.Lock()
         self.running = set()
@@ -76,7 +76,7 @@ class Programs:
         self.peer_environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         # Programs that were built here find the libtorch of their build, beside which there is no NCCL but the fake.
         folders = [fakes] if fakes else torch["folders"]
-        variables = {"FLOW_CACHE": out / "cache", "RUST_BACKTRACE": 0}
+        variables = {"FLOW_CACHE": out / "cache", "RUST_BACKTRACE": 0, "OMP_NUM_THREADS": 4}
         if fakes:
             variables["FLOW_NCCL_PATH"] = fakes / "libnccl_fake.so"
             variables["FLOW_FAKE_GPUS"] = self.gpus
@@ -92,7 +92,7 @@ class Programs:
             else:
                 environment.pop("NVIDIA_TF32_OVERRIDE", None)
 
-    def flow(self, ranks, program, *arguments, limit=LIMIT_S, **variables):
+    def flow(self, ranks, program, *arguments, **variables):
         """What a program of the bundle prints, as that many ranks; 0: without flow-launch."""
         command = [BUNDLE / "bin" / program, *arguments]
         if isinstance(ranks, int) and ranks > self.gpus:
@@ -102,7 +102,7 @@ class Programs:
             command = [BUNDLE / "bin" / "flow-launch", "--nproc_per_node", ranks, *command]
         if self.rehearsal and program not in ("cuda_check", "worker"):
             variables["FLOW_TEST_HOST_AS_GPU"] = "1"  # tensors stay on the CPU
-        return self.run(command, {**self.environment, **variables}, limit)
+        return self.run(command, {**self.environment, **variables})
 
     def pair(self, job, program, *arguments):
         """What rank 0 prints of two that nobody launches, so that nobody stops one when the other fails."""
@@ -117,13 +117,13 @@ class Programs:
         with self.lock:
             self.running.add(other)
         try:
-            return self.run(command, environments[0], LIMIT_S)
+            return self.run(command, environments[0])
         finally:
             stop(other)
             with self.lock:
                 self.running.discard(other)
 
-    def pytorch(self, ranks, script, *arguments, limit=LIMIT_S):
+    def pytorch(self, ranks, script, *arguments):
         """What a peer prints; in a rehearsal it works on the CPU."""
         command = [self.python, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command += ["--nproc_per_node", ranks]
@@ -131,11 +131,11 @@ class Programs:
         command += ["--share-gpus"] if ranks > self.gpus else []
         variables = {"OMP_NUM_THREADS": "1", **(SHARED if ranks > self.gpus else {})}
         try:
-            return self.run([*command, *arguments], {**self.peer_environment, **variables}, limit)
+            return self.run([*command, *arguments], {**self.peer_environment, **variables})
         except Failed as error:
             raise Failed(f"PyTorch: {error}") from error
 
-    def run(self, command, environment, limit):
+    def run(self, command, environment):
         command = [str(part) for part in command]
         start = monotonic()
         child = subprocess.Popen(
@@ -151,12 +151,12 @@ class Programs:
         with self.lock:
             self.running.add(child)
         try:
-            output, errors = child.communicate(timeout=limit)
+            output, errors = child.communicate(timeout=self.limit)
             ended = f"exit code {child.returncode}" if child.returncode else None
         except subprocess.TimeoutExpired:
             stop(child)
             output, errors = child.communicate()
-            ended = f"not done after {limit} s"
+            ended = f"not done after {self.limit} s"
         with self.lock:
             self.running.discard(child)
             last = f"[{ended or 'ok'}, {monotonic() - start:.1f} s]\n"

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,6 @@ from benches import benches
 from checks import checks
 from programs import BUNDLE, CannotRun, Failed, Programs, driver, probe
 
-CHECKS_AT_A_TIME = 2  # most of a check is its start
-
 
 def parse():
     parser = argparse.ArgumentParser(
@@ -29,7 +28,11 @@ def parse():
     parser.add_argument("parts", nargs="*", metavar="checks|bench", help="what to run (default: both)")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="DIR", help="default: ./gpu-results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, models and rounds")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only what has this in its name")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only what has this in its name")
+    parser.add_argument(
+        "--at-a-time", type=int, default=2, metavar="N", help="checks that run at once: most of one is its start (default: 2)"
+    )
+    parser.add_argument("--limit", type=int, default=300, metavar="SECONDS", help="for one program (default: 300)")
     parser.add_argument("--python", default="python3", help="the interpreter with torch (default: python3)")
     parser.add_argument(
         "--rehearse",
@@ -99,7 +102,7 @@ def main():
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     fakes = arguments.rehearse.resolve() if rehearsal else None
-    programs = Programs(arguments.python, torch, fakes, out)
+    programs = Programs(arguments.python, torch, fakes, out, arguments.limit)
 
     device = "none, fakes" if rehearsal else f"{len(torch['gpus'])} x {torch['gpus'][0]}"
     machine = {**torch, "device": device, "driver": driver(), "cores": os.cpu_count()}
@@ -120,7 +123,7 @@ def main():
         before = {item["name"]: item for item in results["parts"].get(part, {}).get("items", [])}
         if part == "bench":  # what is left out is reported as well
             listed += [(name, None) for name, _ in benches(False, False) if name not in dict(listed)]
-        chosen = [(name, function) for name, function in listed if function and arguments.only in name]
+        chosen = [(name, function) for name, function in listed if function and re.search(arguments.only, name)]
         fresh = {name: {"name": name, "outcome": "not run"} for name, _ in chosen}
         items = [fresh.get(name) or before.get(name) or {"name": name, "outcome": "not run"} for name, _ in listed]
         options = ["--quick"] * arguments.quick + [f"--only '{arguments.only}'"] * bool(arguments.only)
@@ -130,7 +133,7 @@ def main():
             "items": items,
         }
         report.write(out, results)
-        at_a_time = CHECKS_AT_A_TIME if part == "checks" and not rehearsal else 1
+        at_a_time = arguments.at_a_time if part == "checks" and not rehearsal else 1
         functions = [function for _, function in chosen]
         run_part(programs, functions, at_a_time, list(fresh.values()), lambda: report.write(out, results))
         failed += sum(item["outcome"] == "FAILED" for item in fresh.values())
