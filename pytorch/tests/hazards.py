@@ -83,6 +83,20 @@ def futures_that_are_dropped(rank):
     return True
 
 
+def futures_after_the_end(rank):
+    """An operation's future is complete when the operation is: torch's Reducer takes its value then."""
+    for round in range(2_000):
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        early = work.get_future() if round % 2 else None
+        if round % 4 < 2:
+            work.wait()
+        while not work.is_completed():
+            time.sleep(0)
+        if round % 4 < 2 and early and not early.done() or not early and not work.get_future().done():
+            return False
+    return True
+
+
 def power_sgd(rank):
     torch.manual_seed(1)
     net = DistributedDataParallel(nn.Sequential(nn.Linear(400, 400), nn.Linear(400, 400)), bucket_cap_mb=0.5)
@@ -263,6 +277,7 @@ def main():
         sizes_that_differ,
         callback_that_communicates,
         futures_that_are_dropped,
+        futures_after_the_end,
         power_sgd,
         bucket_seen_by_a_view,
         timeout_of_wait,

@@ -175,7 +175,7 @@ fn flows_ddp_and_its_memory() {
     if is_skipped() {
         return;
     }
-    let programs = [("ddp.py", 70), ("ddp_alone.py", 20), ("forks.py", 8)];
+    let programs = [("ddp.py", 70), ("ddp_alone.py", 21), ("forks.py", 8)];
     let mut several = Several::new();
     for (name, _) in programs {
         several.add(Part::Cpp, &[], name, &[]);
@@ -190,7 +190,7 @@ fn what_would_hang_or_give_wrong_data() {
     if is_skipped() {
         return;
     }
-    let programs = [("hazards.py", 16), ("disagreements.py", 18), ("limits.py", 5)];
+    let programs = [("hazards.py", 17), ("disagreements.py", 18), ("limits.py", 5)];
     let printed = with_both_parts(2, &programs.map(|(name, _)| (name, &[][..])));
     for (printed, (_, cases)) in printed.chunks(PARTS.len()).zip(programs) {
         printed.iter().for_each(|printed| all_good(printed, 2, cases));

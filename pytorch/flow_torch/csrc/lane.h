@@ -495,9 +495,14 @@ inline bool Operation::wait(Milliseconds timeout) {
     }
     if (lane_) lane_->run_up_to(this, timeout);
     was_waited_for_ = true;
-    if (timeout <= Milliseconds::zero()) return Work::wait(timeout);
-    const auto spent = std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now() - start);
-    return Work::wait(std::max(timeout - spent, Milliseconds(1)));
+    auto left = timeout;
+    if (timeout > Milliseconds::zero()) {
+        const auto spent = std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now() - start);
+        left = std::max(timeout - spent, Milliseconds(1));
+    }
+    const bool is_good = Work::wait(left);
+    if (!lane_ || !lane_->is_forked()) complete_or_wait();
+    return is_good;
 }
 
 inline c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
@@ -506,7 +511,8 @@ inline c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     is_deferred_ = lane_ && !lane_->is_forked() && !was_waited_for_ && lane_->complete_futures();
     if (is_deferred_) lane_->defer(OperationPtr::reclaim_copy(this));
-    const bool is_done = done_ && !is_deferred_;
+    const bool is_done = (done_ || isCompleted()) && !is_deferred_;
+    done_ |= is_done;
     lock.unlock();
     if (is_done) complete(future_);
     return future_;

@@ -54,10 +54,12 @@ private:
     }
     // Completes the future that is to be completed now. This runs its callbacks, which may communicate: no lock is held.
     void announce();
-    // The future that is to be completed now that the operation is done, if somebody has asked for it, and it is not left to the end of
-    // backward. One that is asked for later is complete at once.
+    // The future that the first caller is to complete now that the operation is done, if somebody has asked for it, and it is not left to
+    // the end of backward. One that is asked for later is complete at once.
     c10::intrusive_ptr<c10::ivalue::Future> future_to_complete();
     void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+    // Returns when the future is complete that somebody has asked for: whoever runs the operation ends it a little before.
+    void complete_or_wait();
 
     const std::vector<at::Tensor> results_;
     std::atomic<int> source_{-1};
@@ -68,7 +70,7 @@ private:
     // Then its future is completed at once, also in backward.
     std::atomic<bool> was_waited_for_{false};
     std::mutex future_mutex_;
-    // Both under the mutex: of the thread that runs the operation and one that asks for the future exactly one completes it.
+    // Both under the mutex: of the threads that run the operation, wait for it, and ask for the future exactly one completes it.
     bool done_ = false;
     bool is_deferred_ = false;
     c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -100,12 +102,19 @@ inline Job Operation::end(const std::exception_ptr& error) {
 
 inline c10::intrusive_ptr<c10::ivalue::Future> Operation::future_to_complete() {
     std::lock_guard<std::mutex> lock(future_mutex_);
-    done_ = true;
-    return is_deferred_ ? nullptr : future_;
+    return std::exchange(done_, true) || is_deferred_ ? nullptr : future_;
 }
 
 inline void Operation::announce() {
     if (const auto future = future_to_complete()) complete(future);
+}
+
+inline void Operation::complete_or_wait() {
+    announce();
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    const auto future = is_deferred_ ? nullptr : future_;
+    lock.unlock();
+    if (future) future->wait();
 }
 
 inline void Operation::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
