@@ -173,7 +173,7 @@ public:
 
     // Returns what the last backward that came to its end has done.
     Stats stats() {
-        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(stats_mutex_);
         return stats_;
     }
 
@@ -511,12 +511,12 @@ private:
 
     // At the end of the backward that brought the last gradient.
     void finish() {
-        std::unique_lock<std::recursive_mutex> lock(mutex_);
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
         const auto backward_end = Clock::now();
         expects_ = false;
         failing([&] {
             finish_buckets();
-            wait_for_buffers(lock);
+            wait_for_buffers();
             const auto used = used_anywhere();
             for (size_t index = 0; index < gradients_.size(); ++index) {
                 if (used.empty() || used[index]) write_back(gradients_[index]);
@@ -547,21 +547,17 @@ private:
 
     void note_stats(Clock::time_point backward_end) {
         const auto since = [](Clock::time_point start, Clock::time_point end) { return std::chrono::duration<double>(end - start).count(); };
+        std::lock_guard<std::mutex> lock(stats_mutex_);
         stats_ = {stats_.backwards + 1, {}, since(began_, backward_end), since(backward_end, Clock::now())};
         for (const auto& bucket : buckets_) {
             stats_.buckets.push_back({bucket.bytes, bucket.names, bucket.in_place, since(began_, bucket.ready)});
         }
     }
 
-    // A hook may share buffers until here. Who completes its futures may ask for stats() before that.
-    void wait_for_buffers(std::unique_lock<std::recursive_mutex>& lock) {
+    // A hook may share buffers until here.
+    void wait_for_buffers() {
         const auto futures = std::exchange(TorchReducer::installed_futures(*torch_), std::nullopt);
-        if (!futures) return;
-        const auto all = c10::collectAll(*futures);
-        lock.unlock();
-        all->wait();
-        lock.lock();
-        all->waitAndThrow();
+        if (futures) c10::collectAll(*futures)->waitAndThrow();
     }
 
     // Makes the parameter's gradient what was reduced.
@@ -647,6 +643,8 @@ private:
     size_t next_ = 0;
     Clock::time_point began_;
     int task_ = -1;
+    // The other one is held while backward waits for a hook's futures, and who completes these may ask for the stats before that.
+    std::mutex stats_mutex_;
     Stats stats_;
     // Why this is of no more use.
     std::string failure_;
