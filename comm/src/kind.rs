@@ -4,7 +4,7 @@
 macro_rules! kinds {
     ($($kind:ident = $code:literal, $name:literal;)*) => {
         /// An operation of a group.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Kind {
             $($kind = $code,)*

@@ -101,13 +101,13 @@ public:
 
     /// Enqueues one job for all of `operations`. As with NCCL, a communicator that does not block
     /// prepares its first ones in the background, and they are not on the stream before its state
-    /// is "success". One that does waits in the first collective of a kind until all ranks have
-    /// called it.
+    /// is "success". One that does waits in the first collective until all ranks have called
+    /// one.
     int launch(void* stream, std::vector<Operation> operations) {
         if (blocking) {
             for (const Operation& operation : operations) {
                 const bool is_message = operation.kind == SEND || operation.kind == RECV;
-                if (!is_message && operation.count && !rendezvous.connect(stopping(), operation.kind)) return INTERNAL_ERROR;
+                if (!is_message && operation.count && !rendezvous.connect(stopping())) return INTERNAL_ERROR;
             }
         }
         if (blocking || launched) return enqueue(stream, std::move(operations));

@@ -47,7 +47,7 @@ struct Choice {
 struct Seat {
     std::atomic<std::uint32_t> present;
     std::atomic<std::uint32_t> bell;  // rung when something has changed for this rank
-    std::atomic<std::uint32_t> called;  // kinds of collectives that this rank has called, as bits
+    std::atomic<bool> called;        // this rank has called a collective
     Choice choices[2];
 };
 
@@ -137,15 +137,14 @@ public:
         });
     }
 
-    /// Returns when all ranks have called a collective of this kind; false if `stopped`.
+    /// Returns when all ranks have called a collective; false if `stopped`.
     template <class Stopped>
-    bool connect(Stopped stopped, int kind) {
-        const std::uint32_t bit = 1u << kind;
-        if (memory->seats[rank].called.fetch_or(bit) & bit) return true;
+    bool connect(Stopped stopped) {
+        if (memory->seats[rank].called.exchange(true)) return true;
         ring_all();
-        return wait(stopped, [&] {
+        return wait(stopped, [this] {
             for (int other = 0; other < ranks; ++other)
-                if (!(memory->seats[other].called & bit)) return false;
+                if (!memory->seats[other].called) return false;
             return true;
         });
     }

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use flow_kernels::cuda::Device;
+use flow_kernels::ReduceOp;
+use flow_kernels::cuda::{Device, DeviceMemory, Event, Stream};
 
 use super::library::Library;
 use super::result::{CommState, Config, NcclError, UniqueId};
@@ -14,6 +15,8 @@ use crate::error::Error;
 /// The interval at which a call of NCCL that is under way is checked; it grows from the first to
 /// the second.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(5));
+/// Ranks sum up so many bytes when they connect: NCCL takes other ways for few than for many.
+const CONNECTING_SUMS: [usize; 2] = [4, 4 << 20];
 /// The time that an abort waits for the calls of other threads to return.
 const ACTIVE_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// The time that finalizing a communicator may take: all ranks take part.
@@ -125,24 +128,61 @@ impl Communicator {
         let work = settle(library, root, cancelled)
             .and_then(|()| split(library, root, Some(0), rank, &config, cancelled))
             .and_then(|work| work.ok_or(CommunicatorError::Aborted));
-        match work {
-            Ok(work) => Ok(Self {
-                library,
-                device: Arc::clone(device),
-                root,
-                work,
-                rank,
-                size,
-                active_calls: AtomicUsize::new(0),
-                calls: Mutex::new(()),
-                aborted: AtomicBool::new(false),
-            }),
+        let work = match work {
+            Ok(work) => work,
             Err(failure) => {
                 // SAFETY: the handle is NCCL's, and is not used again.
                 let _ = unsafe { library.comm_abort(root.0) };
-                Err(failure)
+                return Err(failure);
+            }
+        };
+        let communicator = Self {
+            library,
+            device: Arc::clone(device),
+            root,
+            work,
+            rank,
+            size,
+            active_calls: AtomicUsize::new(0),
+            calls: Mutex::new(()),
+            aborted: AtomicBool::new(false),
+        };
+        if size > 1 {
+            communicator.connect(cancelled)?;
+        }
+        Ok(communicator)
+    }
+
+    /// Has NCCL connect the ranks, now that all are here. It does so in the first collectives, on the
+    /// caller's thread: were one missing then, the others would wait in a call that nothing can end.
+    fn connect(&self, cancelled: CancelCheck<'_>) -> Result<(), CommunicatorError> {
+        let stream = Stream::high_priority(&self.device).map_err(refused)?;
+        for bytes in CONNECTING_SUMS {
+            let mut memory = DeviceMemory::allocate(&self.device, bytes).map_err(refused)?;
+            // SAFETY: the memory is used on this stream only. It is freed when the device is done.
+            let enqueued = unsafe { self.all_reduce(&mut memory, ReduceOp::Sum, &stream) };
+            let summed = enqueued.and_then(|()| self.wait(&stream, cancelled));
+            if summed.is_err() {
+                // Else nothing would free the device, for which the memory waits.
+                self.abort();
+                return summed;
             }
         }
+        Ok(())
+    }
+
+    /// Waits until what was enqueued on the stream is over.
+    fn wait(&self, stream: &Stream, cancelled: CancelCheck<'_>) -> Result<(), CommunicatorError> {
+        let done = Event::new(&self.device).map_err(refused)?;
+        done.record(stream).map_err(refused)?;
+        let mut pause = POLL_INTERVALS.0;
+        while !done.is_done().map_err(refused)? {
+            self.check()?;
+            cancelled().map_err(CommunicatorError::Cancelled)?;
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(POLL_INTERVALS.1);
+        }
+        Ok(())
     }
 
     /// Returns this rank.
@@ -274,6 +314,10 @@ impl Drop for ActiveCall<'_> {
 /// Makes the device the thread's current one.
 pub(super) fn bind(device: &Device) -> Result<(), NcclError> {
     device.make_current().map_err(|error| NcclError::missing(error.to_string()))
+}
+
+fn refused(error: flow_kernels::cuda::Error) -> CommunicatorError {
+    NcclError::missing(error.to_string()).into()
 }
 
 /// Waits until what was begun on a non-blocking communicator is over.

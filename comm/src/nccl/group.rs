@@ -1,12 +1,11 @@
 //! A process group's collectives on GPUs.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use flow_kernels::cuda::{Device, Event, Stream};
-use flow_store::Error as StoreError;
 use flow_store::fork::ForkSafe;
 
 use super::bootstrap::{JOINING, init_communicator, join_check, not_joined};
@@ -18,11 +17,7 @@ use super::watchdog::Watchdog;
 use crate::arguments::Caller;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::kind::Kind;
 use crate::trace::{self, Start};
-
-/// The interval at which a rank that waits for the others looks whether the group has failed.
-const MEETING_POLL: Duration = Duration::from_millis(50);
 
 /// A process group's part on one GPU, over NCCL.
 ///
@@ -55,8 +50,6 @@ struct IssueState {
     /// The number of collectives among them.
     collectives: u64,
     splits: usize,
-    /// The kinds and sizes in bytes, up to a power of two, of the collectives that there have been.
-    met: HashSet<(Kind, u64)>,
     ready: Event,
     /// All events of the group, the oldest first.
     events: VecDeque<Arc<Event>>,
@@ -90,7 +83,6 @@ impl CudaGroup {
             enqueued: 0,
             collectives: 0,
             splits: 0,
-            met: HashSet::new(),
             ready,
             events: VecDeque::new(),
         });
@@ -238,7 +230,6 @@ impl CudaGroup {
         };
         state.enqueued += 1;
         self.watchdog.begin(enqueued.clone());
-        self.meet(&mut state, &enqueued)?;
         match self.issue(&mut state, after, issue) {
             Ok((started, done)) => {
                 state.events.extend(started.iter().chain([&done]).cloned());
@@ -246,36 +237,6 @@ impl CudaGroup {
                 Ok(done)
             }
             Err(error) => Err(self.watchdog.refused(&enqueued, error)),
-        }
-    }
-
-    /// Waits until all ranks are in a collective, if it is the first of its kind and size. NCCL may
-    /// connect them in its call, which blocks the thread, and which nothing ends if one does not come.
-    fn meet(&self, state: &mut IssueState, operation: &EnqueuedOp) -> Result<()> {
-        let (Some(store), Some(common)) = (self.failure.core.world.store(), operation.common())
-        else {
-            return Ok(());
-        };
-        let is_new = state.met.insert((common.kind, common.bytes().next_power_of_two()));
-        if !is_new || self.size() == 1 {
-            return Ok(());
-        }
-        let lost = |error: StoreError| {
-            let error = EnqueueError { reason: error.to_string(), lost_a_peer: true };
-            self.watchdog.refused(operation, error)
-        };
-        let number = state.met.len();
-        let all = format!("{}met/{number}/all", self.prefix);
-        let here = store.add(&format!("{}met/{number}", self.prefix), 1).map_err(lost)?;
-        if here == self.size() as i64 {
-            return store.set(&all, b"").map_err(lost);
-        }
-        loop {
-            match store.get(&all, MEETING_POLL) {
-                Ok(_) => return Ok(()),
-                Err(StoreError::Timeout { .. }) => self.watchdog.check(operation)?,
-                Err(error) => return Err(lost(error)),
-            }
         }
     }
 

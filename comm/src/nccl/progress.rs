@@ -98,20 +98,15 @@ impl EnqueuedOp {
         }
     }
 
-    /// Returns the part of a collective that all ranks must agree on, as text.
+    /// Returns the part of a collective that all ranks must agree on. The sequence number counts
+    /// the collectives on the host too, which other threads may call. Each rank has its own count
+    /// in an all-to-all of uneven blocks.
     fn agreed(&self) -> Option<String> {
-        self.common().map(|common| common.to_string())
-    }
-
-    /// Returns the part of a collective that all ranks must agree on; None for messages. The sequence
-    /// number counts the collectives on the host too, which other threads may call. Each rank has its
-    /// own count in an all-to-all of uneven blocks.
-    pub fn common(&self) -> Option<OpDescriptor> {
         let mut common = OpDescriptor { sequence: 0, ..self.op.descriptor };
         if common.kind == Kind::AllToAllV {
             common.count = 0;
         }
-        (!common.kind.is_message()).then_some(common)
+        (!common.kind.is_message()).then(|| common.to_string())
     }
 
     /// Whether the rank of `last` is in the same collective, but calls it with something else.

@@ -408,13 +408,21 @@ impl Shared {
     /// Returns the error of an operation. NCCL may know that a peer is lost a little before this
     /// rank learns which, or why.
     fn explained(&self, operation: &EnqueuedOp, error: EnqueueError) -> Error {
+        let failure = &self.failure;
+        let grace = PEER_LOSS_GRACE.min(failure.core.timeout() / 4);
         let begin = Instant::now();
-        while error.lost_a_peer && begin.elapsed() < PEER_LOSS_GRACE {
-            if let Err(error) = self.failure.check_failure(operation, true) {
+        while error.lost_a_peer && begin.elapsed() < grace {
+            if let Err(error) = failure.check_failure(operation, true) {
                 return error;
             }
-            if let Some(&peer) = self.failure.departed_peers().first() {
-                return self.failure.fail_peer_lost(peer, operation);
+            // One that has left may have done its part.
+            let mut gone = failure.departed_peers();
+            gone.retain(|&peer| operation.may_need(peer));
+            if let Some(&peer) = gone
+                .iter()
+                .find(|&&peer| !failure.has_left(peer) || !self.progress.has_begun(peer, operation))
+            {
+                return failure.fail_peer_lost(peer, operation);
             }
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -62,11 +62,11 @@ pub const SCENARIOS: &[Scenario] = &[
         let text = test.ranks().remove(0).finish(TEST_TIMEOUT).success();
         assert_contains(&text, &["rank 0: all_reduce #4", "failed: rank 1 (pid", "died"]);
     }),
-    // As NCCL does, of which the second sum fails where it has lost a connection.
+    // NCCL's sum fails where it has lost a connection.
     scenario(
         "a_lost_connection_names_the_rank_that_died",
         lost_connection,
-        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:2:6")])],
+        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:4:6")])],
     )
     .checked_by(|test| {
         let text = test.ranks().remove(0).finish(TEST_TIMEOUT).success();
@@ -78,8 +78,8 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("never_joins", never_joins, &[TWO]).checked_by(|test| {
         assert_contains(&first_rank(test)[0], &["rank 0: ", "timed out after 4s", "rank 1"]);
     }),
-    // The first sum is number 0.
-    scenario("an_error_at_the_call", repeats, &[TWO.env(&[("FLOW_FAKE_FAIL", "0:3:2")])])
+    // Two sums connect the ranks; the scenario's are numbers 3 to 22.
+    scenario("an_error_at_the_call", repeats, &[TWO.env(&[("FLOW_FAKE_FAIL", "0:5:2")])])
         .checked_by(|test| {
             let cause = "failed: ncclAllReduce: ";
             assert_contains(&first_rank(test)[0], &["rank 0: all_reduce #", cause]);
@@ -88,7 +88,7 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "an_error_of_the_communicator",
         repeats,
-        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:20:6")])],
+        &[TWO.env(&[("FLOW_FAKE_ASYNC_FAIL", "0:22:6")])],
     )
     .checked_by(|test| {
         let cause = "ncclCommGetAsyncError: ";
