@@ -35,7 +35,7 @@ lint:
 bench *OPTIONS:
     scripts/bench {{OPTIONS}}
 
-# everything that needs a GPU, and its benches; writes docs/gpu-results.md
+# everything that needs a GPU, and its benches: docs/gpu-results.md
 gpu-check *OPTIONS:
     scripts/gpu-check {{OPTIONS}}
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from programs import BUNDLE, CannotRun, Failed, json_line
 
-# About the CPU's shared memory and cores, ranks that are killed, or only the fake can check it.
+# About the CPU's shared memory and cores, ranks that are killed, calls that only hosts compare, or only the fake can check it.
 DDP_NOT_ON_GPUS = {
     "wrapped_again", "joined_again", "waits", "no_memory", "who_reduces", "beside_the_stream", "allocator",
     "survivors_name_a_killed_stage", "optimizer_in_backward_memory", "zero_memory", "mixed_precision_memory",

@@ -76,7 +76,7 @@ class Programs:
         self.peer_environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
         # Programs that were built here find the libtorch of their build, beside which there is no NCCL but the fake.
         folders = [fakes] if fakes else torch["folders"]
-        variables = {"FLOW_CACHE": out / "cache", "RUST_BACKTRACE": 0, "OMP_NUM_THREADS": 4}
+        variables = {"FLOW_CACHE": out / "cache", "RUST_BACKTRACE": 0}
         if fakes:
             variables["FLOW_NCCL_PATH"] = fakes / "libnccl_fake.so"
             variables["FLOW_FAKE_GPUS"] = self.gpus
@@ -85,12 +85,14 @@ class Programs:
         self.environment = {**self.peer_environment, **{k: str(v) for k, v in variables.items()}}
 
     def compare_exactly(self, exactly):
-        """Whether products are in f32, also where they may be in TF32: batches of other sizes then compare better."""
+        """Whether products are in f32, also where they may be in TF32: batches of other sizes then compare better. Several checks run at
+        once, so that a program on the CPU cannot have all cores."""
         for environment in (self.environment, self.peer_environment):
+            environment.pop("NVIDIA_TF32_OVERRIDE", None)
+            environment["OMP_NUM_THREADS"] = "1"
             if exactly:
                 environment["NVIDIA_TF32_OVERRIDE"] = "0"
-            else:
-                environment.pop("NVIDIA_TF32_OVERRIDE", None)
+                environment["OMP_NUM_THREADS"] = "4"
 
     def flow(self, ranks, program, *arguments, **variables):
         """What a program of the bundle prints, as that many ranks; 0: without flow-launch."""
@@ -129,7 +131,7 @@ class Programs:
         command += ["--nproc_per_node", ranks]
         command += [BUNDLE / "peers" / script, "--device", "cpu" if self.rehearsal else "cuda"]
         command += ["--share-gpus"] if ranks > self.gpus else []
-        variables = {"OMP_NUM_THREADS": "1", **(SHARED if ranks > self.gpus else {})}
+        variables = SHARED if ranks > self.gpus else {}
         try:
             return self.run([*command, *arguments], {**self.peer_environment, **variables})
         except Failed as error:

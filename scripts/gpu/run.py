@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks and measures Flow on this machine's GPU, without Rust; torch 2.11 with CUDA must be there for `python3`.
 
-Writes DIR/gpu-results.md, to be copied to docs/gpu-results.md, results.json, timelines, and log.txt with all that was
+Writes DIR/gpu-results.md, whose short form is docs/gpu-results.md, results.json, timelines, and log.txt with all that was
 printed. Checks and benches may run one after the other, in two commands with one DIR.
 """
 
@@ -21,6 +21,13 @@ from checks import checks
 from programs import BUNDLE, CannotRun, Failed, Programs, driver, probe
 
 
+def pattern(text):
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+
+
 def parse():
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -28,7 +35,7 @@ def parse():
     parser.add_argument("parts", nargs="*", metavar="checks|bench", help="what to run (default: both)")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="DIR", help="default: ./gpu-results")
     parser.add_argument("--quick", action="store_true", help="fewer steps, models and rounds")
-    parser.add_argument("--only", metavar="REGEX", default="", help="only what has this in its name")
+    parser.add_argument("--only", metavar="REGEX", type=pattern, default="", help="only what has this in its name")
     parser.add_argument(
         "--at-a-time", type=int, default=2, metavar="N", help="checks that run at once: most of one is its start (default: 2)"
     )
@@ -123,10 +130,10 @@ def main():
         before = {item["name"]: item for item in results["parts"].get(part, {}).get("items", [])}
         if part == "bench":  # what is left out is reported as well
             listed += [(name, None) for name, _ in benches(False, False) if name not in dict(listed)]
-        chosen = [(name, function) for name, function in listed if function and re.search(arguments.only, name)]
+        chosen = [(name, function) for name, function in listed if function and arguments.only.search(name)]
         fresh = {name: {"name": name, "outcome": "not run"} for name, _ in chosen}
         items = [fresh.get(name) or before.get(name) or {"name": name, "outcome": "not run"} for name, _ in listed]
-        options = ["--quick"] * arguments.quick + [f"--only '{arguments.only}'"] * bool(arguments.only)
+        options = ["--quick"] * arguments.quick + [f"--only '{arguments.only.pattern}'"] * bool(arguments.only.pattern)
         results["parts"][part] = {
             "date": datetime.date.today().isoformat(),
             "command": " ".join(["scripts/gpu-check's run", part, *options]),

@@ -24,8 +24,7 @@ use crate::trace::{self, Start};
 /// Made by [`ProcessGroup::use_cuda`](crate::ProcessGroup::use_cuda). An operation is enqueued on
 /// the group's own stream and returns at once. It begins when the work that was enqueued on
 /// `stream` before is over, and later work on `stream` begins when it is over. The host never
-/// waits, except in [`CudaGroup::barrier`] and for NCCL to connect the ranks when they first need
-/// it.
+/// waits, except in [`CudaGroup::barrier`] and for NCCL to connect two ranks when they first send.
 ///
 /// A failure (a lost peer, an error of NCCL's, a rank that does not come in time) is found by a
 /// watchdog. It aborts what is on the device, fails the process group on all ranks, and is the
