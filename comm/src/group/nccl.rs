@@ -81,7 +81,8 @@ impl ProcessGroup {
             .map_err(|error| self.failure().fail(self.system("nccl", error.to_string())))?;
         let mut tag = unique_tag();
         self.broadcast(&mut tag, 0)?;
-        let tag = format!("{}-{}", tag[0], tag[1]);
+        // Processes of two containers may have one number.
+        let tag = format!("{}-{}-{}", self.ranks()[0], tag[0], tag[1]);
         let failure = Arc::clone(self.failure());
         let group = Arc::new(CudaGroup::new(failure, Arc::clone(&device), &tag)?);
         cuda.device = Some(device);

@@ -119,7 +119,8 @@ pub fn not_joined(failure: &Failure, error: CommunicatorError) -> Error {
     }
 }
 
-/// Returns a tag for a new group's keys in the store: all ranks take that of the first.
+/// Returns a tag for a new group's keys in the store, which no other group of this rank has: all
+/// ranks take that of the first.
 pub(crate) fn unique_tag() -> [i64; 2] {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     [i64::from(std::process::id()), NUMBER.fetch_add(1, Ordering::Relaxed) as i64]
