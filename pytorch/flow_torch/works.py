@@ -170,10 +170,10 @@ class Work(dist.Work):
         return self.future
 
     def is_completed(self):
-        return self.ended.is_set()
+        return self.future.done()
 
     def is_success(self):
-        return self.ended.is_set() and self.error is None
+        return self.is_completed() and self.error is None
 
     def exception(self):
         return self.error
