@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from time import monotonic
 
@@ -76,7 +76,8 @@ def run_one(programs, item, function):
 def run_part(programs, functions, at_a_time, items, save):
     with ThreadPoolExecutor(at_a_time) as pool:
         try:
-            for item in pool.map(lambda pair: run_one(programs, *pair), zip(items, functions)):
+            started = [pool.submit(run_one, programs, item, function) for item, function in zip(items, functions)]
+            for item in (future.result() for future in as_completed(started)):
                 print(f"{item['name']}: {report.outcome(item)} ({item['seconds']} s)", flush=True)
                 for row in item.get("rows", []):
                     print("    " + "  ".join(filter(None, row)), flush=True)

@@ -24,7 +24,7 @@ pub fn init_communicator(
     failure: &Failure,
     device: &Arc<Device>,
     prefix: &str,
-) -> Result<Communicator> {
+) -> Result<Arc<Communicator>> {
     // The others wait for this rank.
     let system = |reason: String| failure.fail(system_error(failure, JOINING, reason));
     let mut cancelled = join_check(failure, prefix)?;

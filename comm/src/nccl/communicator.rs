@@ -1,7 +1,8 @@
 //! A communicator: a group's ranks, as NCCL knows them.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use flow_kernels::ReduceOp;
@@ -78,7 +79,7 @@ impl Communicator {
         rank: usize,
         size: usize,
         cancelled: CancelCheck<'_>,
-    ) -> Result<Self, CommunicatorError> {
+    ) -> Result<Arc<Self>, CommunicatorError> {
         let library = Library::get()
             .map_err(|error| CommunicatorError::Nccl(NcclError::missing(error.to_string())))?;
         if std::env::var_os("NCCL_COMM_BLOCKING").is_some() {
@@ -103,7 +104,7 @@ impl Communicator {
         color: Option<u32>,
         key: usize,
         cancelled: CancelCheck<'_>,
-    ) -> Result<Option<Self>, CommunicatorError> {
+    ) -> Result<Option<Arc<Self>>, CommunicatorError> {
         bind(&self.device)?;
         let _lock = self.lock_calls()?;
         let config = Config::new(false);
@@ -123,7 +124,7 @@ impl Communicator {
         rank: usize,
         size: usize,
         cancelled: CancelCheck<'_>,
-    ) -> Result<Self, CommunicatorError> {
+    ) -> Result<Arc<Self>, CommunicatorError> {
         let config = Config::new(true);
         let work = settle(library, root, cancelled)
             .and_then(|()| split(library, root, Some(0), rank, &config, cancelled))
@@ -147,6 +148,7 @@ impl Communicator {
             calls: Mutex::new(()),
             aborted: AtomicBool::new(false),
         };
+        let communicator = Arc::new(communicator);
         if size > 1 {
             communicator.connect(cancelled)?;
         }
@@ -154,14 +156,35 @@ impl Communicator {
     }
 
     /// Has NCCL connect the ranks, now that all are here. It does so in the first collectives, on the
-    /// caller's thread: were one missing then, the others would wait in a call that nothing can end.
-    fn connect(&self, cancelled: CancelCheck<'_>) -> Result<(), CommunicatorError> {
+    /// caller's thread: were one missing then, the others would wait in a call that nothing can end. If
+    /// one fails here, the thread that is in that call is left to the end of the process.
+    fn connect(self: &Arc<Self>, cancelled: CancelCheck<'_>) -> Result<(), CommunicatorError> {
+        let own = Arc::clone(self);
+        let (done, outcome) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("flow-nccl-join".into())
+            .spawn(move || done.send(own.sum_up()))
+            .map_err(|error| NcclError::missing(format!("cannot start a thread: {error}")))?;
+        loop {
+            match outcome.recv_timeout(POLL_INTERVALS.1) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(CommunicatorError::Aborted),
+            }
+            if let Err(error) = cancelled() {
+                self.abort();
+                return Err(CommunicatorError::Cancelled(error));
+            }
+        }
+    }
+
+    fn sum_up(&self) -> Result<(), CommunicatorError> {
         let stream = Stream::high_priority(&self.device).map_err(refused)?;
         for bytes in CONNECTING_SUMS {
             let mut memory = DeviceMemory::allocate(&self.device, bytes).map_err(refused)?;
             // SAFETY: the memory is used on this stream only. It is freed when the device is done.
             let enqueued = unsafe { self.all_reduce(&mut memory, ReduceOp::Sum, &stream) };
-            let summed = enqueued.and_then(|()| self.wait(&stream, cancelled));
+            let summed = enqueued.and_then(|()| self.wait(&stream));
             if summed.is_err() {
                 // Else nothing would free the device, for which the memory waits.
                 self.abort();
@@ -171,18 +194,14 @@ impl Communicator {
         Ok(())
     }
 
-    /// Waits until what was enqueued on the stream is over.
-    fn wait(&self, stream: &Stream, cancelled: CancelCheck<'_>) -> Result<(), CommunicatorError> {
+    /// Waits until what was enqueued on the stream is over, or the communicator fails or is aborted.
+    fn wait(&self, stream: &Stream) -> Result<(), CommunicatorError> {
         let done = Event::new(&self.device).map_err(refused)?;
         done.record(stream).map_err(refused)?;
-        let mut pause = POLL_INTERVALS.0;
-        while !done.is_done().map_err(refused)? {
+        poll(|| {
             self.check()?;
-            cancelled().map_err(CommunicatorError::Cancelled)?;
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(POLL_INTERVALS.1);
-        }
-        Ok(())
+            done.is_done().map_err(refused)
+        })
     }
 
     /// Returns this rank.
@@ -326,17 +345,27 @@ fn settle(
     comm: Handle,
     cancelled: CancelCheck<'_>,
 ) -> Result<(), CommunicatorError> {
-    let mut pause = POLL_INTERVALS.0;
-    loop {
+    poll(|| {
         // SAFETY: the handle is NCCL's, of a communicator that is being made or split by this
         // thread.
         if let CommState::Done = unsafe { library.async_error(comm.0)? } {
-            return Ok(());
+            return Ok(true);
         }
         cancelled().map_err(CommunicatorError::Cancelled)?;
+        Ok(false)
+    })
+}
+
+/// Asks again and again, until it is over or fails.
+fn poll(
+    mut is_over: impl FnMut() -> Result<bool, CommunicatorError>,
+) -> Result<(), CommunicatorError> {
+    let mut pause = POLL_INTERVALS.0;
+    while !is_over()? {
         std::thread::sleep(pause);
         pause = (2 * pause).min(POLL_INTERVALS.1);
     }
+    Ok(())
 }
 
 fn split(

@@ -65,14 +65,13 @@ impl CudaGroup {
     fn of(
         failure: Arc<Failure>,
         device: Arc<Device>,
-        communicator: Communicator,
+        communicator: Arc<Communicator>,
         prefix: String,
     ) -> Result<Self> {
         let stream = Stream::high_priority(&device)
             .map_err(|error| cannot_join(&failure, error.to_string()))?;
         let ready =
             Event::new(&device).map_err(|error| cannot_join(&failure, error.to_string()))?;
-        let communicator = Arc::new(communicator);
         let watchdog =
             Watchdog::start(Arc::clone(&failure), Arc::clone(&communicator), prefix.clone())
                 .map_err(|error| {

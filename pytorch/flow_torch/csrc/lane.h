@@ -501,7 +501,13 @@ inline bool Operation::wait(Milliseconds timeout) {
         left = std::max(timeout - spent, Milliseconds(1));
     }
     const bool is_good = Work::wait(left);
-    if (!lane_ || !lane_->is_forked()) complete_or_wait();
+    if (lane_ && lane_->is_forked()) return is_good;
+    // Whoever runs the operation ends it a little before its future is complete.
+    announce();
+    std::unique_lock<std::mutex> lock(future_mutex_);
+    const auto future = is_deferred_ ? nullptr : future_;
+    lock.unlock();
+    if (future && !future->completed()) Lane::wait_for(future);
     return is_good;
 }
 

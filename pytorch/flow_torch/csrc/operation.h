@@ -58,8 +58,6 @@ private:
     // the end of backward. One that is asked for later is complete at once.
     c10::intrusive_ptr<c10::ivalue::Future> future_to_complete();
     void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
-    // Returns when the future is complete that somebody has asked for: whoever runs the operation ends it a little before.
-    void complete_or_wait();
 
     const std::vector<at::Tensor> results_;
     std::atomic<int> source_{-1};
@@ -107,14 +105,6 @@ inline c10::intrusive_ptr<c10::ivalue::Future> Operation::future_to_complete() {
 
 inline void Operation::announce() {
     if (const auto future = future_to_complete()) complete(future);
-}
-
-inline void Operation::complete_or_wait() {
-    announce();
-    std::unique_lock<std::mutex> lock(future_mutex_);
-    const auto future = is_deferred_ ? nullptr : future_;
-    lock.unlock();
-    if (future) future->wait();
 }
 
 inline void Operation::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future) {

@@ -78,6 +78,12 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("never_joins", never_joins, &[TWO]).checked_by(|test| {
         assert_contains(&first_rank(test)[0], &["rank 0: ", "timed out after 4s", "rank 1"]);
     }),
+    // Its sum is refused by which the ranks connect, and for which the other one waits.
+    scenario("a_rank_that_cannot_connect", late, &[TWO.env(&[("FLOW_FAKE_FAIL", "1:1:2")])])
+        .checked_by(|test| {
+            let cause = "rank 1: joining over NCCL failed: ncclAllReduce: ";
+            assert_contains(&first_rank(test)[0], &["rank 0: joining over NCCL failed", cause]);
+        }),
     // Two sums connect the ranks; the scenario's are numbers 3 to 22.
     scenario("an_error_at_the_call", repeats, &[TWO.env(&[("FLOW_FAKE_FAIL", "0:5:2")])])
         .checked_by(|test| {

@@ -7,7 +7,7 @@ use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{
-    copies, error, gradient_is, in_place, mean, plausible, same_everywhere, says,
+    copies, error, failure, gradient_is, in_place, mean, plausible, same_everywhere, says,
 };
 use crate::models::{self, Vectors, device, on_gpu, store};
 
@@ -405,11 +405,8 @@ pub fn sub_group(group: &ProcessGroup) -> Result<()> {
         }
         same_everywhere(&sub, &store)?;
         let uses = if sub.rank() == 0 { vec![(0, 1.0)] } else { vec![(0, 1.0), (1, 1.0)] };
-        let text = crate::helpers::failure(&model, || model.weighted_sum(&uses).f_backward())?;
-        crate::helpers::says(
-            &text,
-            &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"],
-        )?;
+        let text = failure(&model, || model.weighted_sum(&uses).f_backward())?;
+        says(&text, &[&format!("rank {}: Ddp", group.rank()), "backward: rank 0: w1"])?;
     }
     // What befell the sub-group is no matter to the group it came from.
     group.barrier()?;

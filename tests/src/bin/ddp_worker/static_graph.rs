@@ -2,10 +2,10 @@
 
 use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, Error};
+use flow_ddp::Ddp;
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, error, gradient_is, mean, plausible, says};
+use crate::helpers::{Draws, failure, gradient_is, mean, plausible, says};
 use crate::models::{Vectors, store};
 use crate::nested::{factor, nest};
 
@@ -95,12 +95,11 @@ pub fn changed(group: &ProcessGroup) -> Result<()> {
         model.0[..2].iter().zip([2.0, 1.0]).try_for_each(|(w, times)| gradient_is(w, times))?;
         let graph = if group.rank() == 0 { later } else { &first[..] };
         let loss = nest(&model, graph, &factor())?;
-        // A rank that had all gradients before rank 0 failed gets the error in its next backward, or as it waits for the GPU.
-        let mut outcome = loss().f_backward().map_err(Error::from_backward);
-        if outcome.is_ok() {
-            outcome = loss().f_backward().map_err(Error::from_backward);
-        }
-        let text = error(outcome.and_then(|()| model.synchronize()))?;
+        // A rank that had all gradients before rank 0 failed gets the error in its next backward.
+        let text = match loss().f_backward() {
+            Ok(()) => failure(&model, || loss().f_backward())?,
+            Err(error) => error.to_string(),
+        };
         says(&text, &[words, "static_graph(true)"])?;
     }
     Ok(())

@@ -3,9 +3,8 @@
 use anyhow::Result;
 use flow_autograd::GradHook;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, Error, convert_sync_batchnorm};
-use tch::nn;
-use tch::{Kind, Tensor};
+use flow_ddp::{BoxError, Ddp, Error, convert_sync_batchnorm};
+use tch::{Kind, Tensor, nn};
 
 use crate::helpers::{error, says};
 use crate::models::{self, device, store};
@@ -31,9 +30,8 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
             convert_sync_batchnorm(&store, group)?;
         }
         train(&model)?;
-        let enough = |_: &Tensor| Err("rank 1 has had enough".into());
         let fails = group.rank() == 1;
-        let hook = fails.then(|| GradHook::install(&gate, enough)).transpose()?;
+        let hook = fails.then(|| GradHook::install(&gate, refuse)).transpose()?;
         let elsewhere = "rank 1 aborted the group: its backward failed";
         let cause = if fails { "rank 1 has had enough" } else { elsewhere };
         says(&error(train(&model))?, &[cause])?;
@@ -41,6 +39,10 @@ pub fn failing(group: &ProcessGroup) -> Result<()> {
         train(&Ddp::new(model.into_inner(), &store, group)?)?;
     }
     Ok(())
+}
+
+fn refuse(_: &Tensor) -> Result<(), BoxError> {
+    Err("rank 1 has had enough".into())
 }
 
 fn train(model: &Ddp<nn::SequentialT>) -> flow_ddp::Result<()> {
