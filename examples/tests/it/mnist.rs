@@ -49,7 +49,7 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
     fs::read_to_string(file).unwrap().lines().map(|line| line.parse().unwrap()).collect()
 }
 
-/// Both have the same 40 images in each step and sum over them in another order. In double
+/// Both have the same 20 images in each step and sum over them in another order. In double
 /// precision that makes 5e-16, whatever the instruction set. Gradients summed instead of averaged
 /// make 1e-3 in the second step and 0.1 in the tenth; other first weights or another order of the
 /// images make 3e-3 in the first.
@@ -57,7 +57,7 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
 fn two_ranks_learn_as_one_with_the_joined_batch() {
     let Some(data) = data("the loss curve of two ranks against one") else { return };
     for set in instruction_sets() {
-        let (two, one) = (losses(&data, 2, 20, set), losses(&data, 1, 40, set));
+        let (two, one) = (losses(&data, 2, 10, set), losses(&data, 1, 20, set));
         assert_eq!((two.len(), one.len()), (20, 20));
         assert!(two[19] < 0.8 * two[0], "it does not learn: {two:?}");
         for (step, (two, one)) in two.iter().zip(&one).enumerate() {
@@ -75,12 +75,13 @@ fn two_ranks_learn_as_one_with_the_joined_batch() {
 }
 
 #[test]
-fn two_ranks_reach_90_percent() {
-    let Some(data) = data("90 % test accuracy with two ranks") else { return };
-    let training = Process::start(launcher(2, &[], "mnist", &["--data", &data]));
+fn two_ranks_recognize_clothes() {
+    let Some(data) = data("the test accuracy of two ranks") else { return };
+    let arguments = ["--data", &data, "--steps", "400"];
+    let training = Process::start(launcher(2, &[], "mnist", &arguments));
     let output = training.finish(Duration::from_secs(900)).success();
     let accuracy = *accuracies(&output).last().expect("an epoch");
-    assert!((90.0..100.0).contains(&accuracy), "{output}");
+    assert!((85.0..100.0).contains(&accuracy), "{output}");
 }
 
 /// With 501 test images in batches of 250, rank 0 has two batches and rank 1 has one.

@@ -105,7 +105,7 @@ fn cases_are_sound() {
 fn on_two_ranks() {
     let cases = cases();
     let place: Place = |group| Placement::new(group, [0, 1]);
-    let used = runner::run(&cases, Ranks { size: 2, place, tried: 20 }, true);
+    let used = runner::run(&cases, Ranks { size: 2, place, tried: 16 }, true);
     let ran = |case: &Case| used.get(&case.name).cloned().unwrap_or_default();
     let mut wrong = Vec::new();
     for case in cases.iter().filter(|case| used.contains_key(&case.name)) {
@@ -125,7 +125,7 @@ fn on_two_ranks() {
 #[test]
 fn on_a_mesh() {
     let place: Place = |group| Placement::new(group, [[0, 1], [2, 3]]);
-    runner::run(&cases(), Ranks { size: 4, place, tried: 16 }, false);
+    runner::run(&cases(), Ranks { size: 4, place, tried: 10 }, false);
 }
 
 /// Sizes of four and five are cut to one, and the second axis cuts nothing.
@@ -154,5 +154,5 @@ fn on_a_mesh_of_six() {
 #[test]
 fn on_three_of_four_ranks() {
     let place: Place = |group| Placement::new(group, [2, 0, 3]);
-    runner::run(&cases(), Ranks { size: 4, place, tried: 16 }, false);
+    runner::run(&cases(), Ranks { size: 4, place, tried: 10 }, false);
 }

@@ -29,7 +29,7 @@ fn compare(
     used: &[(usize, f64)],
     options: impl Fn(DdpBuilder) -> DdpBuilder,
 ) -> Result<()> {
-    const LENGTHS: [i64; 6] = [300_000, 10, 70_000, 0, 1, 40_000];
+    const LENGTHS: [i64; 6] = [34_000, 10, 17_000, 0, 1, 4_000];
     let wrap = |tune: u32| -> Result<(VarStore, Ddp<Vectors>)> {
         let store = models::store();
         let builder = options(Ddp::builder(group).bucket_cap_mb(0.01).tune(tune));
