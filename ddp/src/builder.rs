@@ -1,6 +1,7 @@
 //! Options of a [`Ddp`].
 
 use std::fmt;
+use std::sync::Arc;
 
 use flow_comm::{ProcessGroup, ReduceOp};
 use tch::nn::OptimizerConfig;
@@ -13,6 +14,7 @@ use crate::ddp::Ddp;
 use crate::mixed_precision::MixedPrecision;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::options::{Delayed, Options};
+use crate::zero::{Parts, ZeroRedundancyOptimizer};
 
 impl Ddp<()> {
     /// Options to choose before wrapping a model, of whatever type.
@@ -47,6 +49,7 @@ pub struct DdpBuilder {
     pub(crate) comm_hook: Box<dyn CommHook>,
     pub(crate) buffer_comm_hook: Option<Box<dyn BufferCommHook>>,
     pub(crate) optimizer: Option<OptimizerChoice>,
+    pub(crate) zero: Option<Arc<Parts>>,
     pub(crate) mixed_precision: MixedPrecision,
 }
 
@@ -60,6 +63,7 @@ impl fmt::Debug for DdpBuilder {
             .field("comm_hook", &self.comm_hook.name())
             .field("buffer_comm_hook", &self.buffer_comm_hook.as_ref().map(|hook| hook.name()))
             .field("optimizer_in_backward", &self.optimizer.is_some())
+            .field("hook_with_zero_step", &self.zero.is_some())
             .field("mixed_precision", &self.mixed_precision)
             .finish()
     }
@@ -89,6 +93,7 @@ impl DdpBuilder {
             comm_hook: Box::new(AllReduce),
             buffer_comm_hook: None,
             optimizer: None,
+            zero: None,
             mixed_precision: MixedPrecision::default(),
         }
     }
@@ -243,6 +248,36 @@ impl DdpBuilder {
         learning_rate: f64,
     ) -> Self {
         self.optimizer = Some(OptimizerChoice::new(config, learning_rate));
+        self
+    }
+
+    /// Has this optimizer step in backward: PyTorch's `hook_with_zero_step`, and its
+    /// `overlap_with_ddp=True`. Each rank applies and frees its part of the gradients as soon as they are
+    /// reduced, and ranks gather all parts at the end of backward, which is then the whole step.
+    ///
+    /// ```no_run
+    /// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives, ZeroRedundancyOptimizer};
+    /// use tch::nn::{self, ModuleT};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// # let group = ProcessGroup::from_env()?;
+    /// # let vs = nn::VarStore::new(group.device());
+    /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
+    /// # let images = tch::Tensor::new();
+    /// # let labels = tch::Tensor::new();
+    /// let optimizer = ZeroRedundancyOptimizer::new(&vs, &group, nn::Adam::default(), 1e-3)?;
+    /// let model = Ddp::builder(&group).hook_with_zero_step(&optimizer).wrap(net, &vs)?;
+    /// let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+    /// loss.f_backward()?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// The optimizer is of the `VarStore` that is wrapped, and its ranks are those of the `Ddp`. What is
+    /// said of [`optimizer_in_backward`](Self::optimizer_in_backward) holds here, too. As long as the
+    /// `Ddp` lives, [`step`](crate::ZeroRedundancyOptimizer::step) is an error. After an error in backward
+    /// the optimizer is of no more use.
+    pub fn hook_with_zero_step(mut self, optimizer: &ZeroRedundancyOptimizer) -> Self {
+        self.zero = Some(Arc::clone(optimizer.parts()));
         self
     }
 

@@ -11,6 +11,8 @@ mod backward;
 mod join;
 mod tune;
 
+pub(crate) use self::apply::InBackward;
+
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -39,7 +41,7 @@ pub(crate) struct Reduction {
     pub options: Options,
     pub comm_hook: Box<dyn CommHook>,
     /// Applies the gradients in backward.
-    pub optimizer: Option<OptimizerInBackward>,
+    pub optimizer: Option<InBackward>,
     /// The model's buffers, by identity: those of layers that communicate.
     pub buffers: Vec<usize>,
 }
@@ -61,7 +63,7 @@ pub(crate) struct Reducer {
     hook_groups: Vec<ProcessGroup>,
     /// The model's, by identity.
     buffers: Vec<usize>,
-    optimizer: Option<OptimizerInBackward>,
+    optimizer: Option<InBackward>,
     /// The hook gives ranks gradients of their own.
     apart: Option<Apart>,
 }
@@ -165,9 +167,12 @@ impl Reducer {
         &self.options
     }
 
-    /// Returns the optimizer that steps in backward, if there is one.
+    /// Returns the optimizer that steps in backward, if it is the model's own.
     pub fn optimizer(&self) -> Option<&OptimizerInBackward> {
-        self.optimizer.as_ref()
+        match &self.optimizer {
+            Some(InBackward::Whole(optimizer)) => Some(optimizer),
+            Some(InBackward::Sharded(_)) | None => None,
+        }
     }
 
     /// Returns the reducer's own group.
@@ -446,9 +451,11 @@ impl Reducer {
         self.fail_other_groups(cause);
     }
 
-    /// Fails those of communication hooks and of layers.
+    /// Fails those of communication hooks, of layers and of the optimizer.
     fn fail_other_groups(&self, cause: &str) {
         self.hook_groups.iter().for_each(|group| group.abort(cause));
+        let optimizers = self.optimizer.as_ref().and_then(InBackward::group);
+        optimizers.into_iter().for_each(|group| group.abort(cause));
         sync_batchnorm::abort(&self.buffers, cause);
     }
 

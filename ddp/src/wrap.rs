@@ -23,9 +23,10 @@ use crate::model_check::{agree, check, check_hooks, describe, device_kind, first
 use crate::optimizer_choice::OptimizerChoice;
 use crate::optimizer_in_backward::{self, OptimizerInBackward};
 use crate::parameter::{by_training, numbered};
-use crate::reducer::{Reducer, Reduction};
+use crate::reducer::{InBackward, Reducer, Reduction};
 use crate::settings::Settings;
 use crate::sync_batchnorm;
+use crate::zero::ZeroInBackward;
 
 impl<M> Ddp<M> {
     /// Wraps `model`, whose variables are in `vs`, with the default options of [`DdpBuilder`].
@@ -137,10 +138,13 @@ impl DdpBuilder {
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let are_equal = self.comm_hook.is_same_on_all_ranks();
-        let optimizer = self
-            .optimizer
-            .map(|choice| OptimizerInBackward::new(&choice, &parameters, &own))
-            .transpose();
+        let optimizer = match (&self.optimizer, &self.zero) {
+            (None, None) => Ok(None),
+            (Some(choice), _) => OptimizerInBackward::new(choice, &parameters, &own)
+                .map(|optimizer| Some(InBackward::Whole(optimizer))),
+            (None, Some(parts)) => ZeroInBackward::new(parts, &parameters)
+                .map(|optimizer| Some(InBackward::Sharded(optimizer))),
+        };
         let made = optimizer.and_then(|optimizer| {
             let reduction = Reduction {
                 options: self.options,
@@ -181,10 +185,33 @@ impl DdpBuilder {
         self.mixed_precision.check(parameters, self.comm_hook.kind())?;
         check(parameters, buffers, &self.options, self.broadcast_buffers)?;
         self.described_optimizer()?;
+        self.check_zero()?;
         if self.buffer_comm_hook.is_some() && !self.broadcast_buffers {
             return Err(
                 "buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".into()
             );
+        }
+        Ok(())
+    }
+
+    /// Checks that the optimizer of `hook_with_zero_step` is the only one in backward, and has the
+    /// ranks of the model.
+    fn check_zero(&self) -> Result<(), String> {
+        let Some(zero) = &self.zero else { return Ok(()) };
+        if self.optimizer.is_some() {
+            return Err(
+                "hook_with_zero_step: two optimizers cannot step in backward: build without \
+                        optimizer_in_backward"
+                    .into(),
+            );
+        }
+        if zero.group.ranks() != self.group.ranks() {
+            return Err(format!(
+                "hook_with_zero_step: the optimizer is of the ranks {:?}, and the Ddp of {:?}: make \
+                 both with one group",
+                zero.group.ranks(),
+                self.group.ranks()
+            ));
         }
         Ok(())
     }
@@ -198,6 +225,7 @@ impl DdpBuilder {
     /// Whether gradients are taken from backward with one rank too.
     fn takes_gradients(&self) -> bool {
         self.optimizer.is_some()
+            || self.zero.is_some()
             || self.options.takes_sparse_gradients()
             || self.mixed_precision != MixedPrecision::default()
     }
@@ -236,13 +264,14 @@ impl DdpBuilder {
         let shared_by = shared_by.map(|hook| format!("{} {:?}", hook.name(), hook.location()));
         let mut lines = vec![format!(
             "options {:?}, broadcast_buffers: {}, forward_sync_buffers: {}, comm_hook: {}, \
-             buffer_comm_hook: {}, optimizer_in_backward: {}, {:?}",
+             buffer_comm_hook: {}, optimizer_in_backward: {}, hook_with_zero_step: {}, {:?}",
             self.options,
             self.broadcast_buffers,
             self.forward_sync_buffers,
             self.comm_hook.name(),
             shared_by.unwrap_or_else(|| "none".to_owned()),
             self.described_optimizer().ok().flatten().unwrap_or_else(|| "none".to_owned()),
+            self.zero.is_some(),
             self.mixed_precision,
         )];
         match settings {

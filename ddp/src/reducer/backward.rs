@@ -80,6 +80,9 @@ impl Reducer {
         let mut state = self.state();
         // From here on an error of this rank alone reaches the others.
         self.path.record(BackwardEvent::FirstGradient)?;
+        if let Some(optimizer) = &self.optimizer {
+            optimizer.begin()?;
+        }
         if let Some(parameter) = state.frozen.iter().find(|p| p.tensor.requires_grad()) {
             return Err(self.model_error(format!(
                 "{} was frozen when the model was wrapped and is not now: call refresh, or wrap it \
@@ -163,6 +166,9 @@ impl Reducer {
             }
         }
         state.used.fill(false);
+        if let Some(optimizer) = &self.optimizer {
+            optimizer.finish()?;
+        }
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);
         if trace::is_on() && state.is_described() {
@@ -221,7 +227,7 @@ impl Reducer {
     }
 
     /// Collects the parameters without a gradient of all ranks, which all call this, into an error.
-    fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
+    pub(super) fn missing_gradients(&self, state: &BackwardState, missing: &[usize]) -> Error {
         let of_this_rank = names_of(&state.parameters, missing);
         let operation = "parameters got no gradient";
         self.group.await_error_details(operation, &of_this_rank);

@@ -20,11 +20,11 @@ impl Reducer {
                  that have ended do not run",
             ));
         }
-        if self.optimizer.is_some() {
-            return Err(self.not_joined(
-                "build without optimizer_in_backward: the optimizer of a rank that has ended would \
-                 take no steps",
-            ));
+        if let Some(optimizer) = &self.optimizer {
+            return Err(self.not_joined(&format!(
+                "build without {}: the optimizer of a rank that has ended would take no steps",
+                optimizer.option()
+            )));
         }
         if self.apart.is_some() && !context.options().divide_by_initial_world_size {
             return Err(self.not_joined(

@@ -19,38 +19,38 @@ impl ZeroRedundancyOptimizer {
         let Some(JoinedSteps { context, settings }) = &mut *joined else { return Ok(()) };
         let settings = std::mem::take(settings);
         let active = context.notify(settings.len() as i64)?;
-        if self.group.rank() != root_of(&active) {
+        if self.parts.group.rank() != root_of(&active) {
             return Ok(());
         }
-        let ended = (0..self.group.world_size()).filter(|rank| !active.contains(rank));
+        let ended = (0..self.parts.group.world_size()).filter(|rank| !active.contains(rank));
         let sent = ended.into_iter().try_for_each(|rank| self.send_step(rank, &settings));
-        sent.inspect_err(|error| self.group.abort(&error.to_string()))
+        sent.inspect_err(|error| self.parts.group.abort(&error.to_string()))
     }
 
     /// Sends a rank what was set, and the gradients of its parts.
     fn send_step(&self, to: usize, settings: &[Setting]) -> Result<()> {
         let settings: Vec<i64> = settings.iter().flat_map(|setting| setting.encode()).collect();
         if !settings.is_empty() {
-            self.group.send(&settings[..], to)?;
+            self.parts.group.send(&settings[..], to)?;
         }
         let mut are_there = Vec::new();
         let mut bytes = Vec::new();
-        for parameter in &self.shards.borrow().parameters {
+        for parameter in &self.parts.shards().parameters {
             for shard in parameter.shards.iter().filter(|shard| shard.rank == to) {
                 let gradient = parameter.gradient(&shard.elements);
-                let gradient = gradient.map_err(|reason| self.failed(reason))?;
+                let gradient = gradient.map_err(|reason| self.parts.failed(reason))?;
                 are_there.push(u8::from(gradient.is_some()));
                 if let Some(gradient) = gradient {
                     let gradient = gradient.to_device(Device::Cpu).contiguous();
-                    let own =
-                        flow_autograd::bytes(&gradient).map_err(|error| self.failed(error))?;
+                    let own = flow_autograd::bytes(&gradient)
+                        .map_err(|error| self.parts.failed(error))?;
                     bytes.extend_from_slice(own);
                 }
             }
         }
         for message in [are_there, bytes] {
             if !message.is_empty() {
-                self.group.send(&message[..], to)?;
+                self.parts.group.send(&message[..], to)?;
             }
         }
         Ok(())
@@ -61,10 +61,10 @@ impl ZeroRedundancyOptimizer {
         let from = root_of(active);
         let mut numbers = vec![0; settings * NUMBERS];
         if !numbers.is_empty() {
-            self.group.recv(&mut numbers[..], from)?;
+            self.parts.group.recv(&mut numbers[..], from)?;
         }
         for setting in numbers.chunks_exact(NUMBERS).map(Setting::decode) {
-            setting.apply(&mut self.shards.borrow_mut()).map_err(|reason| self.failed(reason))?;
+            setting.apply(&mut self.parts.shards()).map_err(|reason| self.parts.failed(reason))?;
         }
         let gradients = self.receive_gradients(from)?;
         self.take_step(|shards| {
@@ -79,11 +79,11 @@ impl ZeroRedundancyOptimizer {
 
     /// Receives the gradients of this rank's parts, one for each parameter that has one.
     fn receive_gradients(&self, from: usize) -> Result<Vec<Option<Tensor>>> {
-        let shards = self.shards.borrow();
+        let shards = self.parts.shards();
         let own = shards.parameters.iter().filter(|parameter| parameter.own.is_some());
         let mut are_there = vec![0u8; own.count()];
         if !are_there.is_empty() {
-            self.group.recv(&mut are_there[..], from)?;
+            self.parts.group.recv(&mut are_there[..], from)?;
         }
         let mut are_there = are_there.into_iter().map(|is_there| is_there != 0);
         let mut lengths = Vec::with_capacity(shards.parameters.len());
@@ -93,7 +93,7 @@ impl ZeroRedundancyOptimizer {
         }
         let mut bytes = vec![0u8; lengths.iter().flatten().sum()];
         if !bytes.is_empty() {
-            self.group.recv(&mut bytes[..], from)?;
+            self.parts.group.recv(&mut bytes[..], from)?;
         }
         let mut rest = &bytes[..];
         let mut gradients = Vec::with_capacity(lengths.len());
@@ -107,7 +107,7 @@ impl ZeroRedundancyOptimizer {
             let shape = [(length / parameter.kind().elt_size_in_bytes()) as i64];
             let gradient = Tensor::f_from_data_size(own, &shape, parameter.kind());
             let gradient = gradient.and_then(|own| own.f_to_device(parameter.tensor.device()));
-            gradients.push(Some(gradient.map_err(|error| self.failed(one_line(error)))?));
+            gradients.push(Some(gradient.map_err(|error| self.parts.failed(one_line(error)))?));
         }
         Ok(gradients)
     }
@@ -115,14 +115,14 @@ impl ZeroRedundancyOptimizer {
 
 impl Joinable for ZeroRedundancyOptimizer {
     fn join_group(&self) -> &ProcessGroup {
-        &self.group
+        &self.parts.group
     }
 
     fn join_hook(&self, context: JoinContext) -> Result<Box<dyn JoinHook + '_>, BoxError> {
         let mut joined = self.joined.borrow_mut();
         if joined.is_some() {
             let reason = "the optimizer is in a join already: give it to one, once".to_owned();
-            return Err(Error::Join { rank: job_rank(&self.group), reason }.into());
+            return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
         }
         *joined = Some(JoinedSteps { context, settings: Vec::new() });
         Ok(Box::new(OptimizerHook(self)))

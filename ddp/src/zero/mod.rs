@@ -10,26 +10,29 @@
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
 //! | `setting.rs` | learning rates and the like |
 //! | `error.rs` | errors that name the optimizer |
+//! | `parts.rs` | what a [`Ddp`](crate::Ddp) steps in backward |
 //! | `join.rs` | uneven inputs |
 
 mod error;
 mod gather;
 mod join;
 mod partition;
+mod parts;
 mod setting;
 mod shards;
 mod state;
 
 use std::cell::RefCell;
 use std::fmt;
+use std::sync::Arc;
 
-use flow_autograd::StateDict;
 use flow_comm::{ProcessGroup, trace};
 use tch::Tensor;
 use tch::nn::{OptimizerConfig, VarStore};
 
 use self::error::{agree, failed};
 use self::gather::Gather;
+pub(crate) use self::parts::{Parts, ZeroInBackward};
 use self::setting::{Hyperparameter, JoinedSteps, Setting};
 use self::shards::Shards;
 use crate::error::{Error, Result, job_rank};
@@ -68,19 +71,14 @@ use crate::steps::last_step;
 /// [`Checkpoints`](crate::Checkpoints) save the whole state, as tch's optimizer has it: either can go on
 /// from the other's, on any number of ranks. In [`join`](crate::join()) it is given beside the model.
 pub struct ZeroRedundancyOptimizer {
-    /// The optimizer's own group.
-    group: ProcessGroup,
-    shards: RefCell<Shards>,
-    gather: RefCell<Gather>,
-    /// The whole state, if this rank has gathered it since the last step.
-    consolidated: RefCell<Option<StateDict>>,
+    parts: Arc<Parts>,
     joined: RefCell<Option<JoinedSteps>>,
 }
 
 impl fmt::Debug for ZeroRedundancyOptimizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ZeroRedundancyOptimizer")
-            .field("group", &self.group)
+            .field("group", &self.parts.group)
             .finish_non_exhaustive()
     }
 }
@@ -116,13 +114,8 @@ impl ZeroRedundancyOptimizer {
         let (shards, _) = made.map_err(|reason| failed(rank, reason))?;
         let own = group.duplicate()?;
         let gather = agree(&own, Gather::new(&own, &shards.parameters))?;
-        Ok(Self {
-            group: own,
-            shards: RefCell::new(shards),
-            gather: RefCell::new(gather),
-            consolidated: RefCell::default(),
-            joined: RefCell::default(),
-        })
+        let parts = Arc::new(Parts::new(own, shards, gather));
+        Ok(Self { parts, joined: RefCell::default() })
     }
 
     /// Drops the gradients.
@@ -131,8 +124,8 @@ impl ZeroRedundancyOptimizer {
     ///
     /// Of libtorch.
     pub fn zero_grad(&self) -> Result<()> {
-        let dropped = self.shards.borrow().zero_grad();
-        dropped.map_err(|reason| self.failed(reason))
+        let dropped = self.parts.shards().zero_grad();
+        dropped.map_err(|reason| self.parts.failed(reason))
     }
 
     /// Changes the parameters by their gradients, where they have any. All ranks call this.
@@ -141,9 +134,16 @@ impl ZeroRedundancyOptimizer {
     ///
     /// On all ranks: the `VarStore` has got variables since, or one has other memory; a gradient is
     /// sparse; a failure of this rank or another, a rank that does not come in time. On GPUs the host
-    /// does not wait: another rank's error comes from a later step.
+    /// does not wait: another rank's error comes from a later step. A `Ddp` steps the optimizer in
+    /// backward.
     pub fn step(&self) -> Result<()> {
-        self.group.check("step")?;
+        self.parts.group.check("step")?;
+        if self.parts.is_in_backward() {
+            return Err(self.parts.failed(
+                "a Ddp steps it in backward: leave step out, or build the Ddp without \
+                 hook_with_zero_step",
+            ));
+        }
         let _phase = trace::phase(trace::Phase::Optimizer, last_step().into());
         self.with_ended_ranks()?;
         self.take_step(Shards::step)
@@ -151,21 +151,16 @@ impl ZeroRedundancyOptimizer {
 
     /// Runs a step, whose own part is `step`.
     fn take_step(&self, step: impl FnOnce(&mut Shards) -> Result<(), String>) -> Result<()> {
-        self.consolidated.take();
-        let shards = &mut *self.shards.borrow_mut();
+        self.parts.consolidated().take();
+        let shards = &mut *self.parts.shards();
         let stepped = shards.check().and_then(|()| step(shards));
-        let stepped = stepped.map_err(|reason| self.failed(reason));
-        let gathered = stepped.and_then(|()| {
-            if self.group.world_size() == 1 {
-                return Ok(());
-            }
-            self.gather.borrow_mut().run(&self.group)
-        });
+        let stepped = stepped.map_err(|reason| self.parts.failed(reason));
+        let gathered = stepped.and_then(|()| self.parts.gather());
         // The others wait for this rank's parts.
-        gathered.inspect_err(|error| self.group.abort(&error.to_string()))
+        gathered.inspect_err(|error| self.parts.group.abort(&error.to_string()))
     }
 
-    /// Drops the gradients, runs backward from `loss`, and steps.
+    /// Drops the gradients, runs backward from `loss`, and steps, unless a `Ddp` steps in backward.
     ///
     /// # Errors
     ///
@@ -174,7 +169,7 @@ impl ZeroRedundancyOptimizer {
     pub fn backward_step(&self, loss: &Tensor) -> Result<()> {
         self.zero_grad()?;
         loss.f_backward().map_err(Error::from_backward)?;
-        self.step()
+        if self.parts.is_in_backward() { Ok(()) } else { self.step() }
     }
 
     /// Clips the norm of all gradients together to `max`, between backward and
@@ -182,10 +177,17 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     ///
-    /// Of libtorch.
+    /// Of libtorch; a `Ddp` steps in backward, where the norm is not known yet.
     pub fn clip_grad_norm(&self, max: f64) -> Result<f64> {
-        let clipped = self.shards.borrow().clip_grad_norm(max);
-        clipped.map_err(|reason| self.failed(reason))
+        if self.parts.is_in_backward() {
+            return Err(self.parts.failed(format!(
+                "gradients cannot be clipped to the norm {max} of all of them: each bucket is applied \
+                 and freed before the last gradient has come; build the Ddp without \
+                 hook_with_zero_step, and clip before step"
+            )));
+        }
+        let clipped = self.parts.shards().clip_grad_norm(max);
+        clipped.map_err(|reason| self.parts.failed(reason))
     }
 
     /// Sets the learning rate of the steps to come.
@@ -244,15 +246,17 @@ impl ZeroRedundancyOptimizer {
 
     fn set(&self, parameter: Hyperparameter, group: Option<usize>, value: f64) -> Result<()> {
         let setting = Setting { parameter, group, value };
-        setting.apply(&mut self.shards.borrow_mut()).map_err(|reason| self.failed(reason))?;
+        let applied = setting.apply(&mut self.parts.shards());
+        applied.map_err(|reason| self.parts.failed(reason))?;
         if let Some(joined) = &mut *self.joined.borrow_mut() {
             joined.settings.push(setting);
         }
         Ok(())
     }
 
-    fn failed(&self, reason: impl ToString) -> Error {
-        failed(job_rank(&self.group), reason)
+    /// Returns what a `Ddp` steps in backward.
+    pub(crate) fn parts(&self) -> &Arc<Parts> {
+        &self.parts
     }
 }
 

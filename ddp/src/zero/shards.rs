@@ -128,6 +128,8 @@ impl Shards {
 
     /// Steps this rank's parts of the parameters that have gradients.
     pub fn step(&mut self) -> Result<(), String> {
+        // All, not only this rank's: ranks have the same gradients, and so the same error at once.
+        self.parameters.iter().try_for_each(ShardedParameter::check_gradient)?;
         for parameter in &mut self.parameters {
             let Some(own) = &parameter.own else { continue };
             if let Some(gradient) = parameter.gradient(&own.elements)? {
@@ -135,6 +137,18 @@ impl Shards {
             }
         }
         Ok(())
+    }
+
+    /// Steps this rank's part of the parameter at a place, which has a gradient, and frees that.
+    pub fn step_one(&mut self, place: usize) -> Result<(), String> {
+        let parameter = &mut self.parameters[place];
+        parameter.check_gradient()?;
+        if let Some(own) = &parameter.own
+            && let Some(gradient) = parameter.gradient(&own.elements)?
+        {
+            parameter.step(&gradient)?;
+        }
+        flow_autograd::set_grad(&parameter.tensor, None).map_err(one_line)
     }
 
     /// Drops all gradients, as tch's optimizers do.
@@ -216,18 +230,25 @@ impl ShardedParameter {
         flat.f_narrow(0, elements.start as i64, elements.len() as i64)
     }
 
-    /// Returns these elements of the gradient, if there is one.
-    pub fn gradient(&self, elements: &Range<usize>) -> Result<Option<Tensor>, String> {
+    /// Checks that the gradient can be applied, if there is one.
+    fn check_gradient(&self) -> Result<(), String> {
         let gradient = self.tensor.grad();
-        if !gradient.defined() {
-            return Ok(None);
-        }
-        if gradient.is_sparse() {
+        if gradient.defined() && gradient.is_sparse() {
             return Err(format!(
                 "the gradient of {} is sparse: build the Ddp with sparse_as_dense(true), or use tch's \
                  optimizer",
                 self.name
             ));
+        }
+        Ok(())
+    }
+
+    /// Returns these elements of the gradient, if there is one.
+    pub fn gradient(&self, elements: &Range<usize>) -> Result<Option<Tensor>, String> {
+        self.check_gradient()?;
+        let gradient = self.tensor.grad();
+        if !gradient.defined() {
+            return Ok(None);
         }
         let gradient = flow_autograd::resolved(&gradient).unwrap_or(gradient);
         self.elements_of(&gradient, elements).map(Some).map_err(one_line)

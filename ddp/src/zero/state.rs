@@ -21,10 +21,10 @@ type Part<'a> = (usize, &'a str);
 impl OptimizerState for ZeroRedundancyOptimizer {
     /// Returns the whole state, as tch's optimizer has it.
     fn state(&self) -> Result<StateDict, flow_autograd::Error> {
-        if self.group.world_size() == 1 {
+        if self.parts.group.world_size() == 1 {
             self.consolidate_state_dict(0)?;
         }
-        let consolidated = self.consolidated.borrow();
+        let consolidated = self.parts.consolidated();
         let Some(state) = &*consolidated else {
             return Err(in_state(
                 "the state is on all ranks: let all call consolidate_state_dict(to) after the last \
@@ -42,21 +42,21 @@ impl OptimizerState for ZeroRedundancyOptimizer {
     /// Replaces this rank's part of the state. All ranks call this, with the same state: they all take
     /// it, or none does.
     fn load_state(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
-        let shards = self.shards.get_mut();
+        let shards = &mut *self.parts.shards();
         let before = shards.own_state()?;
         let loaded = shards.load_own(saved);
-        let loaded = loaded.map_err(|error| failed(job_rank(&self.group), error));
-        let agreed = agree(&self.group, loaded);
+        let loaded = loaded.map_err(|error| failed(job_rank(&self.parts.group), error));
+        let agreed = agree(&self.parts.group, loaded);
         if agreed.is_err() {
             shards.load(before)?;
         }
-        self.consolidated.take();
+        self.parts.consolidated().take();
         agreed.map_err(|error| in_state(error.to_string()))
     }
 
     fn consolidate_state_dict(&self, to: usize) -> Result<(), flow_autograd::Error> {
         let state = self.gather_state(to).map_err(|error| in_state(error.to_string()))?;
-        *self.consolidated.borrow_mut() = state;
+        *self.parts.consolidated() = state;
         Ok(())
     }
 }
@@ -64,17 +64,19 @@ impl OptimizerState for ZeroRedundancyOptimizer {
 impl ZeroRedundancyOptimizer {
     /// Returns the whole state on rank `to`; None on the others.
     fn gather_state(&self, to: usize) -> Result<Option<StateDict>> {
-        let ranks = self.group.world_size();
+        let ranks = self.parts.group.world_size();
         if to >= ranks {
-            return Err(self.failed(format!("there is no rank {to}, but {ranks} ranks from 0 on")));
+            return Err(self
+                .parts
+                .failed(format!("there is no rank {to}, but {ranks} ranks from 0 on")));
         }
-        let shards = self.shards.borrow();
-        let own = own_bytes(&shards).map_err(|error| self.failed(error));
-        let (names, bytes) = agree(&self.group, own)?;
-        let names = gather_texts(&self.group, &names)?;
-        if self.group.rank() != to {
+        let shards = self.parts.shards();
+        let own = own_bytes(&shards).map_err(|error| self.parts.failed(error));
+        let (names, bytes) = agree(&self.parts.group, own)?;
+        let names = gather_texts(&self.parts.group, &names)?;
+        if self.parts.group.rank() != to {
             if !bytes.is_empty() {
-                self.group.send(&bytes[..], to)?;
+                self.parts.group.send(&bytes[..], to)?;
             }
             return Ok(None);
         }
@@ -87,13 +89,14 @@ impl ZeroRedundancyOptimizer {
             if rank == to {
                 received.copy_from_slice(&bytes);
             } else if !received.is_empty() {
-                self.group.recv(&mut received[..], rank)?;
+                self.parts.group.recv(&mut received[..], rank)?;
             }
             let mut rest = &received[..];
             for (part, length) in names.into_iter().zip(lengths) {
                 let (bytes, others) = rest.split_at(length);
                 rest = others;
-                add(&shards, &mut parts, rank, part, bytes).map_err(|error| self.failed(error))?;
+                add(&shards, &mut parts, rank, part, bytes)
+                    .map_err(|error| self.parts.failed(error))?;
             }
         }
         Ok(Some(whole(&shards, parts)))

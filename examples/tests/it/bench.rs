@@ -70,7 +70,16 @@ fn sharded_optimizers_are_measured() {
     let arguments = ["zero", "--model", "mlp", "--blocks", "1", "--steps", "1", "--json"];
     let measured = lines(&launch(2, "flow-bench", &arguments));
     assert_eq!(measured.len(), 1);
-    let names = ["adam_ms", "zero_ms", "ratio", "adam_mib", "zero_mib", "ranks"];
+    let names = [
+        "adam_ms",
+        "zero_ms",
+        "ratio",
+        "in_backward_ms",
+        "in_backward_ratio",
+        "adam_mib",
+        "zero_mib",
+        "ranks",
+    ];
     positive(&measured[0], &names);
 }
 

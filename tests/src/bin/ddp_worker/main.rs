@@ -109,6 +109,8 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
     scenario("zero_random", zero::random, AND_THREADS),
+    scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
+    scenario("zero_in_backward_misused", zero_misused::in_backward, ALL_AND_NODES),
     scenario("zero_layouts", zero::layouts, ALL_AND_NODES),
     scenario("zero_memory", zero::memory, MEASURES_MEMORY),
     scenario("zero_resumed", zero::resumed, ALL_AND_NODES),

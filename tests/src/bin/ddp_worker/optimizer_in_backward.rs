@@ -1,18 +1,20 @@
-//! An optimizer that steps in backward.
+//! An optimizer that steps in backward, whole on each rank or sharded.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
-use flow_autograd::{OptimizerState, map_gradient};
+use flow_autograd::{OptimizerState, StateDict, map_gradient};
 use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::{Bf16Compress, PowerSgd};
-use flow_ddp::{Ddp, DdpBuilder, Error, OptimizerInBackward};
+use flow_ddp::{Ddp, DdpBuilder, Error, OptimizerInBackward, ZeroRedundancyOptimizer};
 use tch::nn::{self, Optimizer, OptimizerConfig, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{Draws, error, failure, own_group, random_models, says};
 use crate::models::{Vectors, device, on_gpu, store};
-use crate::optimizers::{Config, LARGE, Parameters, configs, drop_gradients, same_bits};
+use crate::optimizers::{
+    Config, LARGE, Parameters, configs, drop_gradients, same_bits, same_state,
+};
 
 fn no_gradients(store: &VarStore) -> Result<()> {
     for (name, tensor) in store.variables() {
@@ -25,10 +27,48 @@ fn no_gradients(store: &VarStore) -> Result<()> {
 /// unused parameters, `no_sync`, hooks, other learning rates and frozen parameters. So have those of
 /// one rank alone.
 pub fn random(group: &ProcessGroup) -> Result<()> {
-    random_models(group, 12, trained)
+    random_models(group, 12, |group, seed| trained(group, seed, false))
 }
 
-fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
+/// The same with a `ZeroRedundancyOptimizer`, whose state is that of the other one, too.
+pub fn random_with_zero(group: &ProcessGroup) -> Result<()> {
+    random_models(group, 12, |group, seed| trained(group, seed, true))
+}
+
+/// What steps in backward.
+enum InBackward {
+    Whole(OptimizerInBackward),
+    Zero(ZeroRedundancyOptimizer),
+}
+
+impl InBackward {
+    fn set_lr(&self, learning_rate: f64) -> Result<(), Error> {
+        match self {
+            Self::Whole(optimizer) => optimizer.set_lr(learning_rate),
+            Self::Zero(optimizer) => optimizer.set_lr(learning_rate),
+        }
+    }
+
+    fn set_lr_group(&self, group: usize, learning_rate: f64) -> Result<(), Error> {
+        match self {
+            Self::Whole(optimizer) => optimizer.set_lr_group(group, learning_rate),
+            Self::Zero(optimizer) => optimizer.set_lr_group(group, learning_rate),
+        }
+    }
+
+    /// Returns the whole state, on this rank at least.
+    fn state(&self, rank: usize) -> Result<StateDict> {
+        match self {
+            Self::Whole(optimizer) => Ok(optimizer.state()?),
+            Self::Zero(optimizer) => {
+                optimizer.consolidate_state_dict(rank)?;
+                Ok(optimizer.state()?)
+            }
+        }
+    }
+}
+
+fn trained(group: &ProcessGroup, seed: u64, with_zero: bool) -> Result<()> {
     let mut draws = Draws(seed);
     let config = configs()[seed as usize % 6];
     let mut kinds = vec![Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
@@ -38,7 +78,7 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let count = 1 + draws.below(6) as usize;
     let model: Vec<(i64, Kind)> = (0..count)
         .map(|_| {
-            let length = [1, 0, 10, LARGE][draws.below(4) as usize];
+            let length = [1, 0, 10, 2 * LARGE][draws.below(4) as usize];
             (length, kinds[draws.below(kinds.len() as u64) as usize])
         })
         .collect();
@@ -80,9 +120,16 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let within_store = store();
     let mut after = builder().wrap(Parameters::new(&after_store, &model), &after_store)?;
     let mut optimizer = config.build(&after_store, 0.1)?;
-    let builder = builder().optimizer_in_backward(config, 0.1);
-    let mut within = builder.wrap(Parameters::new(&within_store, &model), &within_store)?;
-    let in_backward = within.optimizer_in_backward()?;
+    let net = Parameters::new(&within_store, &model);
+    let (mut within, in_backward) = if with_zero {
+        let zero = ZeroRedundancyOptimizer::new(&within_store, group, config, 0.1)?;
+        let within = builder().hook_with_zero_step(&zero).wrap(net, &within_store)?;
+        (within, InBackward::Zero(zero))
+    } else {
+        let within = builder().optimizer_in_backward(config, 0.1).wrap(net, &within_store)?;
+        let optimizer = within.optimizer_in_backward()?;
+        (within, InBackward::Whole(optimizer))
+    };
     for step in 0..6 {
         let learning_rate = 0.1 / f64::from(1 + step);
         optimizer.set_lr(learning_rate);
@@ -109,6 +156,11 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
         let what = || format!("step {step}, {config:?}, {model:?}, {graphs:?}");
         same_bits(&within_store, &after_store).with_context(what)?;
         no_gradients(&within_store).with_context(what)?;
+        let to = step as usize % group.world_size();
+        let state = in_backward.state(to);
+        if !with_zero || group.rank() == to {
+            same_state(&state?, &optimizer.state()?).with_context(what)?;
+        }
     }
     ensure!(within.stats().backwards == 6, "{:?}", within.stats());
     Ok(())

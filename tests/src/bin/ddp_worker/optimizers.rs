@@ -1,13 +1,14 @@
 //! Models that tch's optimizers train, and what else trains them.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
+use flow_autograd::StateDict;
 use tch::nn::{self, Adam, AdamW, OptimizerConfig, RmsProp, Sgd, VarStore};
 use tch::{COptimizer, Kind, TchError, Tensor};
 
 use crate::models::device;
 
 /// Elements of a parameter whose gradient is reduced where it is born, and whose state ranks share.
-pub const LARGE: i64 = 40_000;
+pub const LARGE: i64 = 17_000;
 
 /// One of tch's optimizers.
 #[derive(Clone, Copy, Debug)]
@@ -106,4 +107,20 @@ pub fn same_elements(name: &str, actual: &Tensor, expected: &Tensor) -> Result<(
 pub fn drop_gradients(store: &VarStore) -> Result<()> {
     let trained = store.trainable_variables();
     Ok(trained.iter().try_for_each(|w| flow_autograd::set_grad(w, None))?)
+}
+
+/// Two states have the same bits, NaN too.
+pub fn same_state(actual: &StateDict, expected: &StateDict) -> Result<()> {
+    ensure!(actual.parameters == expected.parameters, "{actual:?} is not {expected:?}");
+    let names = |state: &StateDict| -> Vec<String> {
+        let mut names: Vec<String> = state.tensors.iter().map(|(name, _)| name.clone()).collect();
+        names.sort();
+        names
+    };
+    ensure!(names(actual) == names(expected), "{actual:?} is not {expected:?}");
+    for (name, tensor) in &actual.tensors {
+        let other = expected.tensors.iter().find(|(other, _)| other == name).context("checked")?;
+        same_elements(name, tensor, &other.1)?;
+    }
+    Ok(())
 }

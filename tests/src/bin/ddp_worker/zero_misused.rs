@@ -3,11 +3,11 @@
 use anyhow::{Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{JoinOptions, ZeroRedundancyOptimizer, join};
+use flow_ddp::{Ddp, Error, JoinOptions, TryBackwardStep, ZeroRedundancyOptimizer, join};
 use tch::nn::{Adam, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{error, says};
+use crate::helpers::{error, failure, own_group, says};
 use crate::models::{Vectors, device, on_gpu, store};
 use crate::optimizers::LARGE;
 
@@ -86,7 +86,7 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     }
     says(
         &error(zero.load_state(&state))?,
-        &["1.exp_avg has the shape [40000, 1]", "w1 has [40000]"],
+        &[&format!("1.exp_avg has the shape [{LARGE}, 1]"), &format!("w1 has [{LARGE}]")],
     )?;
 
     // A part that only the rank of w0 has no place for, and keeps what it had.
@@ -104,10 +104,68 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     }
     says(&error(zero.consolidate_state_dict(9))?, &["there is no rank 9"])?;
 
-    let twice =
-        error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, flow_ddp::Error>(())))?;
+    let twice = error(join(&[&zero, &zero], JoinOptions::default(), || Ok::<_, Error>(())))?;
     says_in_a_line(twice, &["the optimizer is in a join already"])?;
     Ok(())
+}
+
+/// An optimizer that steps in backward, where it cannot.
+pub fn in_backward(group: &ProcessGroup) -> Result<()> {
+    let own = store();
+    let net = Vectors::new(&own, &[10, LARGE]);
+    let sgd = |store: &VarStore, group: &ProcessGroup| {
+        ZeroRedundancyOptimizer::new(store, group, Sgd::default(), 0.5)
+    };
+    let mut zero = sgd(&own, group)?;
+    let builder = |zero: &ZeroRedundancyOptimizer| {
+        Ddp::builder(group).bucket_cap_mb(0.00001).hook_with_zero_step(zero)
+    };
+
+    let other = store();
+    let wrapped = builder(&zero).wrap(Vectors::new(&other, &[10, LARGE]), &other);
+    says(&error(wrapped)?, &["it has no w0, which the model has", "of the model's VarStore"])?;
+    let parameters = vec![("w0".to_owned(), net.0[0].shallow_clone())];
+    let wrapped = builder(&zero).wrap_tensors((), parameters, Vec::new());
+    says(&error(wrapped)?, &["it has 2 parameters and the model 1"])?;
+    let both = builder(&zero).optimizer_in_backward(Adam::default(), 0.1);
+    let wrapped = both.wrap(Vectors::new(&other, &[1]), &other);
+    says(&error(wrapped)?, &["two optimizers cannot step", "without optimizer_in_backward"])?;
+    let alone = own_group(group)?;
+    let of_one = sgd(&own, &alone)?;
+    let builder_of_one = Ddp::builder(group).hook_with_zero_step(&of_one);
+    let wrapped = builder_of_one.wrap(Vectors::new(&other, &[1]), &other);
+    says(&error(wrapped)?, &["the optimizer is of the ranks [", "both with one group"])?;
+
+    let model = builder(&zero).wrap(net, &own)?;
+    let words = ["a Ddp steps it in backward: leave step out", "without hook_with_zero_step"];
+    says(&error(zero.step())?, &words)?;
+    let words = ["clipped to the norm 1 of all", "without hook_with_zero_step"];
+    says(&error(zero.clip_grad_norm(1.0))?, &words)?;
+    let words = ["join: build without hook_with_zero_step"];
+    says(&error(model.join(|| Ok::<_, Error>(())))?, &words)?;
+    says(&error(model.optimizer_in_backward())?, &["no optimizer steps in backward"])?;
+    // It is as it was, and steps once.
+    zero.try_backward_step(&model.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
+    for (index, expected) in [(0, 0.5), (1, 0.0)] {
+        let value = model.0[index].double_value(&[0]);
+        ensure!(value == expected, "w{index} is {value}, not {expected}");
+    }
+    // Without the Ddp it steps as before.
+    let net = model.into_inner();
+    zero.backward_step(&net.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
+    let value = net.0[0].double_value(&[0]);
+    ensure!(value == 0.0, "w0 is {value} after the second step");
+
+    // What one rank cannot step is an error of all.
+    let model = builder(&zero).wrap(net, &own)?;
+    let last = group.world_size() - 1;
+    if group.rank() == last {
+        model.0[1].shallow_clone().set_data(&Tensor::zeros_like(&model.0[1]));
+    }
+    let text = failure(&model, || model.weighted_sum(&[(0, 1.0), (1, 2.0)]).f_backward())?;
+    says(&text, &["w1 has other memory since", &format!("rank {last}")])?;
+    drop(model);
+    says(&error(zero.step())?, &["w1 has other memory since"])
 }
 
 /// What one rank cannot step is an error of all ranks, which go on with none of it.

@@ -123,9 +123,6 @@ fn builder(group: &ProcessGroup, training: &Training) -> Result<DdpBuilder> {
     if let Some(location) = training.buffer_hook {
         builder = builder.buffer_comm_hook(OwnBuffers(location));
     }
-    if training.steps == Steps::InBackward {
-        builder = builder.optimizer_in_backward(sgd(training), LEARNING_RATE);
-    }
     let power = |rank| PowerSgd::new(rank).start_iter(1).min_compression_rate(0.0);
     Ok(match training.hook {
         Hook::None => builder,
@@ -155,18 +152,36 @@ enum Stepper {
     After(RefCell<Optimizer>),
     InBackward(OptimizerInBackward),
     Zero(Box<ZeroRedundancyOptimizer>),
+    ZeroInBackward(Box<ZeroRedundancyOptimizer>),
 }
 
 impl Stepper {
-    fn new(training: &Training, model: &Ddp<Net>, store: &VarStore) -> Result<Self> {
+    /// Wraps the model, and makes its optimizer.
+    fn wrap(
+        training: &Training,
+        group: &ProcessGroup,
+        net: Net,
+        store: &VarStore,
+    ) -> Result<(Ddp<Net>, Self)> {
+        let builder = builder(group, training)?;
         let config = sgd(training);
+        let zero =
+            || ZeroRedundancyOptimizer::new(store, group, config, LEARNING_RATE).map(Box::new);
         Ok(match training.steps {
-            Steps::After => Self::After(config.build(store, LEARNING_RATE)?.into()),
-            Steps::InBackward => Self::InBackward(model.optimizer_in_backward()?),
-            Steps::Zero => {
-                let group = model.group();
-                let zero = ZeroRedundancyOptimizer::new(store, group, config, LEARNING_RATE)?;
-                Self::Zero(Box::new(zero))
+            Steps::After => {
+                let model = builder.wrap(net, store)?;
+                (model, Self::After(config.build(store, LEARNING_RATE)?.into()))
+            }
+            Steps::InBackward => {
+                let model =
+                    builder.optimizer_in_backward(config, LEARNING_RATE).wrap(net, store)?;
+                let optimizer = model.optimizer_in_backward()?;
+                (model, Self::InBackward(optimizer))
+            }
+            Steps::Zero => (builder.wrap(net, store)?, Self::Zero(zero()?)),
+            Steps::ZeroInBackward => {
+                let zero = zero()?;
+                (builder.hook_with_zero_step(&zero).wrap(net, store)?, Self::ZeroInBackward(zero))
             }
         })
     }
@@ -175,7 +190,7 @@ impl Stepper {
         match self {
             Self::After(optimizer) => optimizer.get_mut(),
             Self::InBackward(optimizer) => optimizer,
-            Self::Zero(optimizer) => &mut **optimizer,
+            Self::Zero(optimizer) | Self::ZeroInBackward(optimizer) => &mut **optimizer,
         }
     }
 
@@ -188,7 +203,7 @@ impl Stepper {
                 }
                 optimizer.step();
             }
-            Self::InBackward(_) => {}
+            Self::InBackward(_) | Self::ZeroInBackward(_) => {}
             Self::Zero(optimizer) => {
                 if clips {
                     optimizer.clip_grad_norm(MAX_NORM)?;
@@ -251,8 +266,7 @@ fn run(
     if training.sync_batch_norm {
         convert_sync_batchnorm(&store, group)?;
     }
-    let model = builder(group, training)?.wrap(net, &store)?;
-    let stepper = Stepper::new(training, &model, &store)?;
+    let (model, stepper) = Stepper::wrap(training, group, net, &store)?;
     let averager = RefCell::new(Averager::new(training.averages, &store, group)?);
     let mut trained = Trained { group, training, store, model, stepper, averager };
     for (number, phase) in training.phases.iter().enumerate() {

@@ -49,7 +49,7 @@ impl Training {
             refusals.push(Refusal { words: &["cannot save", "it is sparse"], is_certain: false });
         }
         let is_local = matches!(self.hook, Hook::PostLocalSgd { .. });
-        if is_local && self.steps == Steps::Zero {
+        if is_local && self.steps.are_of_zero() {
             refusals.push(certain(&["ZeroRedundancyOptimizer", "PostLocalSgd"]));
         }
         if mixed.param.is_some() && self.differs_between_ranks() && !is_local {
@@ -64,8 +64,10 @@ impl Training {
             if is_local && !join.divide_by_initial_world_size {
                 refusals.push(certain(&["join", "divide_by_initial_world_size", "PostLocalSgd"]));
             }
-            if self.steps == Steps::InBackward {
-                refusals.push(certain(&["join", "optimizer_in_backward"]));
+            match self.steps {
+                Steps::InBackward => refusals.push(certain(&["join", "optimizer_in_backward"])),
+                Steps::ZeroInBackward => refusals.push(certain(&["join", "hook_with_zero_step"])),
+                Steps::After | Steps::Zero => {}
             }
             if self.sync_batch_norm && !join.throw_on_early_termination {
                 refusals.push(certain(&["join", "throw_on_early_termination"]));
@@ -105,7 +107,7 @@ impl Training {
             let is_named = named.contains(&number);
             let words: &[&str] = if !sparse && is_named {
                 &["is not sparse: do not name it in sparse_gradients"]
-            } else if sparse && (is_named || ranks == 1) && self.steps == Steps::Zero {
+            } else if sparse && (is_named || ranks == 1) && self.steps.are_of_zero() {
                 &["ZeroRedundancyOptimizer", "sparse_as_dense(true)"]
             } else if sparse && !is_named && !self.sparse_as_dense {
                 &["is sparse: name it in sparse_gradients"]

@@ -56,6 +56,17 @@ pub enum Steps {
     After,
     InBackward,
     Zero,
+    ZeroInBackward,
+}
+
+impl Steps {
+    pub fn are_in_backward(self) -> bool {
+        matches!(self, Self::InBackward | Self::ZeroInBackward)
+    }
+
+    pub fn are_of_zero(self) -> bool {
+        matches!(self, Self::Zero | Self::ZeroInBackward)
+    }
 }
 
 /// What averages parameters after steps.
@@ -197,7 +208,13 @@ impl Training {
             _ => Hook::None,
         };
         let locations = [BufferCommHookLocation::PreForward, BufferCommHookLocation::PostForward];
-        let steps = draws.one_of(&[Steps::After, Steps::After, Steps::InBackward, Steps::Zero]);
+        let steps = draws.one_of(&[
+            Steps::After,
+            Steps::After,
+            Steps::InBackward,
+            Steps::Zero,
+            Steps::ZeroInBackward,
+        ]);
         let with_parameters: Vec<usize> =
             (0..layers.len()).filter(|&number| layers[number].has_parameters()).collect();
         let own = with_parameters.iter().copied().filter(|&n| layers[n].tied_to.is_none());
@@ -248,10 +265,10 @@ impl Training {
             }
         }
         let has_complex = self.layers.iter().any(|l| l.operation == Operation::Complex);
-        if self.has_sparse_gradients() || has_complex || self.steps == Steps::InBackward {
+        if self.has_sparse_gradients() || has_complex || self.steps.are_in_backward() {
             self.clips = false;
         }
-        if self.has_sparse_gradients() || self.steps == Steps::InBackward {
+        if self.has_sparse_gradients() || self.steps.are_in_backward() {
             self.zeroes = false;
         }
         self
