@@ -18,6 +18,15 @@ impl Reducer {
 
     /// Goes on with the trial after a backward, on all ranks in the same step.
     pub(super) fn tune(&self, state: &mut BackwardState) -> Result<()> {
+        self.defer_missing_grads(state, |state| self.end_trial_step(state))?;
+        // On a GPU, a rank may learn only here that another has failed in this backward.
+        if state.peer_misses_grads {
+            return Err(self.missing_gradients(state, &[]));
+        }
+        Ok(())
+    }
+
+    fn end_trial_step(&self, state: &mut BackwardState) -> Result<()> {
         let Some(tuning) = &mut state.tuning else { return Ok(()) };
         // On a GPU the host is ahead: a step takes as long as what it has enqueued.
         self.path.synchronize()?;
