@@ -1,7 +1,7 @@
 //! Groups that keep an order, splits and meshes; each rank checks its own part.
 
 use anyhow::{Context, Result, ensure};
-use flow_comm::{Error, Mesh, ProcessGroup, ReduceOp};
+use flow_comm::{Mesh, ProcessGroup, ReduceOp};
 
 use crate::beside;
 use crate::groups::sum_of_ranks;
@@ -97,7 +97,7 @@ fn split(world: &ProcessGroup) -> Result<()> {
         _ => world.split(Some(0), 0).err(),
     };
     let error = error.context("a split was accepted beside new_group")?;
-    ensure!(matches!(error, Error::Mismatch { .. }), "{error:?}");
+    ensure!(error.is_mismatch(), "{error:?}");
     Ok(())
 }
 
@@ -155,6 +155,6 @@ fn mesh(world: &ProcessGroup) -> Result<()> {
     }
     let shape = if rank == 7 { [4, 2] } else { [2, 4] };
     let error = Mesh::new(world, &[0, 1, 2, 3, 4, 5, 6, 7], &shape).err().context("different")?;
-    ensure!(matches!(error, Error::Mismatch { .. }), "{error:?}");
+    ensure!(error.is_mismatch(), "{error:?}");
     Ok(())
 }
