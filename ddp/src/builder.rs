@@ -241,7 +241,8 @@ impl DdpBuilder {
     ///   them.
     /// - A communication hook that returns a tensor of its own is waited for at the end of backward.
     ///   On GPUs all buckets are: they keep their memory anyway.
-    /// - Gradients cannot be clipped by the norm of all of them, and the model cannot be joined.
+    /// - Gradients cannot be clipped by the norm of all of them, nor unscaled before the step as a
+    ///   `GradScaler` does, and the model cannot be joined.
     pub fn optimizer_in_backward(
         mut self,
         config: impl OptimizerConfig + Send + 'static,
@@ -252,8 +253,8 @@ impl DdpBuilder {
     }
 
     /// Has this optimizer step in backward: PyTorch's `hook_with_zero_step`, and its
-    /// `overlap_with_ddp=True`. Each rank applies and frees its part of the gradients as soon as they are
-    /// reduced, and ranks gather all parts at the end of backward, which is then the whole step.
+    /// `overlap_with_ddp=True`. As soon as a bucket is reduced, each rank applies its part of the gradients, and
+    /// all of them are freed. Ranks gather all parts at the end of backward, which is then the whole step.
     ///
     /// ```no_run
     /// use flow_ddp::{Ddp, ProcessGroup, TensorCollectives, ZeroRedundancyOptimizer};
@@ -274,8 +275,8 @@ impl DdpBuilder {
     ///
     /// The optimizer is of the `VarStore` that is wrapped, and its ranks are those of the `Ddp`. What is
     /// said of [`optimizer_in_backward`](Self::optimizer_in_backward) holds here, too. As long as the
-    /// `Ddp` lives, [`step`](crate::ZeroRedundancyOptimizer::step) is an error. After an error in backward
-    /// the optimizer is of no more use.
+    /// `Ddp` lives, [`step`](crate::ZeroRedundancyOptimizer::step) is an error. After an error of the `Ddp`
+    /// the optimizer is of no more use: make it anew.
     pub fn hook_with_zero_step(mut self, optimizer: &ZeroRedundancyOptimizer) -> Self {
         self.zero = Some(Arc::clone(optimizer.parts()));
         self

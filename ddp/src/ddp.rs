@@ -66,7 +66,8 @@ use crate::stats::Stats;
 /// none where something else still holds the old tensor. Where one backward goes through several
 /// wrapped models, all ranks must go through them in the same order. With one rank nothing is
 /// installed and nothing costs, but for an
-/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward),
+/// [optimizer in backward](crate::DdpBuilder::optimizer_in_backward) or
+/// [`hook_with_zero_step`](crate::DdpBuilder::hook_with_zero_step),
 /// [sparse gradients](crate::DdpBuilder::sparse_gradients) and
 /// [mixed precision](crate::DdpBuilder::mixed_precision).
 ///

@@ -235,7 +235,8 @@ impl Reducer {
 
     /// Waits until the reductions of the last backward are over.
     pub fn synchronize(&self) -> Result<()> {
-        self.path.synchronize()
+        self.path.synchronize()?;
+        self.optimizer.as_ref().map_or(Ok(()), InBackward::synchronize)
     }
 
     /// Times and bytes of the last backward.

@@ -205,6 +205,22 @@ impl DdpBuilder {
                     .into(),
             );
         }
+        zero.group.check("hook_with_zero_step").map_err(|error| {
+            format!("{error}; make the optimizer anew, and give it the state of a checkpoint")
+        })?;
+        if self.group.world_size() > 1 && !self.comm_hook.is_same_on_all_ranks() {
+            return Err("hook_with_zero_step: a ZeroRedundancyOptimizer takes the same gradients on all \
+                        ranks, and the communication hook gives them their own, as PostLocalSgd does: \
+                        use tch's optimizer, or another hook"
+                .into());
+        }
+        if !self.options.sparse.is_empty() {
+            return Err(
+                "hook_with_zero_step: a ZeroRedundancyOptimizer takes no sparse gradients: build \
+                        with sparse_as_dense(true), and without sparse_gradients"
+                    .into(),
+            );
+        }
         if zero.group.ranks() != self.group.ranks() {
             return Err(format!(
                 "hook_with_zero_step: the optimizer is of the ranks {:?}, and the Ddp of {:?}: make \
@@ -271,7 +287,7 @@ impl DdpBuilder {
             self.comm_hook.name(),
             shared_by.unwrap_or_else(|| "none".to_owned()),
             self.described_optimizer().ok().flatten().unwrap_or_else(|| "none".to_owned()),
-            self.zero.is_some(),
+            self.zero.as_ref().map_or("none", |zero| zero.chosen.as_str()),
             self.mixed_precision,
         )];
         match settings {

@@ -36,6 +36,14 @@ impl InBackward {
         }
     }
 
+    /// Waits until the last step is over, on a device too.
+    pub fn synchronize(&self) -> Result<()> {
+        match self {
+            Self::Whole(_) => Ok(()),
+            Self::Sharded(optimizer) => optimizer.synchronize(),
+        }
+    }
+
     /// Begins the step of a backward.
     pub fn begin(&self) -> Result<()> {
         match self {

@@ -167,7 +167,11 @@ impl Reducer {
         }
         state.used.fill(false);
         if let Some(optimizer) = &self.optimizer {
-            optimizer.finish()?;
+            self.defer_missing_grads(state, |_| optimizer.finish())?;
+            // On a GPU, a rank may learn only here that another has failed in this backward.
+            if state.peer_misses_grads {
+                return Err(self.missing_gradients(state, &missing));
+            }
         }
         self.path.record(BackwardEvent::EndOfReduction)?;
         state.record(backward_end);

@@ -119,6 +119,13 @@ impl Joinable for ZeroRedundancyOptimizer {
     }
 
     fn join_hook(&self, context: JoinContext) -> Result<Box<dyn JoinHook + '_>, BoxError> {
+        if self.parts.is_in_backward() {
+            let reason =
+                "build the Ddp without hook_with_zero_step: the optimizer steps in its backward, \
+                          which a rank that has ended does not run"
+                    .to_owned();
+            return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
+        }
         let mut joined = self.joined.borrow_mut();
         if joined.is_some() {
             let reason = "the optimizer is in a join already: give it to one, once".to_owned();

@@ -111,10 +111,10 @@ impl ZeroRedundancyOptimizer {
         if let Some(difference) = first_mismatch(group, &lines)? {
             return Err(failed(rank, format!("the model differs between ranks: {difference}")));
         }
-        let (shards, _) = made.map_err(|reason| failed(rank, reason))?;
+        let (shards, chosen) = made.map_err(|reason| failed(rank, reason))?;
         let own = group.duplicate()?;
         let gather = agree(&own, Gather::new(&own, &shards.parameters))?;
-        let parts = Arc::new(Parts::new(own, shards, gather));
+        let parts = Arc::new(Parts::new(own, chosen, shards, gather));
         Ok(Self { parts, joined: RefCell::default() })
     }
 
@@ -167,9 +167,13 @@ impl ZeroRedundancyOptimizer {
     /// That of backward, as [`Error::from_backward`] gives it: the parameters are then as they were.
     /// Those of [`ZeroRedundancyOptimizer::step`].
     pub fn backward_step(&self, loss: &Tensor) -> Result<()> {
+        if self.parts.is_in_backward() {
+            // It frees the gradients; those of earlier backwards under no_sync are to stay until then.
+            return loss.f_backward().map_err(Error::from_backward);
+        }
         self.zero_grad()?;
         loss.f_backward().map_err(Error::from_backward)?;
-        if self.parts.is_in_backward() { Ok(()) } else { self.step() }
+        self.step()
     }
 
     /// Clips the norm of all gradients together to `max`, between backward and

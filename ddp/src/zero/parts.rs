@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::{StateDict, identity};
 use flow_comm::ProcessGroup;
+use flow_tensor::cuda_group;
 use tch::Tensor;
 
 use super::error::failed;
@@ -18,6 +19,8 @@ use crate::error::{Error, Result, job_rank};
 pub(crate) struct Parts {
     /// The optimizer's own group.
     pub group: ProcessGroup,
+    /// What was chosen, in a line.
+    pub chosen: String,
     shards: Mutex<Shards>,
     gather: Mutex<Gather>,
     /// The whole state, if this rank has gathered it since the last step.
@@ -27,9 +30,10 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    pub fn new(group: ProcessGroup, shards: Shards, gather: Gather) -> Self {
+    pub fn new(group: ProcessGroup, chosen: String, shards: Shards, gather: Gather) -> Self {
         Self {
             group,
+            chosen,
             shards: Mutex::new(shards),
             gather: Mutex::new(gather),
             consolidated: Mutex::default(),
@@ -88,20 +92,22 @@ impl ZeroInBackward {
         for (name, tensor) in parameters {
             let Some(place) = known.get(&identity(tensor)) else {
                 return Err(parts.failed(format!(
-                    "it has no {name}, which the model has: make the optimizer of the model's VarStore"
+                    "it has no {name}, which the model has: make the optimizer of the VarStore that has \
+                     all parameters of the model"
                 )));
             };
             places.push(*place);
         }
         if places.len() < known.len() {
             return Err(parts.failed(format!(
-                "it has {} parameters and the model {}: make the optimizer of the model's VarStore",
+                "it has {} parameters and the model {}: wrap all that is in the optimizer's VarStore",
                 known.len(),
                 places.len()
             )));
         }
-        // A model of another Ddp has been refused by now.
-        parts.is_in_backward.store(true, Ordering::Relaxed);
+        if parts.is_in_backward.swap(true, Ordering::Relaxed) {
+            return Err(parts.failed("another Ddp steps it in backward: drop that one first"));
+        }
         Ok(Self { parts: Arc::clone(parts), places })
     }
 
@@ -126,6 +132,15 @@ impl ZeroInBackward {
     /// Ends the step: gives each rank what all have stepped.
     pub fn finish(&self) -> Result<()> {
         self.parts.gather()
+    }
+
+    /// Waits until all parts are there, which on a GPU may be after the step.
+    pub fn synchronize(&self) -> Result<()> {
+        let like = self.parts.shards().parameters[0].tensor.shallow_clone();
+        if let Some(cuda) = cuda_group(&self.parts.group, &like)? {
+            cuda.synchronize()?;
+        }
+        Ok(())
     }
 }
 

@@ -57,12 +57,12 @@ impl InBackward {
     }
 
     /// Returns the whole state, on this rank at least.
-    fn state(&self, rank: usize) -> Result<StateDict> {
+    fn state(&self, group: &ProcessGroup, rank: usize) -> Result<Option<StateDict>> {
         match self {
-            Self::Whole(optimizer) => Ok(optimizer.state()?),
+            Self::Whole(optimizer) => Ok(Some(optimizer.state()?)),
             Self::Zero(optimizer) => {
                 optimizer.consolidate_state_dict(rank)?;
-                Ok(optimizer.state()?)
+                (group.rank() == rank).then(|| Ok(optimizer.state()?)).transpose()
             }
         }
     }
@@ -157,9 +157,8 @@ fn trained(group: &ProcessGroup, seed: u64, with_zero: bool) -> Result<()> {
         same_bits(&within_store, &after_store).with_context(what)?;
         no_gradients(&within_store).with_context(what)?;
         let to = step as usize % group.world_size();
-        let state = in_backward.state(to);
-        if !with_zero || group.rank() == to {
-            same_state(&state?, &optimizer.state()?).with_context(what)?;
+        if let Some(state) = in_backward.state(group, to)? {
+            same_state(&state, &optimizer.state()?).with_context(what)?;
         }
     }
     ensure!(within.stats().backwards == 6, "{:?}", within.stats());

@@ -2,8 +2,11 @@
 
 use anyhow::{Result, ensure};
 use flow_autograd::OptimizerState;
-use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, Error, JoinOptions, TryBackwardStep, ZeroRedundancyOptimizer, join};
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_ddp::{
+    BoxError, CommHook, Ddp, Error, GradBucket, JoinOptions, Pending, TensorCollectives,
+    TryBackwardStep, ZeroRedundancyOptimizer, join,
+};
 use tch::nn::{Adam, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
@@ -123,7 +126,7 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
 
     let other = store();
     let wrapped = builder(&zero).wrap(Vectors::new(&other, &[10, LARGE]), &other);
-    says(&error(wrapped)?, &["it has no w0, which the model has", "of the model's VarStore"])?;
+    says(&error(wrapped)?, &["it has no w0, which the model has", "all parameters of the model"])?;
     let parameters = vec![("w0".to_owned(), net.0[0].shallow_clone())];
     let wrapped = builder(&zero).wrap_tensors((), parameters, Vec::new());
     says(&error(wrapped)?, &["it has 2 parameters and the model 1"])?;
@@ -136,6 +139,13 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     let wrapped = builder_of_one.wrap(Vectors::new(&other, &[1]), &other);
     says(&error(wrapped)?, &["the optimizer is of the ranks [", "both with one group"])?;
 
+    let slower = ZeroRedundancyOptimizer::new(&own, group, Sgd::default(), 0.25)?;
+    let last = group.world_size() - 1;
+    let chosen = if group.rank() == last { &slower } else { &zero };
+    let wrapped = builder(chosen).wrap(Vectors::new(&other, &[1]), &other);
+    let words = ["SGD with learning rate 0.5", "SGD with learning rate 0.25"];
+    says(&error(wrapped)?, &words)?;
+
     let model = builder(&zero).wrap(net, &own)?;
     let words = ["a Ddp steps it in backward: leave step out", "without hook_with_zero_step"];
     says(&error(zero.step())?, &words)?;
@@ -144,12 +154,17 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     let words = ["join: build without hook_with_zero_step"];
     says(&error(model.join(|| Ok::<_, Error>(())))?, &words)?;
     says(&error(model.optimizer_in_backward())?, &["no optimizer steps in backward"])?;
+    let joined = join(&[&zero], JoinOptions::default(), || Ok::<_, Error>(()));
+    says(&error(joined)?, &["join: build the Ddp without hook_with_zero_step"])?;
+    zero.consolidate_state_dict(group.rank())?;
+    zero.state()?;
     // It is as it was, and steps once.
     zero.try_backward_step(&model.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
     for (index, expected) in [(0, 0.5), (1, 0.0)] {
         let value = model.0[index].double_value(&[0]);
         ensure!(value == expected, "w{index} is {value}, not {expected}");
     }
+    says(&error(zero.state())?, &["let all call consolidate_state_dict(to)"])?;
     // Without the Ddp it steps as before.
     let net = model.into_inner();
     zero.backward_step(&net.weighted_sum(&[(0, 1.0), (1, 2.0)]))?;
@@ -158,14 +173,42 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
 
     // What one rank cannot step is an error of all.
     let model = builder(&zero).wrap(net, &own)?;
-    let last = group.world_size() - 1;
     if group.rank() == last {
         model.0[1].shallow_clone().set_data(&Tensor::zeros_like(&model.0[1]));
     }
     let text = failure(&model, || model.weighted_sum(&[(0, 1.0), (1, 2.0)]).f_backward())?;
     says(&text, &["w1 has other memory since", &format!("rank {last}")])?;
-    drop(model);
-    says(&error(zero.step())?, &["w1 has other memory since"])
+    let net = model.into_inner();
+    says(&error(zero.step())?, &["w1 has other memory since"])?;
+    let wrapped = builder(&zero).wrap(net, &own);
+    says(&error(wrapped)?, &["w1 has other memory since", "make the optimizer anew"])?;
+
+    // The others are about to gather what the last rank has not stepped.
+    let own = store();
+    let net = Vectors::new(&own, &[10]);
+    let zero = sgd(&own, group)?;
+    let model = builder(&zero).comm_hook(TooLong).wrap(net, &own)?;
+    let text = failure(&model, || model.weighted_sum(&[(0, 1.0)]).f_backward())?;
+    says(&text, &[&format!("rank {last}"), "it must return a tensor of one dimension"])
+}
+
+/// Averages, and returns one element more on the last rank.
+struct TooLong;
+
+impl CommHook for TooLong {
+    fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
+        let mut mean = bucket.buffer()?.copy();
+        let group = bucket.group();
+        group.all_reduce_tensor(&mut mean, ReduceOp::Avg)?;
+        if group.rank() + 1 == group.world_size() {
+            mean = mean.pad([0, 1], "constant", 0.0);
+        }
+        Ok(Pending::ready(mean))
+    }
+
+    fn waits_for_ranks(&self) -> bool {
+        true
+    }
 }
 
 /// What one rank cannot step is an error of all ranks, which go on with none of it.

@@ -52,6 +52,9 @@ impl Training {
         if is_local && self.steps.are_of_zero() {
             refusals.push(certain(&["ZeroRedundancyOptimizer", "PostLocalSgd"]));
         }
+        if self.steps == Steps::ZeroInBackward && !self.named_sparse().is_empty() {
+            refusals.push(certain(&["ZeroRedundancyOptimizer", "sparse_as_dense(true)"]));
+        }
         if mixed.param.is_some() && self.differs_between_ranks() && !is_local {
             let words = &["is not the same on all ranks of this machine"];
             refusals.push(Refusal { words, is_certain: false });
