@@ -48,6 +48,7 @@ mod diloco;
 mod error;
 mod grad_layout;
 mod grad_reducer;
+mod in_backward;
 mod join;
 mod low_precision;
 mod mixed_precision;

@@ -11,8 +11,6 @@ mod backward;
 mod join;
 mod tune;
 
-pub(crate) use self::apply::InBackward;
-
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -26,6 +24,7 @@ use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
 use crate::bucket::comm_hook::{CommHook, GradBucket};
 use crate::error::{Error, Result, job_rank};
+use crate::in_backward::InBackward;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::options::Options;
 use crate::parameter::Parameter;
