@@ -3,7 +3,7 @@
 use flow_comm::ProcessGroup;
 
 use crate::error::Result;
-use crate::optimizer_in_backward::OptimizerInBackward;
+use crate::optimizer_in_backward::{self, OptimizerInBackward};
 use crate::parameter::Parameter;
 use crate::zero::ZeroInBackward;
 
@@ -19,7 +19,7 @@ impl InBackward {
     /// Returns the option of the builder.
     pub fn option(&self) -> &'static str {
         match self {
-            Self::Whole(_) => "optimizer_in_backward",
+            Self::Whole(_) => optimizer_in_backward::OPERATION,
             Self::Sharded(_) => "hook_with_zero_step",
         }
     }

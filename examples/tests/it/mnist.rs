@@ -57,7 +57,8 @@ fn losses(data: &str, ranks: usize, batch: usize, instruction_set: [(&str, &str)
 fn two_ranks_learn_as_one_with_the_joined_batch() {
     let Some(data) = data("the loss curve of two ranks against one") else { return };
     for set in instruction_sets() {
-        let (two, one) = (losses(&data, 2, 10, set), losses(&data, 1, 20, set));
+        let two = losses(&data, 2, 10, set);
+        let one = losses(&data, 1, 20, set);
         assert_eq!((two.len(), one.len()), (20, 20));
         assert!(two[19] < 0.8 * two[0], "it does not learn: {two:?}");
         for (step, (two, one)) in two.iter().zip(&one).enumerate() {

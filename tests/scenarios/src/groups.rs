@@ -125,20 +125,22 @@ fn different_lists(world: &ProcessGroup) -> Result<()> {
     let list = if rank == 1 { [0, 1] } else { [0, 2] };
     let error = world.new_group(&list).err().context("different lists were accepted")?;
     let text = error.to_string();
-    let is_of = |rank: usize| {
-        let (list, other) = if rank == 1 { ([0, 1], 0) } else { ([0, 2], 1) };
-        text.contains(&format!(
-            "rank {rank} called new_group with {list:?}, rank {other} with other"
-        ))
-    };
     let is_right = match error {
-        Error::Mismatch { .. } => is_of(rank),
+        Error::Mismatch { .. } => text.contains(&differing_lists(rank)),
         // A rank of another node has found it first, and was heard first.
-        Error::Poisoned { is_mismatch: true, .. } => (0..3).any(is_of),
+        Error::Poisoned { is_mismatch: true, .. } => {
+            (0..3).any(|rank| text.contains(&differing_lists(rank)))
+        }
         _ => false,
     };
     ensure!(is_right, "{error:?}");
     Ok(())
+}
+
+/// What `different_lists` is to say on a rank.
+fn differing_lists(rank: usize) -> String {
+    let (list, other) = if rank == 1 { ([0, 1], 0) } else { ([0, 2], 1) };
+    format!("rank {rank} called new_group with {list:?}, rank {other} with other")
 }
 
 /// With three ranks, which join other things before.

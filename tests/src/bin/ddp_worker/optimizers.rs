@@ -112,15 +112,17 @@ pub fn drop_gradients(store: &VarStore) -> Result<()> {
 /// Two states have the same bits, NaN too.
 pub fn same_state(actual: &StateDict, expected: &StateDict) -> Result<()> {
     ensure!(actual.parameters == expected.parameters, "{actual:?} is not {expected:?}");
-    let names = |state: &StateDict| -> Vec<String> {
-        let mut names: Vec<String> = state.tensors.iter().map(|(name, _)| name.clone()).collect();
-        names.sort();
-        names
-    };
     ensure!(names(actual) == names(expected), "{actual:?} is not {expected:?}");
     for (name, tensor) in &actual.tensors {
         let other = expected.tensors.iter().find(|(other, _)| other == name).context("checked")?;
         same_elements(name, tensor, &other.1)?;
     }
     Ok(())
+}
+
+/// The names of a state's tensors, sorted.
+fn names(state: &StateDict) -> Vec<&str> {
+    let mut names: Vec<&str> = state.tensors.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort();
+    names
 }

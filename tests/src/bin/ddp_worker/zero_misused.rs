@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::{ProcessGroup, ReduceOp};
 use flow_ddp::{
-    BoxError, CommHook, Ddp, Error, GradBucket, JoinOptions, Pending, TensorCollectives,
-    TryBackwardStep, ZeroRedundancyOptimizer, join,
+    BoxError, CommHook, Ddp, DdpBuilder, Error, GradBucket, JoinOptions, Pending,
+    TensorCollectives, TryBackwardStep, ZeroRedundancyOptimizer, join,
 };
 use tch::nn::{Adam, Sgd, VarStore};
 use tch::{Kind, Tensor};
@@ -112,25 +112,28 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+fn sgd(store: &VarStore, group: &ProcessGroup) -> flow_ddp::Result<ZeroRedundancyOptimizer> {
+    ZeroRedundancyOptimizer::new(store, group, Sgd::default(), 0.5)
+}
+
+/// A bucket for each parameter, which `zero` steps.
+fn builder(group: &ProcessGroup, zero: &ZeroRedundancyOptimizer) -> DdpBuilder {
+    Ddp::builder(group).bucket_cap_mb(0.00001).hook_with_zero_step(zero)
+}
+
 /// An optimizer that steps in backward, where it cannot.
 pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     let own = store();
     let net = Vectors::new(&own, &[10, LARGE]);
-    let sgd = |store: &VarStore, group: &ProcessGroup| {
-        ZeroRedundancyOptimizer::new(store, group, Sgd::default(), 0.5)
-    };
     let mut zero = sgd(&own, group)?;
-    let builder = |zero: &ZeroRedundancyOptimizer| {
-        Ddp::builder(group).bucket_cap_mb(0.00001).hook_with_zero_step(zero)
-    };
 
     let other = store();
-    let wrapped = builder(&zero).wrap(Vectors::new(&other, &[10, LARGE]), &other);
+    let wrapped = builder(group, &zero).wrap(Vectors::new(&other, &[10, LARGE]), &other);
     says(&error(wrapped)?, &["it has no w0, which the model has", "all parameters of the model"])?;
     let parameters = vec![("w0".to_owned(), net.0[0].shallow_clone())];
-    let wrapped = builder(&zero).wrap_tensors((), parameters, Vec::new());
+    let wrapped = builder(group, &zero).wrap_tensors((), parameters, Vec::new());
     says(&error(wrapped)?, &["it has 2 parameters and the model 1"])?;
-    let both = builder(&zero).optimizer_in_backward(Adam::default(), 0.1);
+    let both = builder(group, &zero).optimizer_in_backward(Adam::default(), 0.1);
     let wrapped = both.wrap(Vectors::new(&other, &[1]), &other);
     says(&error(wrapped)?, &["two optimizers cannot step", "without optimizer_in_backward"])?;
     let alone = own_group(group)?;
@@ -142,11 +145,11 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     let slower = ZeroRedundancyOptimizer::new(&own, group, Sgd::default(), 0.25)?;
     let last = group.world_size() - 1;
     let chosen = if group.rank() == last { &slower } else { &zero };
-    let wrapped = builder(chosen).wrap(Vectors::new(&other, &[1]), &other);
+    let wrapped = builder(group, chosen).wrap(Vectors::new(&other, &[1]), &other);
     let words = ["SGD with learning rate 0.5", "SGD with learning rate 0.25"];
     says(&error(wrapped)?, &words)?;
 
-    let model = builder(&zero).wrap(net, &own)?;
+    let model = builder(group, &zero).wrap(net, &own)?;
     let words = ["a Ddp steps it in backward: leave step out", "without hook_with_zero_step"];
     says(&error(zero.step())?, &words)?;
     let words = ["clipped to the norm 1 of all", "without hook_with_zero_step"];
@@ -172,7 +175,7 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     ensure!(value == 0.0, "w0 is {value} after the second step");
 
     // What one rank cannot step is an error of all.
-    let model = builder(&zero).wrap(net, &own)?;
+    let model = builder(group, &zero).wrap(net, &own)?;
     if group.rank() == last {
         model.0[1].shallow_clone().set_data(&Tensor::zeros_like(&model.0[1]));
     }
@@ -180,14 +183,14 @@ pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     says(&text, &["w1 has other memory since", &format!("rank {last}")])?;
     let net = model.into_inner();
     says(&error(zero.step())?, &["w1 has other memory since"])?;
-    let wrapped = builder(&zero).wrap(net, &own);
+    let wrapped = builder(group, &zero).wrap(net, &own);
     says(&error(wrapped)?, &["w1 has other memory since", "make the optimizer anew"])?;
 
     // The others are about to gather what the last rank has not stepped.
     let own = store();
     let net = Vectors::new(&own, &[10]);
     let zero = sgd(&own, group)?;
-    let model = builder(&zero).comm_hook(TooLong).wrap(net, &own)?;
+    let model = builder(group, &zero).comm_hook(TooLong).wrap(net, &own)?;
     let text = failure(&model, || model.weighted_sum(&[(0, 1.0)]).f_backward())?;
     says(&text, &[&format!("rank {last}"), "it must return a tensor of one dimension"])
 }
