@@ -1,4 +1,4 @@
-//! What README and docs/ say of files and environment variables is so.
+//! What README and docs/ say of files and environment variables is so, in sentences that are not long.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -237,4 +237,118 @@ fn the_picture_of_the_crates_has_their_dependencies() {
         drawn.len() > 5 && missing.is_empty() && gone.is_empty(),
         "docs/architecture.md lacks {missing:?}, and draws {gone:?}, which no Cargo.toml has"
     );
+}
+
+/// The most words of a sentence.
+const LONGEST: usize = 25;
+
+/// Whether a line begins an item of a list.
+fn is_item(line: &str) -> bool {
+    let number = line.trim_start_matches(|c: char| c.is_ascii_digit());
+    line.starts_with("- ") || (number.len() < line.len() && number.starts_with(". "))
+}
+
+/// A text without the targets of its links, in which each code is a word.
+fn plain(text: &str) -> String {
+    let mut plain = String::new();
+    for (index, part) in text.split('`').enumerate() {
+        if index % 2 == 1 {
+            plain += &format!("`{}`", part.replace([' ', '\n', '|'], "_"));
+            continue;
+        }
+        let mut parts = part.split("](");
+        plain += parts.next().unwrap_or_default();
+        plain.extend(parts.filter_map(|rest| rest.split_once(')')).map(|(_, rest)| rest));
+    }
+    plain
+}
+
+/// The paragraphs, items of lists and cells of tables of a page, each with the number of its line.
+fn blocks(page: &str) -> Vec<(usize, String)> {
+    let mut blocks: Vec<(usize, String)> = Vec::new();
+    let (mut is_fenced, mut goes_on) = (false, false);
+    for (line, number) in page.lines().zip(1..) {
+        let content = line.trim_start();
+        let is_fence = content.starts_with("```");
+        is_fenced ^= is_fence;
+        let is_code = line.starts_with("    ") && !goes_on && !is_item(content);
+        let is_other =
+            content.is_empty() || content.starts_with('#') || content.starts_with("<!--");
+        if is_fence || is_fenced || is_code || is_other {
+            goes_on = false;
+        } else if content.starts_with('|') {
+            blocks.extend(plain(content).split('|').map(|cell| (number, cell.to_owned())));
+            goes_on = false;
+        } else if let Some((_, text)) = blocks.last_mut().filter(|_| goes_on && !is_item(content)) {
+            *text += &format!("\n{content}");
+        } else {
+            blocks.push((number, content.to_owned()));
+            goes_on = true;
+        }
+    }
+    blocks
+}
+
+/// The sentences of a block that have too many words: the number of its line, the count, the start.
+/// Codes that follow each other are a list of names, and count as one.
+fn long_sentences((first, text): (usize, String)) -> Vec<(usize, usize, String)> {
+    let mut long = Vec::new();
+    let (mut words, mut count, mut start) = (Vec::new(), 0, first);
+    let text = plain(&text);
+    let mut after_code = false;
+    for (line, number) in text.lines().zip(first..) {
+        for word in line.split_whitespace() {
+            let bare = word.trim_matches(|c: char| !c.is_alphanumeric() && c != '`');
+            let is_code = bare.starts_with('`') && bare.ends_with('`');
+            if words.is_empty() {
+                start = number;
+            }
+            words.push(word);
+            let is_listed = is_code && after_code;
+            count += usize::from(!bare.is_empty() && !is_listed);
+            after_code = is_code;
+            if word.trim_end_matches([')', '"', '*']).ends_with(['.', '!', '?', ':']) {
+                if count > LONGEST {
+                    long.push((start, count, words[..8].join(" ")));
+                }
+                (words, count, after_code) = (Vec::new(), 0, false);
+            }
+        }
+    }
+    if count > LONGEST {
+        long.push((start, count, words[..8].join(" ")));
+    }
+    long
+}
+
+#[test]
+fn sentences_of_the_pages_are_not_long() {
+    let mut pages = files(&root().join("docs"), &[".md"]);
+    pages.extend(["README.md", "CONTRIBUTING.md"].map(|name| root().join(name)));
+    let mut long = Vec::new();
+    let mut count = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        let name = page.strip_prefix(root()).unwrap().display();
+        for block in blocks(&text) {
+            count += 1;
+            for (line, words, start) in long_sentences(block) {
+                long.push(format!("{name}:{line}: {words} words, at most {LONGEST}: {start} ..."));
+            }
+        }
+    }
+    assert!(count > 2000 && long.is_empty(), "{count} paragraphs, items and cells: {long:#?}");
+}
+
+#[test]
+fn a_long_sentence_is_found_where_it_begins() {
+    let long = "word ".repeat(24);
+    let names = "`a`, `b c`, ".repeat(30);
+    let page = format!(
+        "# {long} {long}\n\n    {long} {long}\n\n```\n{long} {long}\n```\n| {long}x | {long}x |\n\
+         - Short. {long}\nx y.\n- {long}: {long}\n- {names}[{long}](target of a link).\n"
+    );
+    let found: Vec<_> = blocks(&page).into_iter().flat_map(long_sentences).collect();
+    let start = "word word word word word word word word".to_owned();
+    assert_eq!(found, [(9, 26, start)], "{page}");
 }
