@@ -21,8 +21,8 @@ inline const std::size_t type_sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-template <class T>
-T combine(Reduction op, T a, T b) {
+template <Reduction op, class T>
+T combine(T a, T b) {
     if constexpr (std::is_integral_v<T>) {
         if (op == SUM || op == AVG) return T(std::uint64_t(a) + std::uint64_t(b));
         if (op == PROD) return T(std::uint64_t(a) * std::uint64_t(b));
@@ -37,20 +37,30 @@ T combine(Reduction op, T a, T b) {
 
 /// `out[i]` from the `ranks` values `in[rank * count + i]`. As in NCCL, an average multiplies
 /// floats by 1/ranks first, and divides sums of integers last.
-template <class T>
-void reduce(Reduction op, const T* in, T* out, std::size_t count, int ranks) {
-    auto value = [&](int rank, std::size_t i) {
-        T one = in[rank * count + i];
-        if constexpr (!std::is_integral_v<T>)
-            if (op == AVG) return T(one * T(Wide<T>(1.0 / ranks)));
+template <Reduction op, class T>
+void reduce(const T* in, T* __restrict out, std::size_t count, int ranks) {
+    auto value = [ranks](T one) {
+        if constexpr (op == AVG && !std::is_integral_v<T>) return T(one * T(Wide<T>(1.0 / ranks)));
         return one;
     };
-    for (std::size_t i = 0; i < count; ++i) {
-        T all = value(0, i);
-        for (int rank = 1; rank < ranks; ++rank) all = combine(op, all, value(rank, i));
-        if constexpr (std::is_integral_v<T>)
-            if (op == AVG) all = T(all / T(ranks));
-        out[i] = all;
+    for (std::size_t i = 0; i < count; ++i) out[i] = value(in[i]);
+    for (int rank = 1; rank < ranks; ++rank) {
+        const T* one = in + rank * count;
+        for (std::size_t i = 0; i < count; ++i) out[i] = combine<op>(out[i], value(one[i]));
+    }
+    if constexpr (op == AVG && std::is_integral_v<T>)
+        for (std::size_t i = 0; i < count; ++i) out[i] = T(out[i] / T(ranks));
+}
+
+template <class T>
+void reduce(Reduction op, const T* in, T* out, std::size_t count, int ranks) {
+    switch (op) {
+        case SUM: return reduce<SUM>(in, out, count, ranks);
+        case PROD: return reduce<PROD>(in, out, count, ranks);
+        case MAX: return reduce<MAX>(in, out, count, ranks);
+        case MIN: return reduce<MIN>(in, out, count, ranks);
+        case AVG: return reduce<AVG>(in, out, count, ranks);
+        case REDUCTIONS: return;
     }
 }
 

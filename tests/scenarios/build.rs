@@ -10,7 +10,7 @@ fn main() {
         let mut compiler = cc::Build::new().cpp(true).get_compiler().to_command();
         compiler.args([
             "-std=c++17",
-            "-O2",
+            "-O3",
             "-fPIC",
             "-shared",
             "-pthread",
