@@ -96,7 +96,7 @@ impl Buffers {
              buffer (copy_), or wrap the model again",
             replaced.name
         );
-        Err(Error::Model { rank: job_rank(group), reason })
+        Err(Error::model(group, reason))
     }
 
     /// Gives all ranks the root's buffers, or calls the hook. `group` is the one in which gradients

@@ -11,7 +11,7 @@ use tch::Tensor;
 use tch::nn::{Module, ModuleT};
 
 use crate::buffers::{BufferCommHookLocation, Buffers};
-use crate::error::{Error, Result, job_rank};
+use crate::error::{Error, Result};
 use crate::low_precision::LowPrecision;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::reducer::Reducer;
@@ -119,12 +119,9 @@ impl<M> Ddp<M> {
     /// The model was wrapped without one.
     pub fn optimizer_in_backward(&self) -> Result<OptimizerInBackward> {
         let optimizer = self.reducer.as_ref().and_then(|reducer| reducer.optimizer()).cloned();
-        optimizer.ok_or_else(|| Error::Model {
-            rank: job_rank(&self.group),
-            reason: "no optimizer steps in backward: build with optimizer_in_backward(config, \
-                     learning_rate)"
-                .to_owned(),
-        })
+        let reason = "no optimizer steps in backward: build with optimizer_in_backward(config, \
+                      learning_rate)";
+        optimizer.ok_or_else(|| Error::model(&self.group, reason.to_owned()))
     }
 
     /// Waits until the last backward's gradients are averaged, which on a GPU may be after
@@ -231,7 +228,7 @@ impl<M: ModuleT> Ddp<M> {
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         if train && self.reducer.is_some() && self.hooks.is_empty() {
             let reason = "a refresh has failed half-way: wrap the model again".to_owned();
-            return Err(Error::Model { rank: job_rank(&self.group), reason });
+            return Err(Error::model(&self.group, reason));
         }
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
             reducer.announce_forward()?;

@@ -185,6 +185,20 @@ impl Error {
         text.into()
     }
 
+    /// Returns an error of a model or an option.
+    pub(crate) fn model(group: &ProcessGroup, reason: String) -> Self {
+        Self::Model { rank: job_rank(group), reason }
+    }
+
+    /// Returns an error of libtorch.
+    pub(crate) fn torch(
+        group: &ProcessGroup,
+        operation: &'static str,
+        reason: impl ToString,
+    ) -> Self {
+        Self::Torch { rank: job_rank(group), operation, reason: reason.to_string() }
+    }
+
     /// Returns an error of the communication hook, or one that passed through it.
     pub(crate) fn of_hook(group: &ProcessGroup, bucket: usize, error: BoxError) -> Self {
         passed_through(error).unwrap_or_else(|error| Self::CommHook {
@@ -240,5 +254,5 @@ pub(crate) fn dtype(group: &ProcessGroup, kind: Kind) -> Result<DType> {
 
 /// Makes an error of a reason for which a bucket could not be made or reduced.
 pub(crate) fn failed(group: &ProcessGroup, reason: String) -> Error {
-    Error::Torch { rank: job_rank(group), operation: "reducing a bucket", reason }
+    Error::torch(group, "reducing a bucket", reason)
 }

@@ -12,7 +12,7 @@ use flow_autograd::{Forward, Replacements, custom_function, grad_enabled};
 use flow_comm::{ForkSafe, MachineBuffer, ProcessGroup, ReduceOp};
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result, job_rank};
+use crate::error::{Error, Result};
 use crate::grad_layout::GradLayout;
 
 /// Each parameter is compared with other ranks' casts in one of so many forwards.
@@ -149,13 +149,12 @@ impl LowPrecision {
     }
 
     fn error(&self, reason: String) -> Error {
-        Error::Model { rank: job_rank(&self.group), reason }
+        Error::model(&self.group, reason)
     }
 }
 
 fn torch(group: &ProcessGroup, error: flow_autograd::Error) -> Error {
-    let reason = error.to_string();
-    Error::Torch { rank: job_rank(group), operation: "mixed_precision", reason }
+    Error::torch(group, "mixed_precision", error)
 }
 
 /// Returns `low` as what a cast of the parameter has computed.
@@ -194,8 +193,9 @@ impl Cast {
     /// Returns the part of a tensor in one dimension that one of so many ranks casts.
     fn part(flat: &Tensor, rank: usize, ranks: usize) -> Tensor {
         let length = flat.numel();
-        let [start, end] = [rank, rank + 1].map(|rank| (length * rank / ranks) as i64);
-        flat.narrow(0, start, end - start)
+        let start = length * rank / ranks;
+        let end = length * (rank + 1) / ranks;
+        flat.narrow(0, start as i64, (end - start) as i64)
     }
 
     fn part_of(&self, parameter: &Tensor, rank: usize, ranks: usize) -> Tensor {

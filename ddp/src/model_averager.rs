@@ -7,7 +7,7 @@ use flow_tensor::TensorCollectives;
 use tch::Tensor;
 use tch::nn::VarStore;
 
-use crate::error::{Error, Result, job_rank};
+use crate::error::{Error, Result};
 use crate::model_check::first_mismatch;
 
 /// Averages the parameters of a model over all ranks every few steps (S. U. Stich, "Local SGD
@@ -149,7 +149,7 @@ fn check(group: &ProcessGroup, periods_and_sizes: &[(u64, usize)]) -> Result<()>
 }
 
 fn unfit(group: &ProcessGroup, reason: String) -> Error {
-    Error::Model { rank: job_rank(group), reason: format!("model averager: {reason}") }
+    Error::model(group, format!("model averager: {reason}"))
 }
 
 /// Returns the parameters that are trained, each once.

@@ -8,22 +8,24 @@
 
 mod apply;
 mod backward;
+mod finish;
 mod join;
+mod ready;
 mod tune;
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Instant;
 
 use flow_autograd::{BoxError, GradHook};
 use flow_comm::{ForkSafe, ProcessGroup, trace};
 use tch::Tensor;
 
+use self::backward::Backward;
 use crate::apart::Apart;
 use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
-use crate::bucket::comm_hook::{CommHook, GradBucket};
-use crate::error::{Error, Result, job_rank};
+use crate::bucket::comm_hook::CommHook;
+use crate::error::{Error, Result};
 use crate::in_backward::InBackward;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::options::Options;
@@ -113,7 +115,8 @@ impl Reducer {
                 reducer.on_gradient(index, &tensor.grad(), exclusive)
             });
             hooks.push(hook.map_err(|error| {
-                self.torch("installing a hook", format!("{}: {error}", parameter.name))
+                let reason = format!("{}: {error}", parameter.name);
+                Error::torch(&self.group, "installing a hook", reason)
             })?);
         }
         Ok(hooks)
@@ -123,7 +126,7 @@ impl Reducer {
     pub fn trained_anew(&self) -> Result<BackwardState> {
         let state = self.state();
         if self.path.grads_are_views() || self.options.bucket_view {
-            state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
+            state.keep_grads_apart().map_err(|error| self.torch_error(error))?;
         }
         state.trained_anew(&**self.path, &self.options)
     }
@@ -208,7 +211,8 @@ impl Reducer {
         if !self.synchronizes() {
             return Ok(());
         }
-        self.steps.follow(output).map_err(|error| self.torch("forward", error.to_string()))
+        let followed = self.steps.follow(output);
+        followed.map_err(|error| Error::torch(&self.group, "forward", error))
     }
 
     /// Begins the next step's forward in the timeline. It ends there when the result is dropped.
@@ -267,7 +271,7 @@ impl Reducer {
         state.used[index] = true;
         if state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
             let change = "has got a gradient, and got none on any rank before the first reduction";
-            return Err(self.graph_changed(&state, index, change));
+            return Err(Backward::new(self, &mut state).graph_changed(index, change));
         }
         if state.local > 0 {
             return Ok(());
@@ -278,155 +282,7 @@ impl Reducer {
         if !state.in_backward {
             state = self.begin_backward(state)?;
         }
-        let state = &mut *state;
-        let counted = state.graph.as_mut().map_or(Ok(true), |graph| graph.count(index));
-        let is_final = counted.map_err(|change| self.graph_changed(state, index, &change))?;
-        if state.arrived[index] {
-            return Err(self.model_error(format!(
-                "{} got its gradient twice in one backward (a nested backward, as in \
-                 checkpointing): its first part was already being reduced; build with \
-                 static_graph(true), or run the parts under no_sync",
-                state.parameters[index].name
-            )));
-        }
-        if state.delayed[index] && is_final {
-            state.waiting.insert(index);
-            return Ok(());
-        }
-        state.ready_order.push(index);
-        if !is_final {
-            return Ok(());
-        }
-        self.take(state, index, gradient, exclusive)?;
-        if state.delayed_until == Some(index) {
-            self.take_waiting(state)?;
-        }
-        self.defer_missing_grads(state, |state| {
-            if !self.launches_at_end {
-                self.launch(state)?;
-            }
-            self.path.progress()?;
-            self.apply_reduced(state)
-        })
-    }
-
-    /// Gives a final gradient to its bucket.
-    fn take(
-        &self,
-        state: &mut BackwardState,
-        index: usize,
-        gradient: &Tensor,
-        exclusive: bool,
-    ) -> Result<()> {
-        state.arrived[index] = true;
-        if trace::is_on() {
-            state.came[index] = Some(Instant::now());
-        }
-        let parameter = &state.parameters[index];
-        let resolved = parameter.resolved(gradient).map_err(|reason| self.model_error(reason))?;
-        let (gradient, stays) = resolved;
-        let (bucket, slot) = state.slots[index];
-        let in_place = state.buckets[bucket].mark_ready(slot, &gradient, exclusive && stays)?;
-        if !in_place && self.options.bucket_view && !self.path.grads_are_views() {
-            state.alias_grad_to_bucket(index).map_err(|error| self.in_backward(error))?;
-        }
-        Ok(())
-    }
-
-    /// Gives the delayed gradients that have come to their buckets.
-    fn take_waiting(&self, state: &mut BackwardState) -> Result<()> {
-        for index in std::mem::take(&mut state.waiting) {
-            let gradient = state.parameters[index].tensor.grad();
-            self.take(state, index, &gradient, false)?;
-            state.ready_order.push(index);
-        }
-        Ok(())
-    }
-
-    /// Gives all gradients that have come to their buckets, in the order in which they came last.
-    fn take_all(&self, state: &mut BackwardState) -> Result<()> {
-        let mut order = Vec::with_capacity(state.parameters.len());
-        for index in std::mem::take(&mut state.ready_order).into_iter().rev() {
-            if !state.arrived[index] {
-                let gradient = state.parameters[index].tensor.grad();
-                self.take(state, index, &gradient, false)?;
-                order.push(index);
-            }
-        }
-        order.reverse();
-        state.ready_order = order;
-        Ok(())
-    }
-
-    /// Launches the ready buckets whose turn it is.
-    fn launch(&self, state: &mut BackwardState) -> Result<()> {
-        let last = state.buckets.iter().rposition(|bucket| !bucket.memory.waits_for_ranks());
-        while let Some(scheduled) = state.buckets.get_mut(state.next).filter(|b| b.missing == 0) {
-            if scheduled.memory.waits_for_ranks() {
-                scheduled.pending = Some(scheduled.memory.launch()?);
-                state.next += 1;
-                continue;
-            }
-            let mut bucket = GradBucket {
-                index: state.next,
-                is_last: Some(state.next) == last,
-                memory: &mut *scheduled.memory,
-                members: &scheduled.members,
-                unused: &scheduled.unused,
-                parameters: &state.parameters,
-                path: &**self.path,
-                group: &self.group,
-            };
-            let mut hook = self.comm_hook.lock().unwrap_or_else(PoisonError::into_inner);
-            let pending = hook.launch(&mut bucket);
-            scheduled.pending =
-                Some(pending.map_err(|error| Error::of_hook(&self.group, state.next, error))?);
-            state.next += 1;
-        }
-        Ok(())
-    }
-
-    /// Runs `communicate`. If it fails because another rank misses gradients, that is noted and
-    /// reported at the end of backward. This rank knows by then which ones it misses itself.
-    fn defer_missing_grads(
-        &self,
-        state: &mut BackwardState,
-        communicate: impl FnOnce(&mut BackwardState) -> Result<()>,
-    ) -> Result<()> {
-        if state.peer_misses_grads {
-            return Ok(());
-        }
-        let result = communicate(state);
-        if result.is_err() && self.group.awaits_error_details() {
-            state.peer_misses_grads = true;
-            return Ok(());
-        }
-        result
-    }
-
-    /// Marks parameters ready that got no gradient in this backward: with what earlier backwards
-    /// under `no_sync` have left, or with zeros.
-    fn fill_in(&self, state: &mut BackwardState, missing: &[usize]) -> Result<()> {
-        for &index in missing {
-            let (bucket, slot) = state.slots[index];
-            state.buckets[bucket].unused[slot] = !state.is_used(index);
-            let parameter = &state.parameters[index];
-            let gradient = parameter.tensor.grad();
-            if !gradient.defined() {
-                state.buckets[bucket].mark_unused(slot)?;
-                continue;
-            }
-            let resolved =
-                parameter.resolved(&gradient).map_err(|reason| self.model_error(reason))?;
-            let gradient = resolved.0;
-            if !parameter.is_sparse && (self.options.bucket_view || self.path.grads_are_views()) {
-                let apart = gradient.copy();
-                parameter.set_grad(&apart).map_err(|error| self.in_backward(error))?;
-            }
-            // Not in place: `.grad` must not change before all ranks agree which were used.
-            state.buckets[bucket].mark_ready(slot, &gradient, false)?;
-        }
-        Ok(())
+        Backward::new(self, &mut state).mark_ready(index, gradient, exclusive)
     }
 
     /// Fails this rank's backward and, with it, the group: no rank is to wait for gradients that
@@ -463,23 +319,7 @@ impl Reducer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn in_backward(&self, error: flow_autograd::Error) -> Error {
-        self.torch("backward", error.to_string())
-    }
-
-    fn graph_changed(&self, state: &BackwardState, index: usize, change: &str) -> Error {
-        let name = &state.parameters[index].name;
-        self.model_error(format!(
-            "{name} {change}: static_graph(true) is for models that use the same parameters as often \
-             in each backward; build without it"
-        ))
-    }
-
-    fn model_error(&self, reason: String) -> Error {
-        Error::Model { rank: job_rank(&self.group), reason }
-    }
-
-    fn torch(&self, operation: &'static str, reason: String) -> Error {
-        Error::Torch { rank: job_rank(&self.group), operation, reason }
+    fn torch_error(&self, error: flow_autograd::Error) -> Error {
+        Error::torch(&self.group, "backward", error)
     }
 }

@@ -92,11 +92,7 @@ pub fn convert_sync_batchnorm(vs: &VarStore, group: &ProcessGroup) -> Result<usi
             let group = layer.group.own().with_digest(layer.digest);
             Ok(sync_batch_norm(&group, norm)?)
         })
-        .map_err(|error| Error::Torch {
-            rank: job_rank(group),
-            operation: "convert_sync_batchnorm",
-            reason: error.to_string(),
-        })?;
+        .map_err(|error| Error::torch(group, "convert_sync_batchnorm", error))?;
         let mut all = LAYERS.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|_, layer| layer.strong_count() > 0);
         all.insert(flow_autograd::identity(mean), known);

@@ -75,25 +75,27 @@ impl ProcessGroup {
         let group = self.parts(&"finish_buckets")?;
         OperationContext::within(self.timeout, || group.finish_buckets())
     }
+}
 
-    /// Waits for all launched buckets. Returns when this rank saw that this one was reduced.
-    pub fn wait_bucket(&self, segments: &Segments) -> Result<Instant> {
-        self.finish_buckets()?;
-        self.finished(segments)
+impl Segments {
+    /// Waits for all launched buckets of `group`. Returns when this rank saw that this one was reduced.
+    pub fn wait(&self, group: &ProcessGroup) -> Result<Instant> {
+        group.finish_buckets()?;
+        self.finished_in(group)
     }
 
-    /// Waits for a launched bucket and those that were launched before it, but not for later ones.
+    /// Waits for this launched bucket and those that were launched before it, but not for later ones.
     /// Returns when this rank saw that the bucket was reduced.
-    pub fn wait_bucket_in_turn(&self, segments: &Segments) -> Result<Instant> {
-        let group = self.parts(&"wait_bucket_in_turn")?;
-        OperationContext::within(self.timeout, || group.finish_bucket(segments))?;
-        self.finished(segments)
+    pub fn wait_in_turn(&self, group: &ProcessGroup) -> Result<Instant> {
+        let parts = group.parts(&"wait_in_turn")?;
+        OperationContext::within(group.timeout, || parts.finish_bucket(self))?;
+        self.finished_in(group)
     }
 
-    fn finished(&self, segments: &Segments) -> Result<Instant> {
-        segments.finished().ok_or_else(|| {
+    fn finished_in(&self, group: &ProcessGroup) -> Result<Instant> {
+        self.finished().ok_or_else(|| {
             let reason = "the bucket was not launched since it was made or filled";
-            self.system("wait_bucket", reason.into())
+            group.system("waiting for a bucket", reason.into())
         })
     }
 }

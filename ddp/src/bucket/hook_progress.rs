@@ -57,7 +57,7 @@ impl HookProgress {
     /// Waits until a launched bucket is reduced. Returns when that was.
     pub fn wait(&self, bucket: &Segments) -> Result<Instant> {
         self.flush()?;
-        self.group.wait_bucket(bucket)
+        bucket.wait(&self.group)
     }
 
     /// Waits until a launched bucket is reduced, but not for those that were launched later. Returns
@@ -67,7 +67,7 @@ impl HookProgress {
             return Ok(finished);
         }
         self.flush()?;
-        self.group.wait_bucket_in_turn(bucket)
+        bucket.wait_in_turn(&self.group)
     }
 
     fn queue(&self) -> MutexGuard<'_, VecDeque<Arc<Segments>>> {

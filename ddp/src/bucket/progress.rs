@@ -83,7 +83,7 @@ impl ThreadProgress {
             while !group.launch_bucket(&bucket, op)? {
                 group.finish_buckets()?;
             }
-            group.wait_bucket(&bucket)
+            bucket.wait(&group)
         })
     }
 }

@@ -1,5 +1,5 @@
-//! What ranks tell each other in a join: those that go on, what they do next; the others, that they
-//! have ended.
+//! Ranks in a join send each other notices. Those that go on say what they do next, the others that
+//! they have ended.
 //!
 //! A notice is a bucket of its own. So a rank that begins a backward need not wait for the others'.
 
@@ -197,7 +197,7 @@ impl Notices {
 
     /// Waits for the notices of all ranks, and returns what the ranks that go on do next.
     fn receive(&self) -> Result<Option<Step>> {
-        self.group.wait_bucket(&self.segments)?;
+        self.segments.wait(&self.group)?;
         let mut state = self.state();
         let all = Vec::<i64>::try_from(&state.all)
             .map_err(|error| failed(&self.group, error.to_string()))?;
@@ -209,8 +209,9 @@ impl Notices {
         self.check_active(&active)?;
         if let Some(&other) = active.iter().find(|&&rank| notices[rank] != notices[last]) {
             let does = |rank: usize| {
-                let [joinable, code] = [notices[rank][0] - 1, notices[rank][1]];
-                format!("rank {} (joinable {joinable}, code {code})", self.group.ranks()[rank])
+                let notice = &notices[rank];
+                let rank = self.group.ranks()[rank];
+                format!("rank {rank} (joinable {}, code {})", notice[0] - 1, notice[1])
             };
             let reason = format!(
                 "ranks are about to do different things: {} and {}; those that have not ended go \
@@ -223,8 +224,8 @@ impl Notices {
             self.abort(&reason);
             return Err(failed(&self.group, reason));
         }
-        let [joinable, code] = [notices[last][0], notices[last][1]];
-        Ok(Some(Step { joinable: joinable as usize - 1, code, active }))
+        let notice = &notices[last];
+        Ok(Some(Step { joinable: notice[0] as usize - 1, code: notice[1], active }))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use flow_tensor::CoalescedBroadcast;
 
 use super::Reducer;
-use crate::backward_state::BackwardState;
+use super::backward::Backward;
 use crate::error::{Error, Result, job_rank};
 use crate::join::JoinContext;
 use crate::join::joining::{BUFFERS, FORWARD, Joining, root_of};
@@ -99,29 +99,17 @@ impl Reducer {
         if let Some(join) = &mut state.join {
             let were_apart = join.shadow_backward(step, active);
             if !were_apart && (self.options.bucket_view || self.path.grads_are_views()) {
-                state.keep_grads_apart().map_err(|error| self.in_backward(error))?;
+                state.keep_grads_apart().map_err(|error| self.torch_error(error))?;
             }
         }
         // As long as it has not come to its end: a hook of the user's may panic.
         state.unusable = true;
         state.begin(step);
-        let reduced = self.shadow_buckets(state);
-        self.end(state, reduced)?;
+        let mut backward = Backward::new(self, state);
+        let reduced = backward.shadow_buckets();
+        backward.end(reduced)?;
         state.unusable = false;
         Ok(())
-    }
-
-    /// Reduces zeros. Returns the parameters without a gradient: all.
-    fn shadow_buckets(&self, state: &mut BackwardState) -> Result<Vec<usize>> {
-        for bucket in &mut state.buckets {
-            bucket.unused.fill(true);
-            for slot in 0..bucket.members.len() {
-                bucket.mark_unused(slot)?;
-            }
-        }
-        let mut used = vec![0; state.parameters.len()];
-        self.reduce(state, &[], self.options.find_unused.then_some(&mut used))?;
-        Ok((0..state.parameters.len()).collect())
     }
 
     /// Gives all ranks the parameters and buffers of the last of these.
@@ -140,5 +128,20 @@ impl Reducer {
 
     fn not_joined(&self, reason: &str) -> Error {
         Error::Join { rank: job_rank(&self.group), reason: reason.to_owned() }
+    }
+}
+
+impl Backward<'_> {
+    /// Reduces zeros. Returns the parameters without a gradient: all.
+    fn shadow_buckets(&mut self) -> Result<Vec<usize>> {
+        for bucket in &mut self.state.buckets {
+            bucket.unused.fill(true);
+            for slot in 0..bucket.members.len() {
+                bucket.mark_unused(slot)?;
+            }
+        }
+        let mut used = vec![0; self.state.parameters.len()];
+        self.reduce(&[], self.reducer.options.find_unused.then_some(&mut used))?;
+        Ok((0..self.state.parameters.len()).collect())
     }
 }

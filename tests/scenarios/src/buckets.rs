@@ -64,7 +64,7 @@ fn pieces(group: &ProcessGroup) -> Result<()> {
             ensure!(error.to_string().contains("is being reduced already"), "{error}");
             ensure!(!segments.set_piece(0, Piece(filled(group, 1, 9.0)?, 0)));
         }
-        group.wait_bucket(&segments)?;
+        segments.wait(group)?;
         ensure!(group.launch_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
     }
     Ok(())
@@ -215,7 +215,7 @@ fn several(group: &ProcessGroup) -> Result<()> {
             group.progress()?;
         }
         for (segments, results) in buckets {
-            group.wait_bucket(&segments)?;
+            segments.wait(group)?;
             for length in LENGTHS {
                 ensure!(results.recv()? == sums(length), "{length} elements");
             }
@@ -232,7 +232,7 @@ fn in_turn(group: &ProcessGroup) -> Result<()> {
         ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
         let after = beside::all_reduce(group, vec![2_i64], ReduceOp::Sum)?;
         ensure!((started.wait()?, after.wait()?) == (vec![3], vec![6]));
-        group.wait_bucket(&segments)?;
+        segments.wait(group)?;
         ensure!(results.recv()? == sums(100));
     }
     Ok(())
