@@ -72,7 +72,7 @@ pub struct PartialGradients(Placement);
 /// [`PartialGradients::finish`] reduces them. It does so once for several backwards, in the order
 /// in which they first came. Of all leaves that [`distribute`](crate::distribute()) has made, on
 /// placements of the same process group; those of a
-/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) stay partial until its step. All
+/// [`ShardedOptimizer`](crate::ShardedOptimizer) stay partial until its step. All
 /// ranks of the placement call this.
 ///
 /// # Errors

@@ -11,7 +11,7 @@ use crate::handle::find_spec;
 /// Scales the loss, and skips the steps whose gradients overflow: `torch.amp.GradScaler`, with its
 /// defaults. For models of global tensors, and for those of a `Ddp`. All ranks call the same
 /// functions, and skip the same steps. Each optimizer needs a scaler of its own: one of `tch`, or a
-/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer).
+/// [`ShardedOptimizer`](crate::ShardedOptimizer).
 ///
 /// ```
 /// use flow_global::{distribute, GradScaler, Placement, S, B};
@@ -139,7 +139,7 @@ impl GradScaler {
     /// # Errors
     /// It was called already in this iteration, a gradient is in f16, or a collective fails. f16
     /// cannot hold unscaled gradients: keep the variables in f32, or take a
-    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer).
+    /// [`ShardedOptimizer`](crate::ShardedOptimizer).
     pub fn unscale(&mut self, optimizer: &impl ScaledOptimizer) -> Result<()> {
         if self.stage != Stage::Scaled {
             return Err(fail("gradients are unscaled already; call update() after each step()"));
@@ -208,7 +208,7 @@ impl GradScaler {
             if gradient.kind() == Kind::Half {
                 return Err(fail(
                     "a gradient is in f16, which would underflow; keep variables in f32, or use \
-                     ZeroRedundancyOptimizer",
+                     ShardedOptimizer",
                 ));
             }
             if let Some(spec) = find_spec(&gradient) {

@@ -41,7 +41,7 @@
 //! | layers split over ranks | [`nn`] |
 //! | reduce gradients once for several backwards | [`no_sync()`] |
 //! | clip gradients, train in half precision | [`clip_grad_norm`], [`clip_grad_value`], [`GradScaler`] |
-//! | split an optimizer's state over ranks | [`ZeroRedundancyOptimizer`] |
+//! | split an optimizer's state over ranks | [`ShardedOptimizer`] |
 //! | see what is moved, and why | [`explain()`], [`record()`], [`gathered_operations`]; [`mod@explain`], [`trace`] |
 //! | have SBPs chosen | [`planner`] |
 //! | have inputs on different placements moved | [`move_inputs`] |
@@ -113,4 +113,4 @@ pub use policy::{gathered_operations, move_inputs};
 pub use record::{explain, record};
 pub use sbp::{B, NdSbp, P, S, Sbp};
 pub use tensor::GlobalTensor;
-pub use zero::ZeroRedundancyOptimizer;
+pub use zero::ShardedOptimizer;

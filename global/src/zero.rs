@@ -38,7 +38,7 @@ use crate::tensor::GlobalTensor;
 /// What else changes the parameters, as `VarStore::load` does, changes the shards at the next step.
 ///
 /// ```
-/// use flow_global::{self as global, Placement, ZeroRedundancyOptimizer, B, S};
+/// use flow_global::{self as global, Placement, ShardedOptimizer, B, S};
 /// use flow_tensor::{ProcessGroup, TensorCollectives};
 /// use tch::{nn, nn::Module, Kind};
 ///
@@ -48,7 +48,7 @@ use crate::tensor::GlobalTensor;
 /// let vs = nn::VarStore::new(group.device());
 /// let layer = nn::linear(vs.root(), 5, 8, Default::default());
 /// global::distribute(&vs, &placement, |_, _| [B])?;
-/// let mut optimizer = ZeroRedundancyOptimizer::new(&vs, 0, nn::Adam::default(), 1e-3)?;
+/// let mut optimizer = ShardedOptimizer::new(&vs, 0, nn::Adam::default(), 1e-3)?;
 /// let x = global::randn([4, 5], Kind::Float, &placement, [S(0)])?;
 /// layer.forward(&x).sum(Kind::Float).backward();
 /// let norm = optimizer.clip_grad_norm(1.0, true)?;
@@ -56,7 +56,7 @@ use crate::tensor::GlobalTensor;
 /// # assert!(norm > 0.0);
 /// # Ok(()) }
 /// ```
-pub struct ZeroRedundancyOptimizer {
+pub struct ShardedOptimizer {
     /// The parameters, which modules compute with, and the shards, which the optimizer changes.
     pairs: Vec<(Tensor, Tensor)>,
     /// The group of all ranks, if there are ranks that some parameter is not on.
@@ -67,7 +67,7 @@ pub struct ZeroRedundancyOptimizer {
     _deferred: Deferred,
 }
 
-impl ZeroRedundancyOptimizer {
+impl ShardedOptimizer {
     /// Makes an optimizer of the trainable variables of `vs`, which are global, as they are now.
     /// Its state is split over this axis of their placements.
     ///
@@ -237,7 +237,7 @@ impl ZeroRedundancyOptimizer {
     }
 }
 
-impl ScaledOptimizer for ZeroRedundancyOptimizer {
+impl ScaledOptimizer for ShardedOptimizer {
     fn variables_to_step(&self) -> Result<Vec<Tensor>> {
         self.reduce_gradients()?;
         Ok(self.shards.trainable_variables())
@@ -273,7 +273,7 @@ fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
             "the placement {} of a variable has no axis {axis}; axes count from 0",
             spec.placement()
         );
-        return Err(Error::Unsupported { operation: "ZeroRedundancyOptimizer".to_owned(), reason });
+        return Err(Error::Unsupported { operation: "ShardedOptimizer".to_owned(), reason });
     }
     let kind = match parameter.kind() {
         Kind::Half | Kind::BFloat16 => Kind::Float,

@@ -2,7 +2,7 @@
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::{
-    B, GlobalTensor, GradScaler, P, Placement, S, Sbp, ScaledOptimizer, ZeroRedundancyOptimizer,
+    B, GlobalTensor, GradScaler, P, Placement, S, Sbp, ScaledOptimizer, ShardedOptimizer,
     distribute, distribute_tensor,
 };
 use tch::nn::{self, OptimizerConfig};
@@ -33,8 +33,8 @@ fn sgd(vs: &nn::VarStore) -> nn::Optimizer {
     nn::Sgd::default().build(vs, 0.1).unwrap()
 }
 
-fn sharded(vs: &nn::VarStore, learning_rate: f64) -> ZeroRedundancyOptimizer {
-    ZeroRedundancyOptimizer::new(vs, 0, nn::Sgd::default(), learning_rate).unwrap()
+fn sharded(vs: &nn::VarStore, learning_rate: f64) -> ShardedOptimizer {
+    ShardedOptimizer::new(vs, 0, nn::Sgd::default(), learning_rate).unwrap()
 }
 
 /// Trains; `place` makes a tensor what the parameter is multiplied by.

@@ -4,8 +4,7 @@ use crate::common::ranks::{assert_close, ranks};
 use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::nn::{column_linear, row_linear};
 use flow_global::{
-    B, GlobalTensor, Placement, S, ZeroRedundancyOptimizer, clip_grad_norm, distribute,
-    distribute_tensor,
+    B, GlobalTensor, Placement, S, ShardedOptimizer, clip_grad_norm, distribute, distribute_tensor,
 };
 use flow_tensor::ProcessGroup;
 use tch::nn::{self, Module, OptimizerConfig, VarStore};
@@ -105,11 +104,7 @@ impl Model {
         full(&self.vs)
     }
 
-    fn train_sharded(
-        &self,
-        optimizer: &mut ZeroRedundancyOptimizer,
-        steps: std::ops::Range<usize>,
-    ) {
+    fn train_sharded(&self, optimizer: &mut ShardedOptimizer, steps: std::ops::Range<usize>) {
         for step in steps {
             self.backward(step);
             optimizer.clip_grad_norm(MAX_NORM, true).unwrap();
@@ -127,7 +122,7 @@ fn check(config: impl OptimizerConfig + Copy + Sync) {
         let expected = Model::plain().train(config);
         let placement = mesh(&group);
         let model = Model::on(&placement, Kind::Double);
-        let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
         // A weight that columns split is split by its rows as well, and the other way round.
         let sbps: Vec<_> = variables(optimizer.shards())
             .into_iter()
@@ -156,8 +151,7 @@ fn weights_are_those_of_the_whole_state_bit_for_bit() {
         let whole = Model::on(&placement, Kind::Double);
         let mut of_whole = nn::Adam::default().build(&whole.vs, 0.05).unwrap();
         let model = Model::on(&placement, Kind::Double);
-        let mut optimizer =
-            ZeroRedundancyOptimizer::new(&model.vs, 0, nn::Adam::default(), 0.05).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&model.vs, 0, nn::Adam::default(), 0.05).unwrap();
         for step in 0..STEPS {
             of_whole.backward_step(&whole.loss(step, 0));
             model.loss(step, 0).backward();
@@ -177,7 +171,7 @@ fn a_checkpoint_fits_other_layouts() {
     let config = nn::Adam::default();
     ranks(4, |group| {
         let model = Model::on(&mesh(&group), Kind::Double);
-        let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
         model.train_sharded(&mut optimizer, 0..STEPS - 1);
         let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         optimizer.save(&mut checkpoints, STEPS - 1, &()).unwrap();
@@ -185,7 +179,7 @@ fn a_checkpoint_fits_other_layouts() {
     ranks(2, |group| {
         let expected = Model::plain().train(config);
         let model = Model::on(&Placement::new(&group, [[1], [0]]).unwrap(), Kind::Double);
-        let mut optimizer = ZeroRedundancyOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&model.vs, 0, config, 0.05).unwrap();
         let mut checkpoints = ShardedCheckpoints::open(folder, &group).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         optimizer.resume(&checkpoint).unwrap();
@@ -217,8 +211,7 @@ fn shards_of_half_precision_are_single() {
         let placement = Placement::new(&group, [[0], [1]]).unwrap();
         let model = Model::on(&placement, Kind::BFloat16);
         let mut optimizer =
-            ZeroRedundancyOptimizer::new(&model.vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05)
-                .unwrap();
+            ShardedOptimizer::new(&model.vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05).unwrap();
         let before = full(optimizer.shards());
         optimizer.set_lr(1e-4);
         model.train_sharded(&mut optimizer, 0..STEPS);
@@ -234,8 +227,8 @@ fn shards_of_half_precision_are_single() {
     });
 }
 
-fn sgd(vs: &VarStore) -> ZeroRedundancyOptimizer {
-    ZeroRedundancyOptimizer::new(vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05).unwrap()
+fn sgd(vs: &VarStore) -> ShardedOptimizer {
+    ShardedOptimizer::new(vs, 0, nn::sgd(0.0, 0.0, 0.0, false), 0.05).unwrap()
 }
 
 /// As when weights are loaded after the optimizer is made.
@@ -349,8 +342,8 @@ fn what_is_not_trained_has_no_state_on_any_rank() {
         let used = [add("used0", 0), add("used1", 1)];
         let _unused = add("unused", 1);
         let _ = add("frozen", 0).set_requires_grad(false);
-        let make = || ZeroRedundancyOptimizer::new(&vs, 0, nn::Adam::default(), 0.1).unwrap();
-        let step = |optimizer: &mut ZeroRedundancyOptimizer| {
+        let make = || ShardedOptimizer::new(&vs, 0, nn::Adam::default(), 0.1).unwrap();
+        let step = |optimizer: &mut ShardedOptimizer| {
             used[group.rank()].square().sum(Kind::Double).backward();
             optimizer.clip_grad_norm(1.0, true).unwrap();
             optimizer.step().unwrap();
@@ -373,7 +366,7 @@ fn what_does_not_fit_is_an_error() {
     ranks(1, |group| {
         let vs = store(Kind::Float);
         let _layer = nn::linear(vs.root(), 2, 2, Default::default());
-        let new = |axis| ZeroRedundancyOptimizer::new(&vs, axis, nn::Adam::default(), 0.1);
+        let new = |axis| ShardedOptimizer::new(&vs, axis, nn::Adam::default(), 0.1);
         assert!(new(0).is_err());
         distribute(&vs, &Placement::all(&group).unwrap(), |_, _| [B]).unwrap();
         let error = new(1).err().unwrap().to_string();

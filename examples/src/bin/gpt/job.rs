@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use anyhow::{Result, bail};
-use flow::global::{self, ZeroRedundancyOptimizer};
+use flow::global::{self, ShardedOptimizer};
 use flow::pipeline::Pipeline;
 use flow::prelude::{Mesh, Placement, ProcessGroup, TensorCollectives, nn};
 
@@ -24,7 +24,7 @@ pub struct Job<'a> {
     pub last_rank: usize,
     /// The variables of all stages.
     pub vs: nn::VarStore,
-    pub optimizer: ZeroRedundancyOptimizer,
+    pub optimizer: ShardedOptimizer,
 }
 
 impl<'a> Job<'a> {
@@ -44,7 +44,7 @@ impl<'a> Job<'a> {
             model.push(Stage::new(&vs.root(), config, layers, placement)?);
         }
         let adam = nn::AdamW { wd: 0.1, beta2: 0.99, ..Default::default() };
-        let optimizer = ZeroRedundancyOptimizer::new(&vs, DATA, adam, options.lr)?;
+        let optimizer = ShardedOptimizer::new(&vs, DATA, adam, options.lr)?;
 
         let micro_batches = model.iter().map(|stage| stage.micro_batches.clone()).collect();
         let placement = placements[mesh.coordinates().unwrap_or_default()[0]].clone();
