@@ -1,4 +1,4 @@
-//! What data-parallel training needs of libtorch and `tch` does not have.
+//! Parts of libtorch that data-parallel training needs and `tch` does not have.
 //!
 //! | to | call |
 //! |---|---|

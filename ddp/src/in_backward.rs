@@ -1,4 +1,4 @@
-//! What steps in the backward of a [`Ddp`](crate::Ddp).
+//! The optimizers that step in the backward of a [`Ddp`](crate::Ddp).
 
 use flow_comm::ProcessGroup;
 

@@ -1,4 +1,4 @@
-//! What was decided for operations and boxings, to be used again.
+//! Decisions for operations and boxings, kept to be used again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -35,8 +35,8 @@ pub fn operations(operation: &str, placement: &Placement, runtime: &Runtime) -> 
         return Ok(());
     }
     let group = groups.group(ranks)?;
-    let [placement, _, count] = [0, 1, 2].map(|word| all[0][word]);
-    let key = format!("debug {placement:x} {count}");
+    let first = &all[0];
+    let key = format!("debug {:x} {}", first[0], first[2]);
     let what = sequence::differences(&key, groups, (&group, ranks), own);
     let reason = format!(
         "{what}; all ranks must run the same operations on global tensors, in the same order"

@@ -1,4 +1,4 @@
-//! What can be wrong with global tensors.
+//! Errors of global tensors.
 
 use crate::sbp::Sbp;
 

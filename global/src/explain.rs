@@ -1,4 +1,5 @@
-//! What operations on global tensors move between ranks, why, and which pins would save bytes.
+//! `explain` says what operations on global tensors move between ranks, why, and which pins would
+//! save bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;

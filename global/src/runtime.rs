@@ -1,4 +1,4 @@
-//! What all global tensors of a process group share.
+//! The state that all global tensors of a process group share.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};

@@ -1,4 +1,4 @@
-//! What a global tensor can do beyond any other tensor.
+//! The methods that a global tensor has beyond those of any tensor.
 
 use flow_autograd::custom_function;
 use tch::Tensor;

@@ -22,9 +22,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A store being served, until dropped.
 ///
-/// Dropping it closes the connections of its clients; those that wait get an error at
-/// once, and forgets its values. With the last store at an address, its thread is over and the
-/// address is free. (Not in a process that is forked from this one, where there is no such thread.)
+/// Dropping it forgets its values and closes the connections of its clients: those that wait get an
+/// error at once. With the last store at an address, its thread is over and the address is free. (Not
+/// in a process that is forked from this one, where there is no such thread.)
 ///
 /// Each client takes one file descriptor. The limit (`ulimit -n`) is the process's; at the limit
 /// the server keeps serving those it has, and accepts others as soon as it can.

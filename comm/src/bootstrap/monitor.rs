@@ -255,7 +255,7 @@ impl BootstrapMonitor<'_> {
         format!("{}rank/{rank}", self.prefix)
     }
 
-    /// What others are told if this rank's program is interrupted.
+    /// Returns the words for the other ranks if this rank's program is interrupted.
     pub fn interruption(&self) -> String {
         format!("rank {} was interrupted while it waited", self.rank)
     }

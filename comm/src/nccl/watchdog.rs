@@ -120,7 +120,8 @@ impl Watchdog {
             change: Condvar::new(),
         };
         let shared = Arc::new(shared);
-        let [watched, guarded] = [Arc::clone(&shared), Arc::clone(&shared)];
+        let watched = Arc::clone(&shared);
+        let guarded = Arc::clone(&shared);
         let mut watch = Self { shared, threads: Vec::new() };
         let thread = std::thread::Builder::new().name("flow-nccl".into());
         watch.threads.push(thread.spawn(move || watched.run())?);

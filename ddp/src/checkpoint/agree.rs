@@ -1,4 +1,4 @@
-//! What ranks tell each other around a checkpoint.
+//! Ranks tell each other the outcome of saving or loading a checkpoint.
 
 use flow_comm::ProcessGroup;
 use serde::Serialize;

@@ -1,4 +1,4 @@
-//! What can go wrong with checkpoints.
+//! Errors of checkpoints.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! What can go wrong when batches are loaded.
+//! Errors of loading batches.
 
 use std::fmt;
 use std::io;

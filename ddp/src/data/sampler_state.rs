@@ -1,4 +1,4 @@
-//! What samplers go on from, and what can go wrong.
+//! The positions that samplers go on from, and their errors.
 
 use std::fmt::Display;
 
@@ -27,7 +27,7 @@ pub struct SamplerState {
     pub pad: bool,
 }
 
-/// What goes on from a [`SamplerState`]: samplers of all kinds.
+/// A sampler of any kind that goes on from a [`SamplerState`].
 pub trait Stateful {
     /// Returns the position.
     fn state(&self) -> SamplerState;

@@ -1,4 +1,4 @@
-//! What can be joined.
+//! The trait of models and optimizers that can be joined.
 
 use flow_autograd::BoxError;
 use flow_comm::ProcessGroup;
@@ -80,7 +80,7 @@ pub trait Joinable {
     fn join_hook(&self, context: JoinContext) -> Result<Box<dyn JoinHook + '_>, BoxError>;
 }
 
-/// What a rank that has ended does for a [`Joinable`]. Errors end the join on all ranks.
+/// The part that a rank that has ended takes for a [`Joinable`]. Errors end the join on all ranks.
 pub trait JoinHook {
     /// Takes part in collectives that the ranks in `active`, which have not ended, are about to
     /// call; `code` is what they have given [`JoinContext::notify`].

@@ -30,6 +30,7 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
+    /// Makes the parts of an optimizer, `chosen`, over the ranks of `group`.
     pub fn new(group: ProcessGroup, chosen: String, shards: Shards, gather: Gather) -> Self {
         Self {
             group,
@@ -41,10 +42,12 @@ impl Parts {
         }
     }
 
+    /// Locks this rank's shards.
     pub fn shards(&self) -> MutexGuard<'_, Shards> {
         self.shards.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Locks the whole state.
     pub fn consolidated(&self) -> MutexGuard<'_, Option<StateDict>> {
         self.consolidated.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -62,6 +65,7 @@ impl Parts {
         self.gather.lock().unwrap_or_else(PoisonError::into_inner).run(&self.group)
     }
 
+    /// Makes an error of this optimizer.
     pub fn failed(&self, reason: impl ToString) -> Error {
         failed(job_rank(&self.group), reason)
     }

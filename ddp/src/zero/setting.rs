@@ -1,4 +1,4 @@
-//! What a program sets of an optimizer between steps.
+//! Settings of an optimizer that a program changes between steps.
 
 use tch::{COptimizer, TchError};
 

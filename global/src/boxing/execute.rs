@@ -134,9 +134,9 @@ impl Boxing {
     fn of_parts(&self) -> &Self {
         self.of_parts.get_or_init(|| {
             let shape = [&self.shape[..], &[2]].concat();
-            let [from, to] = [0, 1]
-                .map(|at| &self.layouts[at])
-                .map(|(placement, sbp)| TensorLayout { placement, sbp });
+            let [from, to] = &self.layouts;
+            let from = TensorLayout { placement: &from.0, sbp: &from.1 };
+            let to = TensorLayout { placement: &to.0, sbp: &to.1 };
             Box::new(Self::new(self.rank, &shape, from, to))
         })
     }

@@ -1,4 +1,4 @@
-//! What this rank does in the two phases of a boxing.
+//! This rank's part in the two phases of a boxing.
 
 use std::sync::OnceLock;
 

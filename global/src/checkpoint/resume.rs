@@ -1,4 +1,4 @@
-//! What a program goes on from.
+//! The checkpoint that a program goes on from.
 
 use std::path::PathBuf;
 

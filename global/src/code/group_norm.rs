@@ -12,7 +12,9 @@ pub fn group_norm(context: &mut Context<'_, '_>) -> Result<()> {
     let input = context.local(0)?;
     let weight = context.optional(1)?;
     let bias = context.optional(2)?;
-    let [channels, pixels, groups] = [4, 5, 6].map(|index| context.int(index).unwrap_or(1));
+    let channels = context.int(4).unwrap_or(1);
+    let pixels = context.int(5).unwrap_or(1);
+    let groups = context.int(6).unwrap_or(1);
     let images = input.size()[0];
     let eps = context.number(7).unwrap_or(1e-5);
     let (output, mean, inverse) = input
@@ -64,7 +66,9 @@ impl ChannelGroups {
 pub fn group_norm_backward(context: &mut Context<'_, '_>) -> Result<()> {
     // (gradient, input, mean, reciprocal deviation, weight, images, channels, pixels, groups, mask)
     let input = context.local(1)?;
-    let [channels, pixels, groups] = [6, 7, 8].map(|index| context.int(index).unwrap_or(1));
+    let channels = context.int(6).unwrap_or(1);
+    let pixels = context.int(7).unwrap_or(1);
+    let groups = context.int(8).unwrap_or(1);
     let layout = ChannelGroups {
         images: input.size()[0],
         groups,

@@ -41,27 +41,26 @@ fn mean_backward(
 ) -> Result<()> {
     let input = context.local(1)?;
     let kind = wide(input.kind());
-    let [gradient, target] = [context.local(0)?, context.local(2)?];
-    let gradient = gradient.f_to_kind(kind)? / elements(context, 1);
-    let target = target.f_to_kind(kind)?;
+    let gradient = context.local(0)?.f_to_kind(kind)? / elements(context, 1);
+    let target = context.local(2)?.f_to_kind(kind)?;
     let gradient = of_sum(context, &gradient, &input.f_to_kind(kind)?, &target)?;
     let shape = context.shape(1);
     context.give(0, &gradient.f_to_kind(input.kind())?, &shape)
 }
 
-/// (input, target, reduction)
+/// Runs `mse_loss`: (input, target, reduction).
 pub fn mse_loss(context: &mut Context<'_, '_>) -> Result<()> {
     loss(context, 2, |_, input, target| Ok(input.f_mse_loss(target, Reduction::Sum)?))
 }
 
-/// (gradient, input, target, reduction)
+/// Runs the backward of [`mse_loss`]: (gradient, input, target, reduction).
 pub fn mse_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
     mean_backward(context, |_, gradient, input, target| {
         Ok(input.f_mse_loss_backward(gradient, target, Reduction::Sum)?)
     })
 }
 
-/// (input, target, reduction, beta)
+/// Runs `smooth_l1_loss`: (input, target, reduction, beta).
 pub fn smooth_l1_loss(context: &mut Context<'_, '_>) -> Result<()> {
     loss(context, 2, |context, input, target| {
         let beta = context.number(3).unwrap_or(1.0);
@@ -69,7 +68,7 @@ pub fn smooth_l1_loss(context: &mut Context<'_, '_>) -> Result<()> {
     })
 }
 
-/// (gradient, input, target, reduction, beta)
+/// Runs the backward of [`smooth_l1_loss`]: (gradient, input, target, reduction, beta).
 pub fn smooth_l1_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
     mean_backward(context, |context, gradient, input, target| {
         let beta = context.number(4).unwrap_or(1.0);
@@ -77,7 +76,7 @@ pub fn smooth_l1_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
     })
 }
 
-/// (input, target, reduction, delta)
+/// Runs `huber_loss`: (input, target, reduction, delta).
 pub fn huber_loss(context: &mut Context<'_, '_>) -> Result<()> {
     loss(context, 2, |context, input, target| {
         let delta = context.number(3).unwrap_or(1.0);
@@ -85,7 +84,7 @@ pub fn huber_loss(context: &mut Context<'_, '_>) -> Result<()> {
     })
 }
 
-/// (gradient, input, target, reduction, delta)
+/// Runs the backward of [`huber_loss`]: (gradient, input, target, reduction, delta).
 pub fn huber_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
     mean_backward(context, |context, gradient, input, target| {
         let delta = context.number(4).unwrap_or(1.0);
@@ -93,14 +92,14 @@ pub fn huber_loss_backward(context: &mut Context<'_, '_>) -> Result<()> {
     })
 }
 
-/// (input, target, weight, reduction)
+/// Runs `binary_cross_entropy`: (input, target, weight, reduction).
 pub fn binary_cross_entropy(context: &mut Context<'_, '_>) -> Result<()> {
     loss(context, 3, |context, input, target| {
         Ok(input.f_binary_cross_entropy(target, context.optional(2)?, Reduction::Sum)?)
     })
 }
 
-/// (gradient, input, target, weight, reduction)
+/// Runs the backward of [`binary_cross_entropy`]: (gradient, input, target, weight, reduction).
 pub fn binary_cross_entropy_backward(context: &mut Context<'_, '_>) -> Result<()> {
     mean_backward(context, |context, gradient, input, target| {
         let weight = context.optional(3)?;
@@ -108,7 +107,7 @@ pub fn binary_cross_entropy_backward(context: &mut Context<'_, '_>) -> Result<()
     })
 }
 
-/// (input, target, weight, weight of positives, reduction)
+/// Runs `binary_cross_entropy_with_logits`: (input, target, weight, weight of positives, reduction).
 pub fn binary_cross_entropy_with_logits(context: &mut Context<'_, '_>) -> Result<()> {
     loss(context, 4, |context, input, target| {
         let weight = context.optional(2)?;

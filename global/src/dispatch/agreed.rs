@@ -1,4 +1,4 @@
-//! What all ranks must agree on in an operation: its name, its arguments, and the SBPs of its tensors.
+//! All ranks must agree on an operation's name, its arguments, and the SBPs of its tensors.
 
 use std::sync::Arc;
 

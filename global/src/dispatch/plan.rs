@@ -1,4 +1,4 @@
-//! What an operation needs, on tensors of these sizes and specs: decided once, and kept.
+//! The plan of an operation on tensors of these sizes and specs: made once, and kept.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, Weak};

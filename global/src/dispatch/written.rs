@@ -1,4 +1,4 @@
-//! What an operation writes besides global tensors of the right size: `out` tensors of another size
+//! An operation may write more than global tensors of the right size: `out` tensors of another size
 //! than the result, and plain tensors.
 
 use flow_autograd::global::{Call, LocalResult};

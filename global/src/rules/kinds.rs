@@ -90,8 +90,8 @@ fn of_both(one: Kind, other: Kind) -> Kind {
     if is_complex(one) != is_complex(other) {
         return complex(of_both(real(one), real(other)));
     }
-    let [of_one, of_other] = [one, other].map(|kind| (category(kind), kind.elt_size_in_bytes()));
-    match of_one.cmp(&of_other) {
+    let rank = |kind: Kind| (category(kind), kind.elt_size_in_bytes());
+    match rank(one).cmp(&rank(other)) {
         Ordering::Greater => one,
         Ordering::Less => other,
         Ordering::Equal if one == other => one,

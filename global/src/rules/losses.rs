@@ -49,7 +49,8 @@ fn nll_loss_backward(op: &Op) -> Vec<Signature> {
 /// Returns whether input and target are alike. Where they are broadcast or converted, the number of
 /// elements and the kind of the loss are others than the input's.
 fn are_alike(op: &Op, input: usize) -> bool {
-    let [input, target] = [&op.inputs[input], &op.inputs[input + 1]];
+    let target = &op.inputs[input + 1];
+    let input = &op.inputs[input];
     input.is_float() && input == target
 }
 

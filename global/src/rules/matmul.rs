@@ -27,7 +27,8 @@ fn row_by_vector_and_sum(op: &Op) -> Vec<Signature> {
 }
 
 fn outer_and_sum(op: &Op) -> Vec<Signature> {
-    let [of_rows, of_columns] = [0, 1].map(|dim| op.inputs[0].split_as(dim, 2));
+    let of_rows = op.inputs[0].split_as(0, 2);
+    let of_columns = op.inputs[0].split_as(1, 2);
     vec![Signature::new([of_rows, S(0), B], [S(0)]), Signature::new([of_columns, B, S(0)], [S(1)])]
 }
 
@@ -52,8 +53,10 @@ fn product(op: &Op) -> Vec<Signature> {
 fn product_and_sum(op: &Op) -> Vec<Signature> {
     let rows = rows(op);
     let columns = rows + 1;
-    let [of_batch, of_rows, of_columns] =
-        [0, rows, columns].map(|dim| op.inputs[0].split_as(dim, rows + 2));
+    let bias = &op.inputs[0];
+    let of_batch = bias.split_as(0, rows + 2);
+    let of_rows = bias.split_as(rows, rows + 2);
+    let of_columns = bias.split_as(columns, rows + 2);
     let batch = (rows == 1).then(|| Signature::new([of_batch, S(0), S(0)], [S(0)]));
     let others = [
         Signature::new([of_rows, S(rows), B], [S(rows)]),

@@ -1,4 +1,4 @@
-//! What goes into a job and comes out of it.
+//! The arrays that go into a job and come out of it.
 
 use tch::Tensor;
 

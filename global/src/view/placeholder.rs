@@ -1,4 +1,4 @@
-//! What a job declares about its inputs.
+//! A job declares its inputs by placeholders.
 
 use tch::{Kind, Tensor};
 

@@ -178,9 +178,10 @@ fn explain(error: &clap::Error) -> Usage {
 }
 
 fn program_kind(settings: &Settings) -> Result<ProgramKind, Usage> {
-    let [is_module, no_python] =
-        [settings.is_on(table::MODULE)?, settings.is_on(table::NO_PYTHON)?];
-    Ok(match (settings.is_on(table::RUN_PATH)?, is_module, no_python) {
+    let is_path = settings.is_on(table::RUN_PATH)?;
+    let is_module = settings.is_on(table::MODULE)?;
+    let no_python = settings.is_on(table::NO_PYTHON)?;
+    Ok(match (is_path, is_module, no_python) {
         (true, true, _) => {
             return Err(Usage("--module and --run-path exclude each other; give one".into()));
         }

@@ -1,4 +1,4 @@
-//! What benches have in common that train in blocks of several kinds, which take turns.
+//! Benches that train in blocks of several kinds take turns in the same way.
 
 use anyhow::Result;
 use clap::Args;

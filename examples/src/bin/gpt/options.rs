@@ -127,6 +127,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// Returns torch's kind.
     pub fn kind(self) -> Kind {
         match self {
             Self::F32 => Kind::Float,
