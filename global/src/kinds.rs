@@ -47,6 +47,16 @@ pub fn real(kind: Kind) -> Kind {
     }
 }
 
+/// Returns the kind of complex numbers whose parts are of a kind; of complex numbers itself.
+pub fn complex(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half => Kind::ComplexHalf,
+        Kind::Double => Kind::ComplexDouble,
+        _ if is_complex(kind) => kind,
+        _ => Kind::ComplexFloat,
+    }
+}
+
 /// Returns whether a kind is one of complex numbers.
 pub fn is_complex(kind: Kind) -> bool {
     matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)

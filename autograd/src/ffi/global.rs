@@ -260,6 +260,8 @@ unsafe extern "C" {
     /// Runs the operation on tensors of the logical sizes that have no elements; says whether libtorch
     /// can do so.
     pub fn flow_call_run_on_meta(call: *mut RawCall, is_known: *mut bool) -> *mut c_char;
+    /// Runs an operation that draws random numbers on tensors without elements, for its other arguments.
+    pub fn flow_call_check_arguments(call: *const RawCall) -> *mut c_char;
     /// Returns the number of a global tensor; 0 if it has none.
     pub fn flow_global_id(tensor: *const C_tensor) -> u64;
     /// Visits the tensors that the caller gets as a result.

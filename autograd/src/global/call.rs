@@ -194,6 +194,15 @@ impl<'a, S: Send + Sync + 'static> Call<'a, S> {
         Ok(is_known)
     }
 
+    /// Checks the arguments, other than tensors, of an operation that draws random numbers.
+    ///
+    /// # Errors
+    /// The operation's own, such as of a probability of 2.
+    pub fn check_arguments(&self) -> Result<(), Error> {
+        // SAFETY: the call is alive.
+        unsafe { check("a call", ffi::flow_call_check_arguments(self.view.call)) }
+    }
+
     /// Carries out the operation with these tensors in place of the call's, as a call of its own: the
     /// caller gets its results.
     ///

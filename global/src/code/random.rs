@@ -3,7 +3,7 @@
 use std::f64::consts::PI;
 
 use flow_autograd::global::Argument;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::context::Context;
 use crate::create::{drawn, drawn_whole, uniform_of, whole};
@@ -12,11 +12,10 @@ use crate::kinds::kind_of;
 use crate::random::{self, Bits, Draw};
 use crate::region::shape;
 
-/// Returns whether an operation draws a tensor of random numbers; its name is without the `_` of
-/// in-place ones.
+/// Returns whether an operation draws a tensor of random numbers, by code.
 pub fn draws(name: &str) -> bool {
     matches!(
-        name,
+        name.trim_start_matches("aten::").trim_end_matches('_'),
         "bernoulli"
             | "cauchy"
             | "exponential"
@@ -188,13 +187,22 @@ fn bernoulli(context: &mut Context<'_, '_>, draw: &mut Draw) -> Result<()> {
 }
 
 /// Returns ones with a probability, else zeros. The numbers are drawn in double precision, also for
-/// integers and flags.
+/// integers and flags. Only probabilities on the CPU are checked: on a GPU that would wait for them.
 fn trials(
     context: &Context<'_, '_>,
     draw: &mut Draw,
     like: &Tensor,
     probability: &Tensor,
 ) -> Result<Tensor> {
+    if probability.device() == Device::Cpu && probability.numel() > 0 {
+        let least = probability.f_min()?.double_value(&[]);
+        let greatest = probability.f_max()?.double_value(&[]);
+        if !(least >= 0.0 && greatest <= 1.0) {
+            return Err(context.fail(&format!(
+                "probabilities from {least} to {greatest}: they must be from 0 to 1"
+            )));
+        }
+    }
     let uniform = values(context, draw, like, Kind::Double, random::uniform)?;
     Ok(uniform.f_lt_tensor(probability)?.f_to_kind(like.kind())?)
 }

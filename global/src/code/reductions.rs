@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::context::Context;
 use crate::error::Result;
-use crate::kinds::{kind_of, real, wide};
+use crate::kinds::{complex, is_complex, kind_of, real, wide};
 
 /// The arguments of a sum, a mean or a product.
 struct Reduction {
@@ -121,7 +121,9 @@ pub fn norm(context: &mut Context<'_, '_>) -> Result<()> {
     check_kind(context, kind)?;
     let kind = real(kind);
     let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-    let magnitudes = local.f_abs()?.f_to_kind(wide)?.f_reshape([-1])?;
+    // Before the magnitude is taken, which rounds.
+    let in_wide = if is_complex(local.kind()) { complex(wide) } else { wide };
+    let magnitudes = local.f_to_kind(in_wide)?.f_abs()?.f_reshape([-1])?;
     let (own, op): (Tensor, ReduceOp) = if order == f64::INFINITY {
         (extreme(&magnitudes, 0.0, Tensor::f_max)?, ReduceOp::Max)
     } else if order == f64::NEG_INFINITY {

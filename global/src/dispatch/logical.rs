@@ -9,6 +9,7 @@ use flow_autograd::global::{Call, LocalResult};
 use tch::Tensor;
 
 use super::plan::OutputLayout;
+use crate::code::draws;
 use crate::error::{Error, Result};
 use crate::sbp::{B, NdSbp};
 use crate::spec::Spec;
@@ -19,13 +20,19 @@ pub struct LogicalResults(Vec<LocalResult>);
 
 impl LogicalResults {
     /// Runs the operation on the logical tensors if some of them are not B, as `have` says, or to see the
-    /// strides of views.
+    /// strides of views. Of an operation that draws random numbers only the arguments are checked.
     ///
     /// # Errors
-    /// The operation's own, the same on all ranks: the sizes do not fit.
+    /// The operation's own, the same on all ranks: the sizes or the arguments do not fit.
     pub fn of(call: &Call<'_, Spec>, have: &[NdSbp]) -> Result<Self> {
         let are_whole = have.iter().flatten().all(|&sbp| sbp == B);
-        if call.is_random || (are_whole && !call.is_view) {
+        if call.is_random {
+            if draws(call.name) {
+                call.check_arguments().map_err(|error| unfit(call, error))?;
+            }
+            return Ok(Self(Vec::new()));
+        }
+        if are_whole && !call.is_view {
             return Ok(Self(Vec::new()));
         }
         match call.run_on_meta() {

@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use tch::Kind;
 
 use super::op::{Arg, Op};
-use crate::kinds::{is_complex, is_float, is_half, kind_of, real};
+use crate::kinds::{complex, is_complex, is_float, is_half, kind_of, real};
 
 /// Returns whether converted terms add up to the converted sum. A wider kind of floating point
 /// holds each term as it is; a narrower one rounds each of them. Integers are sums modulo a power
@@ -112,16 +112,6 @@ fn category(kind: Kind) -> usize {
 
 fn is_integer(kind: Kind) -> bool {
     category(kind) == 1
-}
-
-/// Returns the kind of complex numbers whose parts are of a kind; of complex numbers itself.
-fn complex(kind: Kind) -> Kind {
-    match kind {
-        Kind::Half => Kind::ComplexHalf,
-        Kind::Double => Kind::ComplexDouble,
-        _ if is_complex(kind) => kind,
-        _ => Kind::ComplexFloat,
-    }
 }
 
 #[cfg(test)]

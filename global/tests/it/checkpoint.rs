@@ -339,6 +339,10 @@ fn what_does_not_fit_is_an_error_that_says_so() {
         let checkpoint = latest(&mut checkpoints);
         let error = reason(checkpoint.resume(&other.vs, None));
         assert_eq!(error, "model: its one.bias is F64 [5], not F64 [4]");
+        let mut half = Training::new(5);
+        half.vs.half();
+        let error = reason(checkpoint.resume(&half.vs, None));
+        assert_eq!(error, "model: its count is F64 [2], not F16 [2]");
         let mut training = Training::new(5);
         let error = reason(checkpoint.resume(&training.vs, Some(&mut training.optimizer)));
         assert_eq!(error, "optimizer: it was saved without one");

@@ -68,6 +68,11 @@ fn norms_of_complex_tensors() {
                 let expected = plain.linalg_norm(order, None::<&[i64]>, false, None);
                 assert_eq!(found.kind(), expected.kind());
                 assert_close(&found, &expected, 1e-4);
+                // In double precision from the first element on.
+                let found = x.linalg_norm(order, None::<&[i64]>, false, Kind::ComplexDouble);
+                let expected = plain.linalg_norm(order, None::<&[i64]>, false, Kind::ComplexDouble);
+                assert_eq!(found.kind(), expected.kind());
+                assert_close(&found.full().unwrap(), &expected, 1e-12);
             }
         }
     });

@@ -3,8 +3,8 @@
 use crate::common::ranks::{assert_close, ranks};
 use flow_global as global;
 use flow_global::{B, GlobalTensor, P, Placement, S, Sbp};
-use flow_tensor::ReduceOp;
-use tch::{Device, Kind, Tensor};
+use flow_tensor::{ReduceOp, TensorCollectives};
+use tch::{Device, Kind, TchError, Tensor};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -79,6 +79,66 @@ fn errors_are_everybodys() {
         let error = x.f_matmul(&x).unwrap_err().to_string();
         assert!(error.contains("shapes cannot be multiplied"), "{error}");
         assert_close(&x.exp().full().unwrap(), &plain.exp(), 0.0);
+    });
+}
+
+/// Random numbers that nothing can be drawn from are refused as on one device, before any rank draws.
+#[test]
+fn distributions_that_cannot_be_are_everybodys_errors() {
+    type Draw = fn(&mut Tensor) -> Result<Tensor, TchError>;
+    const DRAWS: &[(&str, Draw)] = &[
+        ("normal_", |x| x.f_normal_(0.0, -1.0)),
+        ("log_normal_", |x| x.f_log_normal_(0.0, -1.0)),
+        ("exponential_", |x| x.f_exponential_(-1.0)),
+        ("geometric_", |x| x.f_geometric_(2.0)),
+        ("cauchy_", |x| x.f_cauchy_(0.0, -1.0)),
+        ("uniform_", |x| x.f_uniform_(1.0, 0.0)),
+        ("bernoulli_", |x| x.f_bernoulli_float_(3.0)),
+        ("bernoulli", |x| x.f_bernoulli_p(3.0)),
+        ("random_ below", |x| x.f_random_to(0)),
+        ("random_ from", |x| x.f_random_from(5, Some(2))),
+    ];
+    for (name, draw) in DRAWS {
+        draw(&mut numbers(&[4, 6])).expect_err(name);
+    }
+    for members in [vec![0, 2], vec![0, 1, 2]] {
+        ranks(3, |group| {
+            let plain = numbers(&[4, 6]);
+            let placement = Placement::new(&group, members.clone()).unwrap();
+            for sbp in [S(0), S(1), B] {
+                let mut x = global::distribute_tensor(&plain, &placement, [sbp]).unwrap();
+                for (name, draw) in DRAWS {
+                    // Once more as a known operation.
+                    draw(&mut x).expect_err(name);
+                    draw(&mut x).expect_err(name);
+                    assert_close(&x.full().unwrap(), &plain, 0.0);
+                }
+                if members.len() == 3 {
+                    let probabilities = &x * 2.0;
+                    probabilities.f_bernoulli().expect_err("probabilities");
+                }
+                // What all have drawn since is the same.
+                let drawn = x.exponential_(1.0).full().unwrap();
+                let mut sum = drawn.copy();
+                group.all_reduce_tensor(&mut sum, ReduceOp::Sum).unwrap();
+                assert_close(&sum, &(drawn * 3), 1e-12);
+            }
+        });
+    }
+}
+
+/// The product of operands whose locals lie in memory in another order than the whole does.
+#[test]
+fn kronecker_products_of_views() {
+    ranks(4, |group| {
+        let placement = Placement::new(&group, [0, 1, 2]).unwrap();
+        let plain = numbers(&[3, 3]);
+        let expected = plain.unfold(0, 2, 1).kron(&plain.unfold(0, 2, 1));
+        for sbp in [S(0), S(1), B] {
+            let x = global::distribute_tensor(&plain, &placement, [sbp]).unwrap();
+            let windows = x.unfold(0, 2, 1);
+            assert_close(&windows.kron(&windows).full().unwrap(), &expected, 1e-12);
+        }
     });
 }
 

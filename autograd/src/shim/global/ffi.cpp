@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -102,6 +103,22 @@ char* flow_call_run_on_meta(Call* call, bool* is_known) {
         }
         call->results.assign(std::make_move_iterator(stack.begin()), std::make_move_iterator(stack.end()));
         *is_known = true;
+    });
+}
+
+// Runs an operation that draws random numbers on CPU tensors without elements, with a generator of its own: for what it says of its
+// other arguments.
+char* flow_call_check_arguments(const Call* call) {
+    return guarded([&] {
+        const auto generator = call->op.schema().argumentIndexWithName("generator");
+        if (!generator) return;
+        c10::SmallVector<at::Tensor, 8> empty;
+        for (const auto& view : call->tensors) {
+            empty.push_back(view.defined ? at::empty({0}, view.tensor->options().device(at::kCPU)) : UNDEFINED);
+        }
+        Stack stack = call->arguments_with(empty);
+        stack[*generator] = at::detail::createCPUGenerator();
+        call->op.callBoxed(&stack);
     });
 }
 

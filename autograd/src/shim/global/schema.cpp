@@ -22,7 +22,8 @@ OpInfo read(const c10::OperatorHandle& op) {
     }
     info.id = &schema;
     info.argument_count = arguments.size();
-    info.wants_viewable = schema.name() == "aten::view" && schema.overload_name().empty();
+    const bool is_view = schema.name() == "aten::view" && schema.overload_name().empty();
+    info.wants_viewable = is_view || schema.name() == "aten::_unsafe_view";
     for (const auto& value : schema.returns()) {
         const auto kind = value.type()->kind();
         info.gives_tensors &= kind == c10::TypeKind::TensorType || kind == c10::TypeKind::ListType;

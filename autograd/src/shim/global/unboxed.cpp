@@ -81,7 +81,7 @@ private:
 
     template <size_t... I>
     void run(std::index_sequence<I...>) {
-        if constexpr (std::is_same_v<Op, at::_ops::view>) {
+        if constexpr (std::is_same_v<Op, at::_ops::view> || std::is_same_v<Op, at::_ops::_unsafe_view>) {
             const auto sizes = local<1>(std::get<1>(args));
             results[0] = Op::call(viewable(local<0>(std::get<0>(args)), C10_AS_INTARRAYREF_SLOW(sizes)), sizes);
         } else if constexpr (std::is_reference_v<Result>) {
