@@ -20,7 +20,6 @@ use flow_autograd::{BoxError, GradHook};
 use flow_comm::{ForkSafe, ProcessGroup, trace};
 use tch::Tensor;
 
-use self::backward::Backward;
 use crate::apart::Apart;
 use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
@@ -259,30 +258,6 @@ impl Reducer {
         exclusive: bool,
     ) -> Result<(), BoxError> {
         self.mark_ready(index, gradient, exclusive).map_err(|error| self.fail(error))
-    }
-
-    fn mark_ready(
-        self: &Arc<Self>,
-        index: usize,
-        gradient: &Tensor,
-        exclusive: bool,
-    ) -> Result<()> {
-        let mut state = self.state();
-        state.used[index] = true;
-        if state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
-            let change = "has got a gradient, and got none on any rank before the first reduction";
-            return Err(Backward::new(self, &mut state).graph_changed(index, change));
-        }
-        if state.local > 0 {
-            return Ok(());
-        }
-        if state.unusable {
-            self.group.check("backward")?;
-        }
-        if !state.in_backward {
-            state = self.begin_backward(state)?;
-        }
-        Backward::new(self, &mut state).mark_ready(index, gradient, exclusive)
     }
 
     /// Fails this rank's backward and, with it, the group: no rank is to wait for gradients that

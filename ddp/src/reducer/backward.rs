@@ -5,6 +5,7 @@ use std::sync::{Arc, MutexGuard};
 
 use flow_autograd::BoxError;
 use flow_comm::trace;
+use tch::Tensor;
 
 use super::Reducer;
 use crate::backward_state::BackwardState;
@@ -60,8 +61,33 @@ impl Drop for EndOfBackward {
 }
 
 impl Reducer {
+    /// Takes a gradient that is ready. The first one of a backward begins the backward.
+    pub(super) fn mark_ready(
+        self: &Arc<Self>,
+        index: usize,
+        gradient: &Tensor,
+        exclusive: bool,
+    ) -> Result<()> {
+        let mut state = self.state();
+        state.used[index] = true;
+        if state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
+            let change = "has got a gradient, and got none on any rank before the first reduction";
+            return Err(Backward::new(self, &mut state).graph_changed(index, change));
+        }
+        if state.local > 0 {
+            return Ok(());
+        }
+        if state.unusable {
+            self.group.check("backward")?;
+        }
+        if !state.in_backward {
+            state = self.begin_backward(state)?;
+        }
+        Backward::new(self, &mut state).mark_ready(index, gradient, exclusive)
+    }
+
     /// Begins a backward with its first gradient, and queues what is done at its end.
-    pub(super) fn begin_backward<'a>(
+    fn begin_backward<'a>(
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, BackwardState>,
     ) -> Result<MutexGuard<'a, BackwardState>> {
