@@ -103,6 +103,10 @@ pub fn cases() -> Vec<Case> {
         case("index_add", [normal([5, 6]), ints(5, [7]), normal([7, 6])], &["index_add"], |x| {
             x[0].index_add(0, &x[1], &x[2])
         }),
+        case("index_add, index_copy of no rows", [normal([5, 6]), normal([0, 6])], &[], |x| {
+            let none = Tensor::from_slice::<i64>(&[]);
+            vec![x[0].index_add(0, &none, &x[1]), x[0].index_copy(0, &none, &x[1])]
+        }),
         case("index_fill", [normal([5, 6]), ints(5, [2]), normal([])], &["index_fill"], |x| {
             vec![x[0].index_fill(0, &x[1], 2.5), x[0].index_fill_int_tensor(1, &x[1], &x[2])]
         }),
