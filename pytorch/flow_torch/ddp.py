@@ -33,9 +33,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     _in_place = None
     # Registers the communication hook, with a Reducer of torch's.
     _register_hook = None
-    # The parameters that are reduced, and what the module consisted of when it was last looked at: each dictionary of parameters and of
-    # modules, with its values then.
-    _reduced = frozenset()
+    # The parameters that are reduced, those that are not to be, and what the module consisted of when it was last looked at: each
+    # dictionary of parameters and of modules, with its values then.
+    _reduced = _ignored = frozenset()
     _parts = _frozen = ()
 
     @functools.wraps(parallel.DistributedDataParallel.__init__)
@@ -50,6 +50,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         from . import extension
 
         self._reduced = frozenset(parameters)
+        self._ignored = frozenset(own for name, own in self.module.named_parameters() if name in self.parameters_to_ignore)
         self._look_at_parts()
         backend = self._flow_backend(parameters)
         as_view = self.gradient_as_bucket_view
@@ -101,10 +102,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         is_same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._parts)
         if is_same and not any(parameter.requires_grad for parameter in self._frozen):
             return
+        known = self._reduced | self._ignored
         alone = [
             name
             for name, own in self.module.named_parameters()
-            if own.requires_grad and own not in self._reduced and name not in self.parameters_to_ignore
+            if own.requires_grad and own not in known and name not in self.parameters_to_ignore
         ]
         if alone:
             named = ", ".join(alone[:20]) + (", ..." if len(alone) > 20 else "")
@@ -118,7 +120,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._look_at_parts()
 
     def _look_at_parts(self):
-        dictionaries = [part for module in self.module.modules() for part in (module._parameters, module._modules)]
+        # The first one has the module itself.
+        dictionaries = [self._modules, *(part for module in self.module.modules() for part in (module._parameters, module._modules))]
         self._parts = [(part, list(part.values())) for part in dictionaries]
         self._frozen = [own for own in self._module_parameters if not own.requires_grad]
 
@@ -222,6 +225,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __getstate__(self):
         state = super().__getstate__()
-        for name in "_in_place", "_register_hook", "_reduced", "_parts", "_frozen":
+        for name in "_in_place", "_register_hook", "_reduced", "_ignored", "_parts", "_frozen":
             state.pop(name, None)
         return state

@@ -2,6 +2,7 @@
 the part in C++ does. Two ranks; each prints a line for each case.
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -275,10 +276,36 @@ def layer_that_was_added():
     return "6.weight, 6.bias: wrap the module again" in raised(lambda: backward(net, data()), RuntimeError)
 
 
+def module_that_was_replaced():
+    """By another one, and by one around it. Whenever that was, the next forward says so."""
+
+    def is_noticed(replace, name, when):
+        net = flow_torch.DistributedDataParallel(layers(), process_group=dist.new_group())
+        if when != "before the first forward":
+            backward(net, data())
+        loss = net(data()).square().mean() if when == "between forward and backward" else None
+        net.module = replace(net.module)
+        if loss is not None:
+            loss.backward()
+        with net.no_sync() if when == "in no_sync" else contextlib.nullcontext():
+            error = raised(lambda: backward(net, data()), RuntimeError)
+        return f"rank {dist.get_rank()}: parameters that have come" in error and f"{name}: wrap the module again" in error
+
+    return all(
+        is_noticed(replace, name, when)
+        for when in ("before the first forward", "between steps", "between forward and backward", "in no_sync")
+        for replace, name in ((lambda _: layers(), "4.bias"), (lambda old: nn.Sequential(old, nn.Linear(WIDTH, WIDTH)), ": 1.weight, 1.bias"))
+    )
+
+
 def layers_that_have_moved():
-    """They are reduced as before."""
-    net = flow_torch.DistributedDataParallel(layers())
+    """They are reduced as before, or ignored as before."""
+    net = layers()
+    flow_torch.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
+    net = flow_torch.DistributedDataParallel(net)
+    backward(net, data())
     net.module = nn.Sequential(net.module, nn.Tanh())
+    net.zero_grad()
     backward(net, data() + dist.get_rank())
     own = net.module[0][0].weight.grad
     other = own.clone()
@@ -318,7 +345,8 @@ def statistics_for_a_buffer_hook():
 
 CASES = [
     *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
-    *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added, layers_that_have_moved),
+    *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added),
+    *(module_that_was_replaced, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
     statistics_for_a_buffer_hook,
 ]
