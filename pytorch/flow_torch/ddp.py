@@ -98,7 +98,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @torch._disable_dynamo
     def _check_parameters(self):
-        """An error if the module has got parameters that are not reduced: each rank would train these alone."""
+        """An error on all ranks if the module has got parameters that are not reduced: each rank would train these alone."""
+        from . import _backend
+
         is_same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._parts)
         if is_same and not any(parameter.requires_grad for parameter in self._frozen):
             return
@@ -116,6 +118,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
             if self._in_place is not None:
                 self._in_place.fail(cause)
+            # The others may also wait in their forward, for buffers, or for buckets of torch's Reducer.
+            backend = _backend(self.process_group)
+            if backend is not None:
+                backend.fail(cause)
             raise RuntimeError(cause)
         self._look_at_parts()
 

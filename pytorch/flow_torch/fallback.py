@@ -98,7 +98,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
 
     def abort(self):
-        flow("abort")(self._group, b"torch.distributed's abort()")
+        self.fail("torch.distributed's abort()")
+
+    def fail(self, cause):
+        """Makes the group unusable, on all ranks."""
+        flow("abort")(self._group, cause.encode())
 
     def shutdown(self):
         if self._is_forked():

@@ -4,6 +4,7 @@ the part in C++ does. Two ranks; each prints a line for each case.
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -239,7 +240,7 @@ def clones(net):
 
 def replaced_parameters():
     """Each rank would train the new ones alone, and say nothing."""
-    net = flow_torch.DistributedDataParallel(layers())
+    net = flow_torch.DistributedDataParallel(layers(), process_group=dist.new_group())
     backward(net, data())
     net.module.load_state_dict(clones(net), assign=True)
     error = raised(lambda: backward(net, data()), RuntimeError)
@@ -250,27 +251,38 @@ def replaced_parameters():
 
 
 def parameter_replaced_on_one_rank():
-    """The other learns of it in its backward."""
-    net = flow_torch.DistributedDataParallel(layers())
-    for _ in range(2):  # in the second forward the ranks agree on buckets
-        backward(net, data())
-    if dist.get_rank() == 0:
-        net.module[2].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    error = raised(lambda: backward(net, data()), RuntimeError)
-    return "rank 0: parameters that have come" in error and "2.weight: wrap the module again" in error
+    """The other learns of it where it waits: for buffers or for what torch's Reducer agrees on, in its forward, or in its backward. A group
+    that has failed can be left."""
+
+    def is_known(rank, steps, last, hook):
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        net = flow_torch.DistributedDataParallel(nn.Sequential(*layers(2), last), process_group=group)
+        if hook is not None:
+            net.register_comm_hook(group, hook)
+        for _ in range(steps):
+            backward(net, data())
+        if dist.get_rank() == rank:
+            net.module[2].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        error = raised(lambda: backward(net, data()), RuntimeError)
+        dist.destroy_process_group(group)
+        return f"rank {rank}: parameters that have come" in error and "2.weight: wrap the module again" in error
+
+    hooks = None, lambda group, bucket: default_hooks.allreduce_hook(group, bucket)
+    cases = itertools.product((0, 1), range(3), (nn.Tanh(), nn.BatchNorm1d(WIDTH)), hooks)
+    return all(is_known(*case) for case in cases)
 
 
 def parameter_that_was_frozen():
     net = layers()
     net[0].requires_grad_(False)
-    net = flow_torch.DistributedDataParallel(net)
+    net = flow_torch.DistributedDataParallel(net, process_group=dist.new_group())
     backward(net, data())
     net.module[0].weight.requires_grad_(True)
     return "0.weight: wrap the module again" in raised(lambda: backward(net, data()), RuntimeError)
 
 
 def layer_that_was_added():
-    net = flow_torch.DistributedDataParallel(layers())
+    net = flow_torch.DistributedDataParallel(layers(), process_group=dist.new_group())
     backward(net, data())
     net.module.append(nn.Linear(WIDTH, WIDTH))
     return "6.weight, 6.bias: wrap the module again" in raised(lambda: backward(net, data()), RuntimeError)

@@ -83,7 +83,9 @@ public:
         check(flow_set_timeout(get(), seconds(timeout)));
     }
 
-    void abort() override { check(flow_abort(get(), "torch.distributed's abort()")); }
+    void abort() override { fail("torch.distributed's abort()"); }
+    // Makes the group unusable, on all ranks.
+    void fail(const std::string& cause) { check(flow_abort(get(), cause.c_str())); }
     void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return sequence_; }
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }

@@ -43,6 +43,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
         .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
         .def("is_shared", &is_shared, py::arg("tensor"))
+        .def("fail", &FlowBackend::fail, no_gil, py::arg("cause"))
         .def_property_readonly("options", &FlowBackend::getBackendOptions);
     py::class_<InPlaceReducer, std::shared_ptr<InPlaceReducer>>(module, "InPlaceReducer")
         .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
