@@ -281,7 +281,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         return self._begin(run, [result for work in works for result in work.results], opts or c10d.AllreduceOptions())
 
-    # The names since PyTorch 2.15.
+    # The names since PyTorch 2.13; the last one since 2.14. What is C++ gets the calls by the old names from torch's own class.
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base

@@ -121,6 +121,30 @@ def coalesced():
     compare("reduce_scatter_tensor, coalesced", scattered, a, b, *full)
 
 
+def singles():
+    """Methods of a group that have other names since PyTorch 2.13."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    if not hasattr(dist.ProcessGroup, "all_gather_single"):
+        return print(f"SKIPPED: all_gather_single and others: PyTorch {torch.__version__} has no such methods")
+    own, full = torch.full((2,), rank), torch.arange(2 * size) + rank
+    gathered, gathered_again, exchanged = (torch.zeros(2 * size, dtype=torch.int64) for _ in range(3))
+    scattered, scattered_again = (torch.zeros(2, dtype=torch.int64) for _ in range(2))
+    group.all_gather_single(gathered, own).wait()
+    group.all_gather_single_coalesced([gathered_again], [own]).wait()
+    group.reduce_scatter_single(scattered, full).wait()
+    group.reduce_scatter_single_coalesced([scattered_again], [full]).wait()
+    group.all_to_all_single(exchanged, full, [], []).wait()
+    of_ranks, block = torch.arange(size).repeat_interleave(2), torch.arange(2 * rank, 2 * rank + 2)
+    results = {
+        "all_gather_single": (gathered, of_ranks),
+        "all_gather_single_coalesced": (gathered_again, of_ranks),
+        "reduce_scatter_single": (scattered, size * block + sum(range(size))),
+        "reduce_scatter_single_coalesced": (scattered_again, size * block + sum(range(size))),
+        "all_to_all_single": (exchanged, block.repeat(size) + of_ranks),
+    }
+    differences.extend(f"{what}: {own}" for what, (own, expected) in results.items() if not torch.equal(own, expected))
+
+
 def titles(group):
     """What the profiler shows of operations: their names, after the backend's, and the shapes of their inputs."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -220,6 +244,7 @@ def main():
             collectives(dtype, count)
     forms()
     coalesced()
+    singles()
     parts()
     messages()
     if not isinstance(dist.group.WORLD._get_backend(torch.device("cpu")), dist.ProcessGroup):  # the one in Python has no titles

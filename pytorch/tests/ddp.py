@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flow_torch
 from ddp_common import WIDTH, Branches, Flow, Torch, data, dense_gradients, gradients, layers, table, train, words
-from ddp_options import OPTIONS, registered
+from ddp_options import OPTIONS, SKIPPED, registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
 from models import MODELS
@@ -506,6 +506,9 @@ def main():
     dist.init_process_group("flow", timeout=timedelta(seconds=60))
     rank, ways, failures = dist.get_rank(), (Flow(), Torch()), 0
     for name in sys.argv[1:] or SAME:
+        if name in SKIPPED:
+            print(f"SKIPPED: {name}: {SKIPPED[name]}", flush=True)
+            continue
         ours, theirs = [], []
         for way, results in zip(ways, (ours, theirs)):
             torch.manual_seed(rank)  # other data on each rank; parameters are rank 0's

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
 from ddp_common import WIDTH, Branches, data, dense_gradients, gradients, layers, table, train, words
@@ -308,6 +309,20 @@ def trained_at_random(way, choose, choose_alone):
     return result
 
 
+def manual_finalization(way):
+    """From some step on, and no more after some."""
+    net, result = way.wrap(layers(), bucket_cap_mb=0.1, gradient_as_bucket_view=True), []
+    for step in range(6):
+        net.require_manual_backward_finalization = is_manual = 2 <= step < 4
+        way.check_path(net, in_place=step < 2)
+        net.zero_grad()
+        net(data()).square().mean().backward()
+        if is_manual:
+            net.finalize_backward()
+        result += gradients(net)
+    return result
+
+
 OPTIONS = {
     "uneven inputs": uneven_inputs(),
     "uneven inputs, static graph": uneven_inputs(static_graph=True),
@@ -335,4 +350,10 @@ OPTIONS = {
     "post-local SGD": communication_hook(post_local_sgd, in_place=False, static_graph=True),
     "power SGD": communication_hook(power_sgd, in_place=False, static_graph=True),
     "random options": random_options,
+    "manual finalization": manual_finalization,
 }
+
+# Cases that this PyTorch cannot run, and why.
+SKIPPED = {}
+if not hasattr(DistributedDataParallel, "require_manual_backward_finalization"):  # since PyTorch 2.15
+    SKIPPED["manual finalization"] = f"PyTorch {torch.__version__} has no require_manual_backward_finalization"
