@@ -141,9 +141,9 @@ int flow_new_group_of(const flow_group *group, const size_t *ranks, size_t count
 int flow_with_timeout(const flow_group *group, double seconds, flow_group **made);
 
 /* A second handle of the same group, for operations on elements of a type that is none of flow_dtype, or with a reduction that is
- * none of flow_op, which the caller does by moving bytes. All ranks must give the same: else operations fail on all of them. Errors
- * call it `operation`, a name that flow_comm's errors have, such as "all_reduce" or "send", and name the `elements`: at most 16
- * bytes of text, such as "int16, max". It is freed by flow_leave, too. */
+ * none of flow_op, which the caller does by moving bytes or parts of them. All ranks must give the same: else operations fail on all
+ * of them. Errors call it `operation`, a name that flow_comm's errors have, such as "all_reduce" or "send", and name the `elements`:
+ * at most 16 bytes of text, such as "int16, max", and none where only the operation has another name. It is freed by flow_leave, too. */
 int flow_with_label(const flow_group *group, const char *operation, const char *elements, flow_group **made);
 
 /* Sets how long this rank waits for others from now on. Handles of flow_with_timeout keep their own timeout: given one of

@@ -216,7 +216,7 @@ pub unsafe extern "C" fn flow_with_label(
         let label = Label::new(operation, elements).ok_or_else(|| {
             Failure::argument(format!(
                 "no label: the operation is one of errors, such as all_reduce, and not \
-                 {operation:?}, and the elements have 1 to {} bytes, and are not {elements:?}",
+                 {operation:?}, and the elements have at most {} bytes, and are not {elements:?}",
                 Label::LENGTH
             ))
         })?;

@@ -184,6 +184,14 @@ static void labels(void) {
     flow_leave(as_called);
     flow_leave(same);
 
+    OK(flow_new_group_of(group, ranks, 2, "renamed", &same));
+    OK(flow_with_label(same, "all_reduce", "", &as_called));
+    FAILS(FLOW_ERROR_MISMATCH, rank == 0 ? "rank 0 called all_reduce #0 (1 x i64), rank 1 called all_gather #0 (1 x i64)"
+                                         : "rank 1 called all_gather #0 (1 x i64), rank 0 called all_reduce #0 (1 x i64)",
+          flow_all_gather(rank == 0 ? as_called : same, I64(own), I64(all)));
+    flow_leave(as_called);
+    flow_leave(same);
+
     OK(flow_new_group_of(group, ranks, 2, "apart", &apart));
     OK(flow_with_label(apart, rank == 0 ? "send" : "recv", rank == 0 ? "int16" : "int8", &messages));
     if (rank == 0) {

@@ -105,7 +105,8 @@ impl OpDescriptor {
     /// Whether two ranks published the same operation. Sequence numbers only name operations; the
     /// rounds keep ranks in step.
     pub fn agrees(&self, other: &OpDescriptor) -> bool {
-        OpDescriptor { sequence: other.sequence, ..*self } == *other
+        let count = if self.kind.has_own_counts() { other.count } else { self.count };
+        OpDescriptor { sequence: other.sequence, count, ..*self } == *other
     }
 
     /// Returns the operation as it is recorded; `queued` is when the program asked for it, if that
@@ -147,6 +148,7 @@ impl OpDescriptor {
     pub fn is_in(&self, words: &DescriptorWords) -> bool {
         let [_, packed, count, _, bucket, tag_or_digest] = self.words(Location::Staged);
         let published = [1, 2, 4, 5].map(|index| words.0[index].load(Ordering::Relaxed));
+        let count = if self.kind.has_own_counts() { published[1] } else { count };
         if published != [packed, count, bucket, tag_or_digest] {
             return false;
         }
@@ -230,7 +232,7 @@ impl fmt::Display for OpDescriptor {
             return Ok(());
         }
         write!(f, " ({}", Elements(self.count, self.dtype, self.label))?;
-        if self.kind.reduces() && self.label.is_none() {
+        if self.kind.reduces() && !self.label.is_some_and(Label::names_elements) {
             write!(f, ", {}", self.reduce)?;
         }
         if kind.has_root() {
@@ -253,8 +255,10 @@ impl fmt::Display for Elements {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(count, dtype, label) = self;
         match label {
-            Some(label) => write!(f, "{} bytes of {label}", count * dtype.size() as u64),
-            None => write!(f, "{count} x {dtype}"),
+            Some(label) if label.names_elements() => {
+                write!(f, "{} bytes of {label}", count * dtype.size() as u64)
+            }
+            _ => write!(f, "{count} x {dtype}"),
         }
     }
 }
@@ -315,6 +319,30 @@ mod tests {
             }
         }
         assert_eq!(OpDescriptor::read(&DescriptorWords::default()), Err(UNREADABLE));
+    }
+
+    /// In an all-to-all of uneven blocks each rank has a count of its own; its type is that of all.
+    #[test]
+    fn counts_may_differ_in_an_uneven_exchange() {
+        let [few, more] = [3, 4].map(|count| OpDescriptor::new(Kind::AllToAllV, DType::F32, count));
+        let words = DescriptorWords::default();
+        more.write(Location::Staged, &words);
+        assert!(few.agrees(&more) && few.is_in(&words));
+        let other = OpDescriptor { dtype: DType::I32, ..few };
+        assert!(!other.agrees(&more) && !other.is_in(&words));
+    }
+
+    /// A label without a text for the elements names only the operation.
+    #[test]
+    fn operations_are_named_by_their_labels() {
+        let reduction = OpDescriptor::new(Kind::ReduceScatterV, DType::F32, 4);
+        for (elements, expected) in [
+            ("", "reduce_scatter #0 (4 x f32, sum)"),
+            ("complex64, avg", "reduce_scatter #0 (16 bytes of complex64, avg)"),
+        ] {
+            let label = Label::new("reduce_scatter", elements);
+            assert_eq!(OpDescriptor { label, ..reduction }.to_string(), expected);
+        }
     }
 
     #[test]

@@ -68,6 +68,11 @@ impl Kind {
         matches!(self, Kind::Reduce | Kind::Broadcast | Kind::Gather | Kind::Scatter)
     }
 
+    /// Whether each rank contributes a number of elements of its own, which is not that of others.
+    pub fn has_own_counts(self) -> bool {
+        self == Kind::AllToAllV
+    }
+
     /// Whether it reduces the ranks' elements.
     pub fn reduces(self) -> bool {
         matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::ReduceScatterV)

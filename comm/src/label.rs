@@ -7,8 +7,9 @@ use flow_store::fork::Once;
 use crate::kind::Kind;
 
 /// Names an operation on elements of a type that is none of [`DType`](crate::DType), or a reduction
-/// that is none of [`ReduceOp`](crate::ReduceOp). Bytes are moved for it, perhaps by another
-/// operation. All ranks must give the same label, and errors show it.
+/// that is none of [`ReduceOp`](crate::ReduceOp). Bytes, or parts of the elements, are moved for it,
+/// perhaps by another operation. Or it names only what another operation is done for. All ranks must
+/// give the same label, and errors show it.
 ///
 /// A label is a pointer: every operation carries one. Its text lasts as long as the process, once
 /// for all labels that are equal.
@@ -18,7 +19,7 @@ pub struct Label(&'static Text);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Text {
     kind: Kind,
-    /// The type and the reduction, with zeros behind.
+    /// The type and the reduction, with zeros behind; only zeros where they are as they seem.
     elements: [u8; Label::LENGTH],
 }
 
@@ -35,10 +36,11 @@ impl Label {
     pub const LENGTH: usize = 16;
 
     /// Returns the label of an operation, by its name in errors: `all_reduce`, say. `elements` is
-    /// the type, with the reduction: `int16, max`. None if there is no such operation, or the text
-    /// is longer than [`Label::LENGTH`] or empty.
+    /// the type, with the reduction: `int16, max`. It is empty where these are those of the
+    /// operation. None if there is no such operation, or the text is longer than
+    /// [`Label::LENGTH`].
     pub fn new(operation: &str, elements: &str) -> Option<Self> {
-        if elements.is_empty() || elements.len() > Self::LENGTH {
+        if elements.len() > Self::LENGTH {
             return None;
         }
         let mut text = [0; Self::LENGTH];
@@ -63,9 +65,15 @@ impl Label {
         self.0.kind
     }
 
+    /// Whether it has a name for the elements, and not only for the operation.
+    pub(crate) fn names_elements(self) -> bool {
+        self.words() != [0, 0]
+    }
+
     /// Whether both are for elements of the same type, with the same reduction.
     pub(crate) fn has_same_elements(a: Option<Self>, b: Option<Self>) -> bool {
-        a.map(|label| label.0.elements) == b.map(|label| label.0.elements)
+        let words = |label: Option<Self>| label.map_or([0, 0], Self::words);
+        words(a) == words(b)
     }
 
     /// Reads a label from the words of a descriptor.

@@ -75,7 +75,8 @@ if dist.is_available():
     from .ddp import DistributedDataParallel
 
 if dist.is_available() and not hasattr(dist.Backend, "FLOW"):
-    from . import replaced
+    from . import complex_numbers, replaced
 
     dist.Backend.register_backend("flow", _create, extended_api=True, devices=["cpu"])
     replaced.install(_backend)
+    complex_numbers.install()

@@ -5,6 +5,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
+from . import complex_numbers
 from .functions import DTYPES, REDUCTIONS, Buffer, list_of
 
 OPS = dist.ReduceOp
@@ -96,16 +97,17 @@ def reducible(tensor, op):
 
 
 def label(tensor, op=None):
-    """Returns the label that ranks must agree on, and that errors name, where elements move as bytes: their type, and the reduction
-    if there is one. Empty if flow-comm knows both."""
+    """Returns the label that ranks must agree on, and that errors name, where elements move as bytes or as parts: their type, and the
+    reduction if there is one. Empty if flow-comm knows both."""
+    dtype = complex_numbers.called_type(tensor)
     code = DTYPES.get(tensor.dtype) if op is None else reducible(tensor, op)
-    if code is not None and code == DTYPES.get(tensor.dtype):
+    if code is not None and code == DTYPES.get(dtype):
         return ""
     # The longest, with a reduction, has as many bytes as a label may have.
-    name = str(tensor.dtype).removeprefix("torch.").removeprefix("float8_").removeprefix("float4_")
+    name = str(dtype).removeprefix("torch.").removeprefix("float8_").removeprefix("float4_")
     if op is None:
         return name
-    reduction = next((text for known, text in NAMES.items() if op == known), "other")
+    reduction = next((text for known, text in NAMES.items() if op == known), "own")
     return f"{name}, {reduction}"
 
 

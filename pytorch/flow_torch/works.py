@@ -19,6 +19,8 @@ from . import library, replaced
 from .functions import flow, interrupt, leave
 
 NO_TIME = datetime.timedelta(0)
+# Operations of which flow-comm's has another name: its ranks may have blocks of different lengths.
+RENAMED = "all_gather", "reduce_scatter", "all_to_all"
 
 
 class Group:
@@ -71,8 +73,8 @@ def within(group, timeout):
 
 
 def with_label(group, operation, elements):
-    """The group for an operation on elements that move as bytes; see `tensors.label`."""
-    return made("with_label", group, operation.encode(), elements.encode()) if elements else group
+    """The group for an operation that errors call something else than flow-comm does, or on elements that they do; see `tensors.label`."""
+    return made("with_label", group, operation.encode(), elements.encode()) if elements or operation in RENAMED else group
 
 
 class Stays:

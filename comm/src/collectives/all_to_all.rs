@@ -3,10 +3,11 @@
 use super::host::HostCollectives;
 use super::read::{read_from_all, read_in};
 use crate::buffer::Buffer;
-use crate::descriptor::OpDescriptor;
+use crate::descriptor::{Elements, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
+use crate::label::Label;
 use crate::memory::{BufferView, Buffers};
 use crate::nccl::CudaGroup;
 use crate::nccl::operations::{blocks, blocks_of, count};
@@ -15,7 +16,7 @@ use crate::shm::contribution::{
 };
 use crate::shm::rounds::RoundState;
 use flow_kernels::cuda::{DeviceBuffer, Stream};
-use flow_kernels::{DType, digest};
+use flow_kernels::digest;
 
 impl ProcessGroup {
     /// Block s of rank r's `output` becomes block r of rank s' `input`; both are world size equal
@@ -99,24 +100,23 @@ fn run_v(
     Buffers { input, output, input_counts, output_counts }: Buffers,
 ) -> Result<()> {
     let own = host.core.rank;
-    let dtype = operation.dtype;
+    let OpDescriptor { dtype, label, .. } = operation;
     let state = &mut *host.rounds.lock();
-    let counts = exchange_counts(host, state, operation.sequence, input_counts)?;
+    let counts = exchange_counts(host, state, &operation, input_counts)?;
     // All ranks see all counts, but each only its own expectations: it fails the group for all.
     let mut ranks = 0..host.core.size();
     if let Some(rank) = ranks.find(|&rank| counts[rank][own] != output_counts[rank]) {
         let sender = host.core.ranks[rank];
         let receiver = host.core.world.rank;
         let detail = format!(
-            "rank {sender} called all_to_all_v with {} x {dtype} for rank {receiver}, which \
-             expects {}",
-            counts[rank][own], output_counts[rank]
+            "rank {sender} called {} with {} for rank {receiver}, which expects {}",
+            label.map_or(operation.kind, Label::kind).name(),
+            Elements(counts[rank][own] as u64, dtype, label),
+            output_counts[rank]
         );
         return Err(host.rounds.failure.fail(Error::Mismatch { rank: receiver, detail }));
     }
-    let all: Vec<usize> = counts.concat();
-    operation.count = all.iter().sum::<usize>() as u64;
-    operation.digest ^= digest(&all);
+    operation.digest ^= digest(&counts.concat());
     let element = dtype.size();
     let sent: Vec<_> = counts.iter().map(|counts| extents_of(counts, element)).collect();
     let received = extents_of(output_counts, element);
@@ -140,7 +140,7 @@ fn run_v(
 fn exchange_counts(
     host: &HostCollectives,
     state: &mut RoundState,
-    sequence: u64,
+    operation: &OpDescriptor,
     own: &[usize],
 ) -> Result<Vec<Vec<usize>>> {
     let size = host.core.size();
@@ -157,9 +157,7 @@ fn exchange_counts(
         block_bytes: bytes,
         extent: &equal_extents(bytes),
     };
-    let operation =
-        OpDescriptor { sequence, ..OpDescriptor::new(Kind::AllToAllV, DType::U8, bytes) };
-    read_in(host, state, &operation, &contribution, &mut |range, at| {
+    read_in(host, state, operation, &contribution, &mut |range, at| {
         for rank in 0..size {
             output.write(rank * bytes + range.start, at(rank, 0), range.len());
         }

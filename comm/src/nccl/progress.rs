@@ -103,7 +103,7 @@ impl EnqueuedOp {
     /// in an all-to-all of uneven blocks.
     fn agreed(&self) -> Option<String> {
         let mut common = OpDescriptor { sequence: 0, ..self.op.descriptor };
-        if common.kind == Kind::AllToAllV {
+        if common.kind.has_own_counts() {
             common.count = 0;
         }
         (!common.kind.is_message()).then(|| common.to_string())

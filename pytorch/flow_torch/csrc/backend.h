@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bucket.h"
+#include "called_type.h"
 #include "lane.h"
 #include "memory.h"
 #include "monitored_barrier.h"
@@ -36,7 +37,10 @@ public:
         : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
           group_(std::move(group)),
           options_(c10::make_intrusive<Options>("flow", timeout)),
-          collectives_(Lane::make(group_, kPatience)) {
+          collectives_(Lane::make(group_, kPatience)),
+          all_gather_(with_label(group_, "all_gather", "")),
+          reduce_scatter_(with_label(group_, "reduce_scatter", "")),
+          all_to_all_(with_label(group_, "all_to_all", "")) {
         init();
     }
 
@@ -129,7 +133,7 @@ public:
         check_bitwise(op, tensor.scalar_type());
         // Known to all ranks alike. Whether backward runs is not: a rank that has joined early, in DDP's join(), is in none.
         const bool is_bucket = opts.asyncOp && !is_seen(tensor);
-        if (is_bucket && code && code == code_of(tensor.scalar_type()) && tensor.is_contiguous() && tensor.nbytes() >= kMinShared) {
+        if (is_bucket && label(called_type(tensor), op).empty() && tensor.is_contiguous() && tensor.nbytes() >= kMinShared) {
             return reduce_bucket(tensors, *code, op, opts);
         }
         return collective(OpType::ALLREDUCE, tensors, tensors, opts, [this, tensor, op, code](const flow_group* group) {
@@ -404,8 +408,20 @@ private:
                        std::function<void(const flow_group*)> run) {
         Job job{std::move(run)};
         const auto& tensors = inputs.empty() ? results : inputs;
-        if (!tensors.empty()) job.elements = label(tensors[0].scalar_type(), reduction(opts));
+        if (!tensors.empty()) job.elements = label(called_type(tensors[0]), reduction(opts));
+        job.renamed = renamed(type);
         return begin(operation(type, inputs, std::move(results)), opts, std::move(job));
+    }
+
+    // The group for an operation that flow-comm calls something else: ranks may have blocks of different lengths in it.
+    Group renamed(OpType type) const {
+        switch (type) {
+            case OpType::ALLGATHER: return all_gather_;
+            case OpType::REDUCE_SCATTER: return reduce_scatter_;
+            case OpType::ALLTOALL:
+            case OpType::ALLTOALL_BASE: return all_to_all_;
+            default: return nullptr;
+        }
     }
 
     // The reduction of options that have one.
@@ -440,7 +456,7 @@ private:
     WorkPtr message(OpType type, const Tensors& tensors, Peer peer, Run run) {
         const auto operation = this->operation(type, tensors, tensors);
         Job job{[run, own = operation.get()](const flow_group* group) { run(group, *own); }};
-        job.elements = label(tensors[0].scalar_type(), std::nullopt);
+        job.elements = label(called_type(tensors[0]), std::nullopt);
         if (collectives_->is_forked()) {
             collectives_->run(operation, std::move(job));
             return operation;
@@ -492,6 +508,7 @@ private:
     std::atomic<uint64_t> sequence_{0};
     std::atomic<uint64_t> duplicates_{0};
     const std::shared_ptr<Lane> collectives_;
+    const Group all_gather_, reduce_scatter_, all_to_all_;
     Staging staging_;  // of the operations in collectives_
     std::mutex messages_mutex_;
     std::map<Peer, std::shared_ptr<Lane>> messages_;

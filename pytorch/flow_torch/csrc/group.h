@@ -40,9 +40,8 @@ inline Group within(const Group& group, Milliseconds timeout) {
     return own(made);
 }
 
-// The group for an operation on elements that move as bytes; see `label`.
+// The group for an operation that errors call something else than flow-comm does, or on elements that they do; see `label`.
 inline Group with_label(const Group& group, const char* operation, const std::string& elements) {
-    if (elements.empty()) return group;
     flow_group* made = nullptr;
     check(flow_with_label(group.get(), operation, elements.c_str(), &made));
     return own(made);

@@ -22,6 +22,8 @@ struct Job {
     Milliseconds timeout = c10d::kUnsetTimeout;
     // See `label`.
     std::string elements;
+    // The group with another name of the operation, if flow-comm calls it something else.
+    Group renamed = nullptr;
     // If there is one: announces the operation to other ranks, before it is run, without waiting. False if that is not possible
     // now.
     std::function<bool()> launch = nullptr;
@@ -80,8 +82,8 @@ using OperationPtr = c10::intrusive_ptr<Operation>;
 inline std::exception_ptr Operation::run_job(const Group& group) {
     try {
         at::NoGradGuard no_grad;
-        const auto patient = within(group, job_.timeout);
-        job_.run(with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
+        const auto patient = within(job_.renamed ? job_.renamed : group, job_.timeout);
+        job_.run(job_.elements.empty() ? patient.get() : with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
     } catch (const py::error_already_set&) {
         interrupt_ = std::current_exception();
         return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));

@@ -43,7 +43,7 @@ inline const char* name_of(RedOp op) {
         case Op::BAND: return "band";
         case Op::BOR: return "bor";
         case Op::BXOR: return "bxor";
-        default: return "other";
+        default: return "own";
     }
 }
 
@@ -58,8 +58,8 @@ inline std::optional<flow_dtype> reducible(at::ScalarType type, RedOp op) {
     return code_of(type);
 }
 
-// The label that ranks must agree on, and errors name, where elements move as bytes: their type, and the reduction if there is one. Empty if
-// flow-comm knows both.
+// The label that ranks must agree on, and errors name, where elements move as bytes or as parts: their type, and the reduction if there is
+// one. Empty if flow-comm knows both.
 inline std::string label(at::ScalarType type, std::optional<RedOp> op) {
     const auto code = op ? reducible(type, *op) : code_of(type);
     if (code && code == code_of(type)) return "";
