@@ -16,7 +16,9 @@ def install():
     for function in filter(inspect.isfunction, list(vars(dist.distributed_c10d).values())):
         function = inspect.unwrap(function)
         if function.__module__ == dist.distributed_c10d.__name__:
-            function.__code__ = _with_name_replaced(function.__code__)
+            code = _with_name_replaced(function.__code__)
+            if code != function.__code__:
+                function.__code__ = code
 
 
 def called_type(tensor):
