@@ -12,9 +12,10 @@ namespace flow {
 // in C++ is nothing that Python sees. A real view of complex numbers that a program has made itself is real.
 inline at::ScalarType called_type(const at::Tensor& tensor) {
     const auto type = tensor.scalar_type();
+    if (!at::isFloatingType(type) || tensor.dim() == 0 || tensor.size(-1) != 2) return type;
     // Of inference mode's tensors it is not known what they are views of.
     const bool may_be_complex = tensor.is_view() ? tensor._base().is_complex() : tensor.is_inference();
-    if (!may_be_complex || !at::isFloatingType(type)) return type;
+    if (!may_be_complex) return type;
     if (!is_seen(tensor)) return tensor.is_view() ? c10::toComplexType(type) : type;
     const py::gil_scoped_acquire gil;
     return py::hasattr(py::cast(tensor), "flow_called_type") ? c10::toComplexType(type) : type;
