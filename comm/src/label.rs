@@ -72,8 +72,7 @@ impl Label {
 
     /// Whether both are for elements of the same type, with the same reduction.
     pub(crate) fn has_same_elements(a: Option<Self>, b: Option<Self>) -> bool {
-        let words = |label: Option<Self>| label.map_or([0, 0], Self::words);
-        words(a) == words(b)
+        a.map_or([0, 0], Self::words) == b.map_or([0, 0], Self::words)
     }
 
     /// Reads a label from the words of a descriptor.

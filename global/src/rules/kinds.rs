@@ -90,14 +90,18 @@ fn of_both(one: Kind, other: Kind) -> Kind {
     if is_complex(one) != is_complex(other) {
         return complex(of_both(real(one), real(other)));
     }
-    let rank = |kind: Kind| (category(kind), kind.elt_size_in_bytes());
-    match rank(one).cmp(&rank(other)) {
+    match breadth(one).cmp(&breadth(other)) {
         Ordering::Greater => one,
         Ordering::Less => other,
         Ordering::Equal if one == other => one,
         Ordering::Equal if is_float(one) => Kind::Float,
         Ordering::Equal => Kind::Int16,
     }
+}
+
+/// Orders kinds: one with more holds the values of one with less.
+fn breadth(kind: Kind) -> (usize, usize) {
+    (category(kind), kind.elt_size_in_bytes())
 }
 
 /// Truth values, integers, numbers of floating point, complex ones.

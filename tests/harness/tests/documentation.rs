@@ -266,7 +266,8 @@ fn plain(text: &str) -> String {
 /// The paragraphs, items of lists and cells of tables of a page, each with the number of its line.
 fn blocks(page: &str) -> Vec<(usize, String)> {
     let mut blocks: Vec<(usize, String)> = Vec::new();
-    let (mut is_fenced, mut goes_on) = (false, false);
+    let mut is_fenced = false;
+    let mut goes_on = false;
     for (line, number) in page.lines().zip(1..) {
         let content = line.trim_start();
         let is_fence = content.starts_with("```");
@@ -293,8 +294,10 @@ fn blocks(page: &str) -> Vec<(usize, String)> {
 /// Codes that follow each other are a list of names, and count as one.
 fn long_sentences((first, text): (usize, String)) -> Vec<(usize, usize, String)> {
     let mut long = Vec::new();
-    let (mut words, mut count, mut start) = (Vec::new(), 0, first);
     let text = plain(&text);
+    let mut words = Vec::new();
+    let mut count = 0;
+    let mut start = first;
     let mut after_code = false;
     for (line, number) in text.lines().zip(first..) {
         for word in line.split_whitespace() {
@@ -311,7 +314,9 @@ fn long_sentences((first, text): (usize, String)) -> Vec<(usize, usize, String)>
                 if count > LONGEST {
                     long.push((start, count, words[..8].join(" ")));
                 }
-                (words, count, after_code) = (Vec::new(), 0, false);
+                words.clear();
+                count = 0;
+                after_code = false;
             }
         }
     }
