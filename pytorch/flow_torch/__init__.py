@@ -24,13 +24,9 @@ def _backend(group=None):
     group = group or dist.distributed_c10d._get_default_group()
     if hasattr(group, "new_group_of"):  # the one in Python is the group
         return group
-    try:
-        backend = group._get_backend(_CPU)
-    except RuntimeError:  # none for CPUs
-        return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-    backend = getattr(backend, "wrapped_pg", backend)
-    return backend if hasattr(backend, "new_group_of") else None
+    from . import bindings
+
+    return bindings.find_backend(group)
 
 
 def _create(options, _):
@@ -43,10 +39,10 @@ def _create(options, _):
     is_mixed = replaced.is_mixed()
     if world is not None and not (is_mixed and isinstance(world, dist.ProcessGroup)):
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        return world.new_group_of(ranks=ranks, timeout=options.timeout)
+        return world.new_group_of(ranks=ranks, timeout=options.timeout)._get_backend(_CPU)
     try:
         # In Python a group cannot have other backends as well.
-        return rendezvous.join(options, None if is_mixed else _join_in_python)
+        return rendezvous.join(options, None if is_mixed else _join_in_python)._get_backend(_CPU)
     except ImportError as error:
         if not replaced.replaces_gloo():
             raise

@@ -47,7 +47,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._in_place.connect()
 
     def _ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph):
-        from . import extension
+        from . import bindings
 
         self._reduced = frozenset(parameters)
         self._ignored = frozenset(own for name, own in self.module.named_parameters() if name in self.parameters_to_ignore)
@@ -62,7 +62,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.gradient_as_bucket_view = as_view
         if backend is not None:
             names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
-            self._in_place = extension.load().InPlaceReducer(backend, self.reducer, names)
+            self._in_place = bindings.InPlaceReducer(backend, self.reducer, names)
 
     def _flow_backend(self, parameters):
         """The process group's, if it can reduce these parameters' gradients where they are."""

@@ -1,38 +1,45 @@
-"""The C++ part: the wheel's, or compiled when a version of PyTorch first needs it, with that version's headers, and kept."""
+"""The C++ part: the wheel's, or compiled when a version of PyTorch first needs it, with that version's headers, and kept.
+
+It is for one version of PyTorch, and for any version of Python: what it has are operators and a class of PyTorch's.
+"""
 
 import fcntl
 import hashlib
-import importlib.machinery
-import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from . import library, replaced
+from . import library, operators, replaced
 
 HERE = Path(__file__).resolve().parent
-NAME = "_flow"
+NAME = "flow_torch.so"
 VERSION = torch.__version__.split("+")[0]
 # A slow machine takes a minute or two.
 COMPILE_TIMEOUT = 600
 _loaded = []
 
 
+def is_loaded():
+    return bool(_loaded) and not isinstance(_loaded[0], Exception)
+
+
 def load():
-    """The module, or the ImportError that the first call has raised."""
+    """The namespace of its operators, or the ImportError that the first call has raised."""
     if not _loaded:
         try:
             _loaded.append(_load())
-            replaced.wait_for_futures(_loaded[0].wait_for, _loaded[0].complete_deferred)
-            library.at_end.append(_loaded[0].end_all)
+            operators.install()
+            flow = _loaded[0]
+            flow.use_interrupt_check()
+            replaced.wait_for_futures(flow.wait_for, flow.complete_deferred)
+            library.at_end.append(flow.end_all)
         except (ImportError, OSError) as error:
             _loaded.append(error)
     if isinstance(_loaded[0], Exception):
@@ -40,36 +47,28 @@ def load():
     return _loaded[0]
 
 
-def join(place, name, timeout):
-    """The backend of the ranks that join under this name. `place`: which of them this is; None: the environment says so."""
-    part = load()
-    return part.join(place=part.Place(**place) if place else None, name=name, timeout=timeout)
-
-
 def _load():
     library.load()
-    prebuilt = HERE / "lib" / tag() / f"{NAME}.so"
+    prebuilt = HERE / "lib" / tag() / NAME
     if prebuilt.exists():
         try:
-            return module(prebuilt)
-        except ImportError as error:
+            return operators_of(prebuilt)
+        except OSError as error:
             print(f"flow_torch: {prebuilt} cannot be loaded, and is compiled anew: {error}", file=sys.stderr, flush=True)
-    built = cache() / f"{tag()}-{key()}" / f"{NAME}.so"
+    built = cache() / f"{tag()}-{key()}" / NAME
     if not built.exists():
         build_once(built)
-    return module(built)
+    return operators_of(built)
 
 
-def module(file):
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(file))
-    made = importlib.util.module_from_spec(importlib.util.spec_from_loader(NAME, loader))
-    loader.exec_module(made)
-    return made
+def operators_of(file):
+    torch.ops.load_library(str(file))
+    return torch.ops.flow
 
 
 def tag():
-    """Names the PyTorch and the Python that it is for."""
-    return f"torch-{VERSION}-{sysconfig.get_config_var('SOABI')}"
+    """Names the PyTorch that it is for."""
+    return f"torch-{VERSION}"
 
 
 def key():
@@ -95,20 +94,16 @@ def compiler():
     headers = own / "include"
     if not (headers / "torch/csrc/distributed/c10d/Backend.hpp").exists():
         raise ImportError(f"flow_torch: {headers} has no headers of PyTorch's: install PyTorch as its wheel has it")
-    python = Path(sysconfig.get_paths()["include"])
-    if not (python / "Python.h").exists():
-        raise ImportError(f"flow_torch: {python / 'Python.h'} is missing: Debian and Ubuntu have it in python3-dev")
     cxx = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(cxx[0]) is None:
         raise ImportError(f"flow_torch: its C++ part is compiled at first use, and there is no {cxx[0]}: install g++, or set CXX")
     return [
         *cxx,
         *["-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden"],
-        *[f"-DTORCH_EXTENSION_NAME={NAME}", "-DTORCH_API_INCLUDE_EXTENSION_H"],
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *[f"-I{folder}" for folder in (library.files()[1].parent, headers, headers / "torch/csrc/api/include", python)],
+        *[f"-I{folder}" for folder in (library.files()[1].parent, headers, headers / "torch/csrc/api/include")],
         str(HERE / "csrc" / "module.cpp"),
-        *[f"-L{own / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"],
+        *[f"-L{own / 'lib'}", "-lc10", "-ltorch_cpu"],
     ]
 
 
@@ -161,11 +156,11 @@ def modified(file):
 
 
 def main(folder):
-    """Compiles it for the wheel, to FOLDER/TAG/_flow.so."""
+    """Compiles it for the wheel, to FOLDER/TAG."""
     made = Path(folder) / tag()
     made.mkdir(parents=True)
     failure = made / "failure"
-    build(compiler(), made / f"{NAME}.so", failure)
+    build(compiler(), made / NAME, failure)
     if failure.exists():
         sys.exit(failure.read_text())
 

@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from . import extension, library
+from . import bindings, extension, library
 
 # Seconds between two looks into the store, of which each is twice as long as the one before. A wait of TCPStore's own would be deaf to
 # signals, and warns when it is over.
@@ -21,18 +21,18 @@ HOST = "flow/host"
 
 
 def join(options, join_in_python):
-    """The backend of a group."""
+    """A group for the backend that is being made."""
     launcher = launcher_store(options.group_rank, options.group_size)
     return meet(options.store, options.group_rank, options.group_size, options.timeout, join_in_python, launcher)
 
 
 def merge(store, rank, size, timeout, join_in_python=None):
-    """The backend of a group that processes of other groups make by a store of their own: ProcessGroup.merge_remote_group."""
+    """A group that processes of other groups make by a store of their own: ProcessGroup.merge_remote_group."""
     return meet(store, rank, size, timeout, join_in_python)
 
 
 def meet(store, rank, size, timeout, join_in_python, launcher=None):
-    """The backend of a group, on all its ranks: the C++ part's, or, if some rank does not have that, the one that `join_in_python` makes.
+    """A group, on all its ranks: the C++ part's, or, if some rank does not have that, the one that `join_in_python` makes.
     None: it must be the C++ part's. `launcher`: the address of flow-launch's store, if that has started this rank.
 
     Rank 0 says that it is there, under a name that it has for this attempt only. The others answer to that name, with names of their own, by
@@ -50,7 +50,7 @@ def meet(store, rank, size, timeout, join_in_python, launcher=None):
     meeting = Meeting(store, rank, size, timeout)
     try:
         invited = invite(meeting, own) if rank == 0 else answer(meeting, own)
-        backend = accept(invited, rank, timeout, join_in_python)
+        group = accept(invited, rank, timeout, join_in_python)
     except BaseException:
         # Nothing more can be said where the store is gone with its process.
         with contextlib.suppress(RuntimeError):
@@ -58,8 +58,8 @@ def meet(store, rank, size, timeout, join_in_python, launcher=None):
         raise
     meeting.end()
     # Nobody ends, and the store with it, before all is deleted.
-    backend.barrier().wait()
-    return backend
+    group.barrier().wait()
+    return group
 
 
 def invite(meeting, own):
@@ -162,7 +162,7 @@ def accept(invited, rank, timeout, join_in_python):
     reasons = [f"rank {other}: {found['extension']}" for other, found in enumerate(ranks) if found["extension"]]
     if rank == 0 and reasons:
         say_once(f"flow_torch: all ranks use the slower part in Python: {reasons[0]}")
-    join_part = join_in_python if reasons else extension.join
+    join_part = join_in_python if reasons else bindings.join
 
     if ranks[0]["launcher"] and len({found["launcher"] for found in ranks}) == 1:
         place = None  # flow-launch's store, in which it says how ranks end

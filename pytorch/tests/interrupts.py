@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import flow_torch
-from flow_torch import extension, fallback, rendezvous
+from flow_torch import bindings, extension, fallback, rendezvous
 from waiting import when_main_waits
 
 FOLDER, LONG = Path(sys.argv[1]), timedelta(seconds=600)
@@ -191,7 +191,7 @@ def new_group():
 
 
 def join_part():
-    return extension.join if is_cpp() else fallback.join
+    return bindings.join if is_cpp() else fallback.join
 
 
 def join_as(rank):

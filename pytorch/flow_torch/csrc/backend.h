@@ -7,7 +7,6 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 #include "bucket.h"
 #include "called_type.h"
@@ -46,15 +45,12 @@ public:
 
     ~FlowBackend() override {
         // Operations under way may have to call Python.
-        std::optional<py::gil_scoped_release> released;
-        if (Py_IsInitialized() && PyGILState_Check()) released.emplace();
+        const GilRelease released;
         try {
             shutdown();
-        } catch (py::error_already_set& interrupt) {
+        } catch (...) {
             // As with an exception in __del__, Python prints it, and goes on.
-            released.reset();
-            const py::gil_scoped_acquire gil;
-            interrupt.discard_as_unraisable("the end of a process group");
+            if (is_handling_interrupt()) call_python<void>("flow::print_interrupt");
         }
     }
 
@@ -112,12 +108,12 @@ public:
         return c10::make_intrusive<FlowBackend>(own(made), timeout);
     }
 
-    // The processes find each other as those of a first group do, in Python.
-    c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& opts,
-                                      const int& rank, const int& size) override {
-        const py::gil_scoped_acquire gil;
-        const auto merge = py::module_::import("flow_torch.rendezvous").attr("merge");
-        return merge(store, rank, size, opts->timeout).cast<c10::intrusive_ptr<Backend>>();
+    // The processes find each other as those of a first group do, in Python, which has the store.
+    c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>& opts, const int& rank,
+                                      const int& size) override {
+        using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+        const auto made = call_python<GroupPtr, int64_t, int64_t, double>("flow::merge", rank, size, seconds(opts->timeout));
+        return made->getBackend(c10::DeviceType::CPU);
     }
 
     Tensor allocateTensor(long size, at::TensorOptions options) override {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "memory.h"
+#include "python.h"
 
 namespace flow {
 
@@ -17,8 +17,7 @@ inline at::ScalarType called_type(const at::Tensor& tensor) {
     const bool may_be_complex = tensor.is_view() ? tensor._base().is_complex() : tensor.is_inference();
     if (!may_be_complex) return type;
     if (!is_seen(tensor)) return tensor.is_view() ? c10::toComplexType(type) : type;
-    const py::gil_scoped_acquire gil;
-    return py::hasattr(py::cast(tensor), "flow_called_type") ? c10::toComplexType(type) : type;
+    return call_python<bool, const at::Tensor&>("flow::is_called_complex", tensor) ? c10::toComplexType(type) : type;
 }
 
 }  // namespace flow

@@ -38,7 +38,8 @@ public:
         for (const bool is_last : {false, true}) {
             try {
                 all().end(is_last);
-            } catch (const py::error_already_set&) {
+            } catch (...) {
+                if (!is_handling_interrupt()) throw;
                 interrupt = std::current_exception();
                 all().interrupt();
                 all().end(is_last);
@@ -416,7 +417,8 @@ private:
         std::exception_ptr interrupt;
         try {
             run_up_to(nullptr, kNoTimeout);
-        } catch (const py::error_already_set&) {
+        } catch (...) {
+            if (!is_handling_interrupt()) throw;
             interrupt = std::current_exception();
             run_up_to(nullptr, kNoTimeout);  // the rest fails
         }

@@ -1,8 +1,8 @@
-// What Python sees of the C++ part.
+// What Python sees of the C++ part: operators and a class of the namespace "flow", which extension.py calls.
 
-#include <pybind11/chrono.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/custom_class.h>
+#include <torch/library.h>
 
 #include "backend.h"
 #include "reducer.h"
@@ -10,70 +10,108 @@
 namespace {
 
 using namespace flow;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using BackendPtr = c10::intrusive_ptr<FlowBackend>;
 
-// This rank, and the place where the ranks meet.
-struct Place {
-    size_t rank, world_size, local_rank, local_world_size;
-    int64_t node;
-    std::string address, token;
-};
+Milliseconds milliseconds(double seconds) {
+    return std::chrono::ceil<Milliseconds>(std::chrono::duration<double>(seconds));
+}
 
-c10::intrusive_ptr<FlowBackend> join(const std::optional<Place>& place, const std::string& name, Milliseconds timeout) {
+// Backends go to Python in a process group of their own.
+GroupPtr boxed(const BackendPtr& backend) {
+    auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
+    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+    group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+    return group;
+}
+
+// The group's backend for CPUs, if that is flow's.
+BackendPtr find_backend(const GroupPtr& group) {
+    const auto types = group->getDeviceTypes();
+    if (std::find(types.begin(), types.end(), c10::DeviceType::CPU) == types.end()) return nullptr;
+    return c10::dynamic_intrusive_pointer_cast<FlowBackend>(group->getBackend(c10::DeviceType::CPU));
+}
+
+BackendPtr backend_of(const GroupPtr& group) {
+    auto found = find_backend(group);
+    TORCH_CHECK_VALUE(found, "flow: this process group has no backend of flow's for CPUs");
+    return found;
+}
+
+bool is_flow(const GroupPtr& group) { return find_backend(group) != nullptr; }
+
+// `place`: rank, world size, local rank, local world size and node; none: the environment has them.
+GroupPtr join(const std::optional<std::vector<int64_t>>& place, const std::string& address, const std::string& token,
+              const std::string& name, double timeout) {
     flow_group* group = nullptr;
     flow_membership membership{};
     if (place) {
-        membership = {place->rank, place->world_size,      place->local_rank,    place->local_world_size,
-                      place->node, place->address.c_str(), place->token.c_str()};
+        const auto at = [&](size_t index) { return static_cast<size_t>(place->at(index)); };
+        membership = {at(0), at(1), at(2), at(3), place->at(4), address.c_str(), token.c_str()};
     }
-    check(flow_join(place ? &membership : nullptr, name.c_str(), seconds(timeout), &group));
-    return c10::make_intrusive<FlowBackend>(own(group), timeout);
+    check(flow_join(place ? &membership : nullptr, name.c_str(), timeout, &group));
+    return boxed(c10::make_intrusive<FlowBackend>(own(group), milliseconds(timeout)));
 }
 
-bool is_shared(const FlowBackend& group, const Tensor& tensor) {
-    return flow_is_shared(group.group().get(), tensor.const_data_ptr(), tensor.nbytes());
+GroupPtr new_group_of(const GroupPtr& group, const std::vector<int64_t>& ranks, double timeout) {
+    return boxed(backend_of(group)->new_group_of({ranks.begin(), ranks.end()}, milliseconds(timeout)));
+}
+
+bool is_shared(const GroupPtr& group, const Tensor& tensor) {
+    return flow_is_shared(backend_of(group)->group().get(), tensor.const_data_ptr(), tensor.nbytes());
+}
+
+void fail(const GroupPtr& group, const std::string& cause) {
+    backend_of(group)->fail(cause);
+}
+
+void wait_for(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+    Lane::wait_for(torch::jit::pop(*stack).toFuture());
+}
+
+// `torch` is the address of torch's Reducer, which must live longer than this.
+c10::intrusive_ptr<InPlaceReducer> in_place_reducer(const GroupPtr& group, int64_t torch, std::vector<std::string> names) {
+    const auto backend = backend_of(group);
+    auto* const reducer = reinterpret_cast<c10d::Reducer*>(torch);
+    return c10::make_intrusive<InPlaceReducer>(
+        backend->group(), [backend] { return backend->duplicate(); }, *reducer, std::move(names));
+}
+
+using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
+
+// In the order of extension.Stats and extension.BucketStats.
+std::tuple<int64_t, std::vector<BucketTuple>, double, double> stats(const c10::intrusive_ptr<InPlaceReducer>& reducer) {
+    const auto own = reducer->stats();
+    std::vector<BucketTuple> buckets;
+    for (const auto& bucket : own.buckets) buckets.emplace_back(bucket.bytes, *bucket.parameters, bucket.in_place, bucket.ready_at);
+    return {own.backwards, std::move(buckets), own.backward, own.exposed};
 }
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-    const auto no_gil = py::call_guard<py::gil_scoped_release>();
-    py::class_<Place>(module, "Place")
-        .def(py::init<size_t, size_t, size_t, size_t, int64_t, std::string, std::string>(), py::arg("rank"), py::arg("world_size"),
-             py::arg("local_rank"), py::arg("local_world_size"), py::arg("node"), py::arg("address"), py::arg("token"));
-    py::class_<FlowBackend, c10::intrusive_ptr<FlowBackend>, c10d::Backend>(module, "Backend")
-        .def("new_group_of", &FlowBackend::new_group_of, no_gil, py::arg("ranks"), py::arg("timeout"))
-        .def("is_shared", &is_shared, py::arg("tensor"))
-        .def("fail", &FlowBackend::fail, no_gil, py::arg("cause"))
-        .def_property_readonly("options", &FlowBackend::getBackendOptions);
-    py::class_<InPlaceReducer, std::shared_ptr<InPlaceReducer>>(module, "InPlaceReducer")
-        .def(py::init([](const c10::intrusive_ptr<FlowBackend>& backend, std::shared_ptr<c10d::Reducer> torch,
-                         std::vector<std::string> names) {
-                 const auto new_group = [backend] { return backend->duplicate(); };
-                 return std::make_shared<InPlaceReducer>(backend->group(), new_group, std::move(torch), std::move(names));
-             }),
-             py::arg("backend"), py::arg("torch"), py::arg("names"))
-        .def("follow_hook", &InPlaceReducer::follow_hook, no_gil, py::arg("sent_as"))
-        .def("leave", &InPlaceReducer::leave, no_gil)
-        .def("connect", &InPlaceReducer::connect, no_gil)
-        .def("expect", &InPlaceReducer::expect, no_gil, py::arg("is_uneven"), py::arg("counts_ranks"))
-        .def("shadow", &InPlaceReducer::shadow, no_gil, py::arg("counts_ranks"))
-        .def("check_finished", &InPlaceReducer::check_finished, no_gil)
-        .def("fail", &InPlaceReducer::fail, no_gil, py::arg("cause"))
-        .def("in_place_bytes", &InPlaceReducer::in_place_bytes, no_gil)
-        .def("stats", &InPlaceReducer::stats, no_gil);
-    py::class_<Stats>(module, "Stats")
-        .def_readonly("backwards", &Stats::backwards)
-        .def_readonly("buckets", &Stats::buckets)
-        .def_readonly("backward", &Stats::backward)
-        .def_readonly("exposed", &Stats::exposed);
-    py::class_<BucketStats>(module, "BucketStats")
-        .def_readonly("bytes", &BucketStats::bytes)
-        .def_property_readonly("parameters", [](const BucketStats& own) { return *own.parameters; })
-        .def_readonly("in_place", &BucketStats::in_place)
-        .def_readonly("ready_at", &BucketStats::ready_at);
-    flow_set_interrupt_check(is_interrupted);
-    module.def("end_all", &Lane::end_all, no_gil);
-    module.def("complete_deferred", &Lane::complete_all_deferred, no_gil);
-    module.def("wait_for", [](const torch::jit::PythonFutureWrapper& future) { Lane::wait_for(future.fut); }, no_gil, py::arg("future"));
-    module.def("join", &join, no_gil, py::arg("place"), py::arg("name"), py::arg("timeout"));
+// Another library may have this namespace, too.
+TORCH_LIBRARY_FRAGMENT(flow, library) {
+    library.class_<InPlaceReducer>("InPlaceReducer")
+        .def(torch::init(&in_place_reducer))
+        .def("follow_hook", &InPlaceReducer::follow_hook)
+        .def("leave", &InPlaceReducer::leave)
+        .def("connect", &InPlaceReducer::connect)
+        .def("expect", &InPlaceReducer::expect)
+        .def("shadow", &InPlaceReducer::shadow)
+        .def("check_finished", &InPlaceReducer::check_finished)
+        .def("fail", [](const c10::intrusive_ptr<InPlaceReducer>& own, const std::string& cause) { own->fail(cause); })
+        .def("close", &InPlaceReducer::close)
+        .def("in_place_bytes", &InPlaceReducer::in_place_bytes)
+        .def("stats", &stats);
+    library.def("join", &join);
+    library.def("is_flow", &is_flow);
+    library.def("new_group_of", &new_group_of);
+    library.def("is_shared", &is_shared);
+    library.def("fail", &fail);
+    library.def("end_all", &Lane::end_all);
+    library.def("complete_deferred", &Lane::complete_all_deferred);
+    library.def("wait_for(Future(Any) future) -> ()", torch::CppFunction::makeFromBoxedFunction<&wait_for>());
+    // For `_pybind11_conduit_v1_`, by which a Reducer of Python's is found.
+    library.def("reducer_type", [] { return reinterpret_cast<int64_t>(&typeid(c10d::Reducer)); });
+    library.def("use_interrupt_check", [] { flow_set_interrupt_check(is_interrupted); });
 }

@@ -84,11 +84,10 @@ inline std::exception_ptr Operation::run_job(const Group& group) {
         at::NoGradGuard no_grad;
         const auto patient = within(job_.renamed ? job_.renamed : group, job_.timeout);
         job_.run(job_.elements.empty() ? patient.get() : with_label(patient, operation_name(retrieveOpType()), job_.elements).get());
-    } catch (const py::error_already_set&) {
+    } catch (...) {
+        if (!is_handling_interrupt()) return std::current_exception();
         interrupt_ = std::current_exception();
         return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, flow_error_message()));
-    } catch (...) {
-        return std::current_exception();
     }
     return nullptr;
 }

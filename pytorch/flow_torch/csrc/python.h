@@ -1,4 +1,7 @@
 // The rules of Python's interpreter for C++ code that waits, and for threads that are not its own.
+//
+// This C++ part serves all versions of Python: it is compiled without Python's headers. What it takes of Python are the functions that are
+// declared here, which each version has, and the operators that operators.py implements.
 #pragma once
 
 #include <algorithm>
@@ -11,26 +14,77 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+
+extern "C" {
+int Py_IsInitialized(void);
+int PyGILState_Check(void);
+void* PyEval_SaveThread(void);
+void PyEval_RestoreThread(void* thread);
+}
 
 namespace flow {
+
+// Lets other threads have the interpreter, if this one has it.
+class GilRelease {
+public:
+    GilRelease() : thread_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+    GilRelease(const GilRelease&) = delete;
+    GilRelease& operator=(const GilRelease&) = delete;
+    ~GilRelease() {
+        if (thread_) PyEval_RestoreThread(thread_);
+    }
+
+private:
+    void* const thread_;
+};
+
+// Calls an operator that operators.py implements. Profilers do not see it.
+template <typename Result, typename... Arguments>
+Result call_python(const char* name, Arguments... arguments) {
+    const at::DisableRecordFunctionGuard unrecorded;
+    const auto found = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+    return found.typed<Result(Arguments...)>().call(std::forward<Arguments>(arguments)...);
+}
 
 // The interval at which a thread that waits looks at signals.
 constexpr std::chrono::milliseconds kSignalInterval(100);
 
-// Runs the handlers of signals that have come, if this is the thread that Python runs them on. Whether one of them has raised an
-// exception, KeyboardInterrupt say, which is then this thread's current one.
-inline bool is_interrupted() {
-    if (gettid() != getpid() || !Py_IsInitialized()) return false;
-    const py::gil_scoped_acquire gil;
-    return PyErr_CheckSignals() != 0;
+// What a signal's handler has raised last. Only the main thread runs handlers. It is Python's, and stays when Python has ended.
+inline std::exception_ptr& last_interrupt() {
+    static auto& made = *new std::exception_ptr;
+    return made;
 }
 
-// Throws the current exception of Python's, if there is one.
-inline void rethrow_interrupt() {
-    const py::gil_scoped_acquire gil;
-    if (PyErr_Occurred()) throw py::error_already_set();
+// Whether it is still to be thrown.
+inline bool& is_interrupt_pending() {
+    static bool pending = false;
+    return pending;
 }
+
+inline bool is_main_thread() { return gettid() == getpid(); }
+
+// Runs the handlers of signals that have come, if this is the thread that Python runs them on. Whether one of them has raised an
+// exception, KeyboardInterrupt say, which `rethrow_interrupt` throws.
+inline bool is_interrupted() {
+    if (!is_main_thread() || !Py_IsInitialized()) return false;
+    if (is_interrupt_pending()) return true;
+    try {
+        call_python<void>("flow::check_signals");
+    } catch (...) {
+        last_interrupt() = std::current_exception();
+        is_interrupt_pending() = true;
+    }
+    return is_interrupt_pending();
+}
+
+inline void rethrow_interrupt() {
+    if (is_main_thread() && std::exchange(is_interrupt_pending(), false)) std::rethrow_exception(last_interrupt());
+}
+
+// Whether the exception that is being handled is what a signal's handler has raised.
+inline bool is_handling_interrupt() { return is_main_thread() && std::current_exception() == last_interrupt(); }
 
 // A stay of a thread of ours where it may come to Python: to run a callback, or to drop a tensor.
 //

@@ -7,8 +7,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <flow_comm.h>
@@ -64,7 +62,7 @@ inline std::string label(at::ScalarType type, std::optional<RedOp> op) {
     const auto code = op ? reducible(type, *op) : code_of(type);
     if (code && code == code_of(type)) return "";
     // The longest, with a reduction, has as many bytes as a label may have.
-    std::string name = torch::getTHPDtype(type)->name;
+    std::string name(c10::getDtypeNames(type).first);
     for (const auto* const family : {"float8_", "float4_"}) {
         if (name.rfind(family, 0) == 0) name.erase(0, std::strlen(family));
     }

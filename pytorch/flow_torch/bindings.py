@@ -1,0 +1,114 @@
+"""What the C++ part does, as Python calls it."""
+
+import ctypes
+import re
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from . import extension
+
+_CPU = torch.device("cpu")
+
+
+def join(place, name, timeout):
+    """The group of the ranks that join under this name. `place`: which of them this is; None: the environment says so."""
+    where = dict(place or {})
+    address, token = where.pop("address", ""), where.pop("token", "")
+    numbers = [where[key] for key in ("rank", "world_size", "local_rank", "local_world_size", "node")] if place else None
+    return dist.ProcessGroup.unbox(extension.load().join(numbers, address, token, name, timeout.total_seconds()))
+
+
+class Backend:
+    """flow's backend of a process group."""
+
+    def __init__(self, group):
+        self.group = group.boxed()
+
+    def new_group_of(self, ranks, timeout):
+        """A group of these ranks, which all of them make."""
+        return dist.ProcessGroup.unbox(extension.load().new_group_of(self.group, ranks, timeout.total_seconds()))
+
+    def is_shared(self, tensor):
+        return extension.load().is_shared(self.group, tensor)
+
+    def fail(self, cause):
+        """Makes the group unusable, on all ranks."""
+        extension.load().fail(self.group, cause)
+
+
+def find_backend(group):
+    """The group's, if it has one of the C++ part's."""
+    if not extension.is_loaded():
+        return None
+    group = _unwrapped(group)
+    return Backend(group) if extension.load().is_flow(group.boxed()) else None
+
+
+def _unwrapped(group):
+    """The group without what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps its backend in."""
+    has_cpu = _CPU in group._device_types
+    wrapped = getattr(group._get_backend(_CPU), "wrapped_pg", None) if has_cpu else None
+    if wrapped is None:
+        return group
+    made = dist.ProcessGroup(group.rank(), group.size())
+    made._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, wrapped)
+    return made
+
+
+class BucketStats(NamedTuple):
+    """One bucket in the last backward: see docs/torch.md."""
+
+    bytes: int
+    parameters: list
+    in_place: int
+    ready_at: float
+
+
+class Stats(NamedTuple):
+    """The last backward that reduced gradients in place: see docs/torch.md."""
+
+    backwards: int
+    buckets: list
+    backward: float
+    exposed: float
+
+
+class InPlaceReducer:
+    """Reduces gradients where they are, beside torch's Reducer."""
+
+    def __init__(self, backend, reducer, names):
+        self._torch = reducer  # is there until the next one is closed
+        self._own = torch.classes.flow.InPlaceReducer(backend.group, _address(reducer, extension.load().reducer_type()), names)
+        weakref.finalize(self, self._own.close)
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def stats(self):
+        backwards, buckets, backward, exposed = self._own.stats()
+        return Stats(backwards, [BucketStats(*bucket) for bucket in buckets], backward, exposed)
+
+
+def _address(instance, cpp_type):
+    """Where an object of PyTorch's C++ lies, of the type whose std::type_info lies at `cpp_type`."""
+    python = ctypes.PyDLL(None)
+    new, pointer, interpreter, state = (
+        getattr(python, name)
+        for name in ("PyCapsule_New", "PyCapsule_GetPointer", "PyInterpreterState_Get", "PyInterpreterState_GetDict")
+    )
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    interpreter.restype = ctypes.c_void_p
+    state.restype, state.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    type_info = new(cpp_type, b"St9type_info", None)
+    # pybind11's that have made objects in this process: PyTorch's may be one of several.
+    known = ctypes.cast(state(interpreter()), ctypes.py_object).value
+    found = [re.fullmatch(r"__pybind11_internals_v\d+_(.*)__", str(key)) for key in known]
+    for match in filter(None, found):
+        capsule = instance._pybind11_conduit_v1_(match[1].encode(), type_info, b"raw_pointer_ephemeral")
+        if capsule is not None:
+            return pointer(capsule, b"N4c10d7ReducerE")
+    raise RuntimeError(f"flow_torch: PyTorch {torch.__version__} does not say where its Reducer is")
