@@ -11,7 +11,7 @@ if "OMPI_COMM_WORLD_RANK" in os.environ:
 dist.init_process_group(sys.argv[1])
 ones = torch.ones(3)
 dist.all_reduce(ones)
-part = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__module__
+part = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
 # One write for a line.
 os.write(1, f"{dist.get_backend()} {part} {ones.tolist()}\n".encode())
 dist.destroy_process_group()

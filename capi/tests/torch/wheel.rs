@@ -54,7 +54,7 @@ fn with_wheel<'a>(command: &'a mut Command, site: &Path) -> &'a mut Command {
 
 fn is_flow(finished: &Finished) {
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    assert_eq!(finished.stdout, "flow _flow [2.0, 2.0, 2.0]\n".repeat(2), "{finished:?}");
+    assert_eq!(finished.stdout, "flow Backend [2.0, 2.0, 2.0]\n".repeat(2), "{finished:?}");
 }
 
 #[test]
