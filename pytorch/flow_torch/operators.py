@@ -11,15 +11,13 @@ import torch.distributed as dist
 
 _library = torch.library.Library("flow", "FRAGMENT")
 _python = ctypes.PyDLL(None)
-_interrupts = []
 _merging = threading.local()
 
 
 def install():
     """Defines them."""
     own = {
-        "check_signals() -> ()": _check_signals,
-        "print_interrupt() -> ()": _print_interrupt,
+        "check_signals(bool prints) -> bool": _check_signals,
         "is_called_complex(Tensor tensor) -> bool": _is_called_complex,
         "merge(int rank, int size, float timeout) -> __torch__.torch.classes.c10d.ProcessGroup": _merge,
     }
@@ -29,26 +27,18 @@ def install():
     dist.ProcessGroup.merge_remote_group = _with_store(dist.ProcessGroup.merge_remote_group)
 
 
-def _check_signals():
-    """Runs the handlers of signals that have come. Their exceptions go through the C++ part."""
+def _check_signals(prints):
+    """Runs the handlers of signals that have come. Their exceptions go through the C++ part, or are printed: true if so."""
     try:
         _python.PyErr_CheckSignals()
     except BaseException as interrupt:
-        _interrupts[:] = [interrupt]
-        raise
-
-
-def _print_interrupt():
-    interrupt = _interrupts.pop()
-    sys.unraisablehook(
-        types.SimpleNamespace(
-            exc_type=type(interrupt),
-            exc_value=interrupt,
-            exc_traceback=interrupt.__traceback__,
-            err_msg="Exception ignored at the end of a process group",
-            object=None,
-        )
-    )
+        if not prints:
+            raise
+        message = "Exception ignored at the end of a process group"
+        known = {"exc_type": type(interrupt), "exc_value": interrupt, "exc_traceback": interrupt.__traceback__}
+        sys.unraisablehook(types.SimpleNamespace(**known, err_msg=message, object=None))
+        return True
+    return False
 
 
 def _is_called_complex(tensor):

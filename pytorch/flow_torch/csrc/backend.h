@@ -46,11 +46,11 @@ public:
     ~FlowBackend() override {
         // Operations under way may have to call Python.
         const GilRelease released;
+        const PrintedInterrupts printed;
         try {
             shutdown();
-        } catch (...) {
-            // As with an exception in __del__, Python prints it, and goes on.
-            if (is_handling_interrupt()) call_python<void>("flow::print_interrupt");
+        } catch (const std::exception&) {
+            // The interrupt, which has been printed.
         }
     }
 

@@ -7,10 +7,15 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include <cxxabi.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -51,40 +56,52 @@ Result call_python(const char* name, Arguments... arguments) {
 // The interval at which a thread that waits looks at signals.
 constexpr std::chrono::milliseconds kSignalInterval(100);
 
-// What a signal's handler has raised last. Only the main thread runs handlers. It is Python's, and stays when Python has ended.
-inline std::exception_ptr& last_interrupt() {
-    static auto& made = *new std::exception_ptr;
+inline bool is_main_thread() { return gettid() == getpid(); }
+
+// What a signal's handler has raised, and nobody has been told yet. Only the main thread runs handlers.
+inline std::exception_ptr& pending_interrupt() {
+    static auto& made = *new std::exception_ptr;  // Python's: it is not freed after Python's end
     return made;
 }
 
-// Whether it is still to be thrown.
-inline bool& is_interrupt_pending() {
-    static bool pending = false;
-    return pending;
-}
+// As long as there is one, Python prints what a signal's handler raises on this thread, as it does for __del__, and goes on.
+class PrintedInterrupts {
+public:
+    PrintedInterrupts() { ++count_; }
+    PrintedInterrupts(const PrintedInterrupts&) = delete;
+    PrintedInterrupts& operator=(const PrintedInterrupts&) = delete;
+    ~PrintedInterrupts() { --count_; }
 
-inline bool is_main_thread() { return gettid() == getpid(); }
+    static bool are_here() { return count_ > 0; }
+
+private:
+    static inline thread_local int count_ = 0;
+};
 
 // Runs the handlers of signals that have come, if this is the thread that Python runs them on. Whether one of them has raised an
 // exception, KeyboardInterrupt say, which `rethrow_interrupt` throws.
 inline bool is_interrupted() {
     if (!is_main_thread() || !Py_IsInitialized()) return false;
-    if (is_interrupt_pending()) return true;
+    auto& pending = pending_interrupt();
+    if (pending) return true;
     try {
-        call_python<void>("flow::check_signals");
+        const bool is_printed = call_python<bool, bool>("flow::check_signals", PrintedInterrupts::are_here());
+        if (is_printed) pending = std::make_exception_ptr(std::runtime_error("flow: interrupted"));
     } catch (...) {
-        last_interrupt() = std::current_exception();
-        is_interrupt_pending() = true;
+        pending = std::current_exception();
     }
-    return is_interrupt_pending();
+    return pending != nullptr;
 }
 
 inline void rethrow_interrupt() {
-    if (is_main_thread() && std::exchange(is_interrupt_pending(), false)) std::rethrow_exception(last_interrupt());
+    if (is_main_thread() && pending_interrupt()) std::rethrow_exception(std::exchange(pending_interrupt(), nullptr));
 }
 
-// Whether the exception that is being handled is what a signal's handler has raised.
-inline bool is_handling_interrupt() { return is_main_thread() && std::current_exception() == last_interrupt(); }
+// Whether the exception that is being handled is Python's: what a signal's handler has raised.
+inline bool is_handling_interrupt() {
+    const auto* const type = abi::__cxa_current_exception_type();
+    return type && std::strcmp(type->name(), "N8pybind1117error_already_setE") == 0;
+}
 
 // A stay of a thread of ours where it may come to Python: to run a callback, or to drop a tensor.
 //
