@@ -39,7 +39,7 @@ bench *OPTIONS:
 gpu-check *OPTIONS:
     scripts/gpu-check {{OPTIONS}}
 
-# the Python packages; options: --torch
+# the Python package; options: --portable
 wheel *OPTIONS:
     scripts/wheel {{OPTIONS}}
 

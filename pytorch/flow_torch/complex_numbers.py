@@ -13,8 +13,9 @@ def install():
     """Has torch.distributed note it where it makes real numbers: its functions call `torch.flow_view_as_real` in place of
     `torch.view_as_real`. They stay the objects by which PyTorch's compiler knows them, and take no longer for other types."""
     torch.flow_view_as_real = _view_as_real
-    for function in filter(inspect.isfunction, list(vars(dist.distributed_c10d).values())):
-        function = inspect.unwrap(function)
+    # Not by isinstance, at which PyTorch's deprecated names warn.
+    functions = [value for value in vars(dist.distributed_c10d).values() if type(value) is types.FunctionType]
+    for function in map(inspect.unwrap, functions):
         if function.__module__ == dist.distributed_c10d.__name__:
             code = _with_name_replaced(function.__code__)
             if code != function.__code__:

@@ -160,7 +160,7 @@ def main(folder):
     made = Path(folder) / tag()
     made.mkdir(parents=True)
     failure = made / "failure"
-    build(compiler(), made / NAME, failure)
+    build([*compiler(), "-DFLOW_MANYLINUX"], made / NAME, failure)
     if failure.exists():
         sys.exit(failure.read_text())
 

@@ -6,8 +6,8 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use flow_harness::cli::{launcher, run};
-use flow_harness::python::{have, python, python_path};
-use flow_harness::{Finished, free_port, program, root};
+use flow_harness::python::{have, python, python_path, wheel};
+use flow_harness::{Finished, free_port};
 use tempfile::TempDir;
 
 use crate::{is_skipped, script, torchrun};
@@ -23,21 +23,17 @@ fn site() -> Option<&'static Path> {
 }
 
 fn install() -> Option<TempDir> {
-    let (wheels, site) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let mut wheel = Command::new(root().join("scripts/wheel"));
-    wheel.arg("--torch").arg(wheels.path()).arg("--quiet").env_remove("PYTHONPATH");
-    wheel.env("FLOW_COMM_LIBRARY", program("libflow_comm.so"));
-    let built = run(wheel.env("FLOW_TORCH_PYTHONS", python()));
-    if built.stderr.contains("No matching distribution found for setuptools") {
-        println!("SKIPPED: flow_torch's wheel: pip cannot get setuptools");
-        return None;
-    }
-    assert_eq!(built.code, Some(0), "{built:?}");
-    let files = std::fs::read_dir(wheels.path()).unwrap().map(|file| file.unwrap().path());
-    let file = files.filter(|file| file.extension().is_some_and(|ending| ending == "whl"));
+    let (folder, site) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = match wheel(folder.path(), &python()) {
+        Ok(file) => file,
+        Err(reason) => {
+            println!("SKIPPED: flow-launch's wheel: {reason}");
+            return None;
+        }
+    };
     let mut install = Command::new("python3");
     install.args(["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]);
-    run(install.arg(site.path()).args(file).env_remove("PYTHONPATH")).success();
+    run(install.arg(site.path()).arg(file).env_remove("PYTHONPATH")).success();
     Some(site)
 }
 

@@ -1,5 +1,7 @@
 // What Python sees of the C++ part: operators and a class of the namespace "flow", which extension.py calls.
 
+#include "manylinux.h"
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/custom_class.h>
 #include <torch/library.h>

@@ -17,6 +17,7 @@
 
 #include <cxxabi.h>
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -56,7 +57,7 @@ Result call_python(const char* name, Arguments... arguments) {
 // The interval at which a thread that waits looks at signals.
 constexpr std::chrono::milliseconds kSignalInterval(100);
 
-inline bool is_main_thread() { return gettid() == getpid(); }
+inline bool is_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 // What a signal's handler has raised, and nobody has been told yet. Only the main thread runs handlers.
 inline std::exception_ptr& pending_interrupt() {

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use crate::cli::run;
 use crate::once::{once_in_a_run, temporary};
-use crate::root;
+use crate::{program, root};
 
 /// The interpreter that has PyTorch, if any has.
 pub fn python() -> String {
@@ -57,7 +57,7 @@ pub fn have(module: &str) -> bool {
 }
 
 /// The folder of programs of an environment in which the wheel of `scripts/wheel` is installed;
-/// None, said aloud, where pip cannot get maturin. It is made once in a run of tests.
+/// None, said aloud, where it cannot be made. It is made once in a run of tests.
 pub fn installed() -> Option<&'static Path> {
     static FOLDER: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| {
@@ -66,7 +66,7 @@ pub fn installed() -> Option<&'static Path> {
         Ok(folder.join("bin"))
     });
     if let Err(reason) = folder {
-        println!("SKIPPED: flow-launch's wheel: pip cannot get maturin: {reason}");
+        println!("SKIPPED: flow-launch's wheel: {reason}");
     }
     folder.as_deref().ok()
 }
@@ -79,36 +79,42 @@ pub fn unoptimized(command: &mut Command) -> &mut Command {
         .env("CARGO_PROFILE_DEV_DEBUG", "0")
 }
 
-/// An error says why pip cannot get maturin.
+/// An error says what is missing to make the wheel.
 fn install(folder: &Path) -> Result<(), String> {
     let _ = std::fs::remove_dir_all(folder);
-    let maturin = folder.join("maturin");
-    let mut get = Command::new("python3");
-    get.args(["-m", "pip", "install", "--quiet", "maturin>=1.9,<2", "--target"]).arg(&maturin);
-    let got = run(get.env_remove("PYTHONPATH"));
-    if got.code != Some(0) {
-        return Err(got.stderr.lines().last().unwrap_or_default().into());
-    }
+    let wheel = wheel(&folder.join("made"), "")?;
     let mut make = Command::new(python());
     run(make.args(["-m", "venv", "--without-pip"]).arg(folder)).success();
-    let path = std::env::var("PATH").unwrap_or_default();
-    let mut build = Command::new(root().join("scripts/wheel"));
-    build
-        .arg(folder)
-        .args(["--quiet", "--no-build-isolation", "--no-index"])
-        .env("PYTHONPATH", &maturin)
-        .env("PATH", format!("{}:{path}", maturin.join("bin").display()))
-        .env("MATURIN_PEP517_ARGS", "--profile dev");
-    run(unoptimized(&mut build)).success();
-    let files = std::fs::read_dir(folder).expect("the wheel is there");
-    let wheel = files.map(|file| file.expect("it is readable").path());
-    let wheel = wheel.filter(|path| path.extension().is_some_and(|extension| extension == "whl"));
     let mut install = Command::new("python3");
     install
         .args(["-m", "pip", "--python"])
         .arg(folder.join("bin/python"))
         .args(["install", "--quiet", "--no-index", "--disable-pip-version-check"])
-        .args(wheel);
+        .arg(wheel);
     run(install.env_remove("PYTHONPATH")).success();
     Ok(())
+}
+
+/// Has `scripts/wheel` make the wheel of the workspace's programs in this folder, with the C++ part for the
+/// PyTorch of these Pythons. An error says what is missing.
+pub fn wheel(folder: &Path, pythons: &str) -> Result<PathBuf, String> {
+    let flow_launch = program("flow-launch");
+    let binaries = flow_launch.parent().expect("it lies in target/<profile>");
+    // The launcher's own tests do not build it.
+    if !binaries.join("libflow_comm.so").is_file() {
+        return Err("libflow_comm.so is missing: cargo build --workspace makes it".into());
+    }
+    let mut make = Command::new(root().join("scripts/wheel"));
+    make.arg(folder)
+        .arg("--quiet")
+        .env("FLOW_BINARIES", binaries)
+        .env("FLOW_TORCH_PYTHONS", pythons);
+    let made = run(make.env_remove("PYTHONPATH"));
+    if made.stderr.contains("No matching distribution found for setuptools") {
+        return Err("pip cannot get setuptools".into());
+    }
+    made.success();
+    let files = std::fs::read_dir(folder).expect("the wheel is there");
+    let mut wheels = files.map(|file| file.expect("it is readable").path());
+    Ok(wheels.next().expect("there is one"))
 }
