@@ -87,6 +87,10 @@ class InPlaceReducer:
     def __getattr__(self, name):
         return getattr(self._own, name)
 
+    def sum_in(self, backend):
+        """Sums up gradients among another group's ranks from here on, or not at all."""
+        self._own.sum_in(None if backend is None else backend.group)
+
     def stats(self):
         backwards, buckets, backward, exposed = self._own.stats()
         return Stats(backwards, [BucketStats(*bucket) for bucket in buckets], backward, exposed)

@@ -3,17 +3,23 @@
 import functools
 import inspect
 import operator
+import weakref
 
 import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.nn import parallel
+
+from . import told_hooks
 
 # What PyTorch's own communication hooks send gradients as; None: as what they are.
 _HOOKS = {
     default_hooks.allreduce_hook: None,
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
+    post_localSGD_hook: None,
     dist.BuiltinCommHookType.ALLREDUCE: None,
     dist.BuiltinCommHookType.FP16_COMPRESS: torch.float16,
 }
@@ -25,7 +31,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
     and while it goes on they are reduced where they are. With other communication hooks than PyTorch's allreduce_hook,
-    fp16_compress_hook and bf16_compress_hook, with mixed precision, `require_manual_backward_finalization`, over another backend, on GPUs
+    fp16_compress_hook, bf16_compress_hook and post_localSGD_hook, with mixed precision, `require_manual_backward_finalization`, over another backend, on GPUs
     and without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
     """
 
@@ -33,6 +39,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     _in_place = None
     # Registers the communication hook, with a Reducer of torch's.
     _register_hook = None
+    # The state of post_localSGD_hook, and the group that gradients are summed up in at present. None: in none.
+    _local_sgd = _summed_in = None
     # The parameters that are reduced, those that are not to be, and what the module consisted of when it was last looked at: each
     # dictionary of parameters and of modules, with its values then.
     _reduced = _ignored = frozenset()
@@ -141,6 +149,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _post_forward(self, output):
         output = super()._post_forward(output)
         is_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if is_synchronized:
+            self._follow_local_sgd()
         if self._in_place is not None and is_synchronized:
             self._in_place.expect(self._join_config.enable, self._counts_ranks())
         return output
@@ -151,6 +161,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return config.enable and config.is_first_joinable and not self._divide_by_initial_world_size
 
     def _match_all_reduce_for_bwd_pass(self):
+        self._follow_local_sgd()
         if self._in_place is None or self.static_graph:
             super()._match_all_reduce_for_bwd_pass()
         else:
@@ -162,10 +173,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             super()._match_unused_params_allreduce()
 
     def register_comm_hook(self, state, hook):
-        group = dist.group.WORLD if state is None else state
-        self._prepare_for_hook(hook, group is self.process_group and any(hook is known for known in _HOOKS))
-        super().register_comm_hook(state, hook)
-        self._follow_hook(hook, lambda reducer: dist._register_comm_hook(reducer, state, hook))
+        is_local = hook is post_localSGD_hook and type(state) is PostLocalSGDState
+        group = state.process_group if is_local else state
+        is_own = (dist.group.WORLD if group is None else group) is self.process_group
+        self._prepare_for_hook(hook, is_own and any(hook is known for known in _HOOKS))
+        is_told = is_local and self._in_place is not None
+        registered = told_hooks.post_local_sgd if is_told else hook
+        super().register_comm_hook(state, registered)
+        self._follow_hook(hook, lambda reducer: dist._register_comm_hook(reducer, state, registered))
+        if is_told:
+            self._in_place.tell_hook()
+            self._local_sgd, self._summed_in = state, self.process_group
+            self._follow_local_sgd()
 
     def _register_builtin_comm_hook(self, comm_hook_type):
         self._prepare_for_hook(comm_hook_type, comm_hook_type in _HOOKS)
@@ -186,6 +205,52 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._in_place is not None:
             self._register_hook = register
             self._in_place.follow_hook(_HOOKS[hook])
+
+    def _follow_local_sgd(self):
+        """Has gradients summed up in the group in which post_localSGD_hook would do so now."""
+        from . import _backend
+
+        state = self._local_sgd
+        if self._in_place is None or state is None:
+            return
+        is_local = state.iter >= state.start_localSGD_iter
+        sums = not is_local or state.post_local_gradient_allreduce
+        group = (state.subgroup if is_local else self.process_group) if sums else None
+        if sums and not self._shares_memory(group):
+            self._leave_to_torch()
+        elif group is not self._summed_in:
+            self._in_place.sum_in(_backend(group) if sums else None)
+            self._summed_in = group
+
+    def _shares_memory(self, group):
+        """Whether the group can reduce what lies in the process group's shared memory."""
+        from . import _backend
+
+        if group is self.process_group or group is self._summed_in:
+            return True
+        backend = _backend(group) if isinstance(group, dist.ProcessGroup) else None
+        own = _backend(self.process_group).allocate_tensor(1, dtype=torch.float32, device=torch.device("cpu"))
+        return backend is not None and backend.is_shared(own)
+
+    def _setup_in_backward_optimizers(self):
+        optimized = [own for own in self._reduced if hasattr(own, "_in_backward_optimizers")]
+        if self._in_place is None or not optimized:
+            super()._setup_in_backward_optimizers()
+            return
+        # Torch's hook is for GPUs.
+        for own in optimized:
+            for handle in param_to_optim_hook_handle_map.get(own, []):
+                handle.remove()
+        reference = weakref.ref(self)
+
+        def register(reducer):
+            dist._register_comm_hook(reducer, reference, told_hooks.step_in_backward)
+            reducer._set_optimizer_in_backward()
+
+        super().register_comm_hook(reference, told_hooks.step_in_backward)
+        self.reducer._set_optimizer_in_backward()
+        self._register_hook = register
+        self._in_place.tell_hook()
 
     def _check_comm_hook(self, hook):
         # For bfloat16 torch's class wants NCCL.
@@ -231,6 +296,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def __getstate__(self):
         state = super().__getstate__()
-        for name in "_in_place", "_register_hook", "_reduced", "_ignored", "_parts", "_frozen":
+        for name in "_in_place", "_register_hook", "_local_sgd", "_summed_in", "_reduced", "_ignored", "_parts", "_frozen":
             state.pop(name, None)
         return state

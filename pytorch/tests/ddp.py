@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flow_torch
 from ddp_common import WIDTH, Branches, Flow, Torch, data, dense_gradients, gradients, layers, table, train, words
-from ddp_options import OPTIONS, SKIPPED, registered
+from ddp_options import OPTIONS, SKIPPED, local_sgd, registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
 from models import MODELS
@@ -481,6 +481,8 @@ SAME = {
     "double backward": double_backward,
     "sparse gradients": sparse_gradients(),
     "sparse gradients, allreduce hook": sparse_gradients(registered(default_hooks.allreduce_hook)),
+    "sparse gradients, post-local SGD": sparse_gradients(local_sgd(start=1)),
+    "sparse gradients, post-local SGD without sums": sparse_gradients(local_sgd(sums=False, start=1)),
     "sparse gradients of some ranks": sparse_gradients_of_some_ranks,
     "types": types,
     "complex numbers": complex_numbers,

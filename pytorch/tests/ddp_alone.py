@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
@@ -80,9 +81,10 @@ def hook_of_one_rank():
     return all(word in error for word in ("rank 0 called", "f16, sum", "rank 1 called", "f32, avg"))
 
 
-def failed_backward():
+def failed_backward(register=lambda net: None):
     """An error on one rank is one on both; the process group goes on."""
     net, rank = flow_torch.DistributedDataParallel(layers()), dist.get_rank()
+    register(net)
     backward(net, data())
 
     def fails(grad):
@@ -97,6 +99,30 @@ def failed_backward():
     net = flow_torch.DistributedDataParallel(layers())
     backward(net, data())
     return ("no more" if rank else "rank 1: its backward ended before") in error and "wrap the model again" in again and ones[0] == 2
+
+
+def local_sgd(net, subgroup, sums=True):
+    state = PostLocalSGDState(None, subgroup, 1, post_local_gradient_allreduce=sums)
+    net.register_comm_hook(state, post_localSGD_hook)
+
+
+def failed_backward_in_a_subgroup():
+    subgroup = dist.new_group()
+    return failed_backward(lambda net: local_sgd(net, subgroup))
+
+
+def gradients_that_are_not_summed_up():
+    """They stay where they are, and nothing is sent."""
+    net = flow_torch.DistributedDataParallel(layers())
+    local_sgd(net, None, sums=False)
+    sent, batch = [], data() + dist.get_rank()
+    for _ in range(3):
+        net.zero_grad()
+        backward(net, batch)
+        sent.append(sum(bucket.bytes for bucket in net.stats().buckets))
+    reduced = [p.grad for p in net.parameters()]
+    own = torch.autograd.grad(net.module(batch).square().mean(), net.parameters())
+    return sent[0] > 0 and sent[1:] == [0, 0] and all(map(torch.equal, reduced, own)) and flow_torch.is_shared(reduced[0])
 
 
 def marked_twice():
@@ -356,7 +382,8 @@ def statistics_for_a_buffer_hook():
 
 
 CASES = [
-    *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, marked_twice, changed_type, sparse_unawares, changed_graph),
+    *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, failed_backward_in_a_subgroup),
+    *(gradients_that_are_not_summed_up, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added),
     *(module_that_was_replaced, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),

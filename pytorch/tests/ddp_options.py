@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
@@ -168,17 +169,21 @@ def of_two_types():
     return nn.Sequential(*layers(1), Cast(torch.float16), *layers(1).half(), Cast(torch.float32))
 
 
-def hook_after_steps(way):
+def hook_after_steps(register):
     """From the third step on, and with parameters that a rank does not use."""
-    net, rank, result = way.wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=True), dist.get_rank(), []
-    for step, taken in enumerate([(0, 1), (rank,), (0,), (), (1,), (1 - rank,)]):
-        if step == 2:
-            registered(default_hooks.fp16_compress_hook)(net, way.group)
-        net.zero_grad()
-        net(data(), taken).square().mean().backward()
-        result += gradients(net)
-    way.check_path(net, in_place=True)
-    return result
+
+    def run(way):
+        net, rank, result = way.wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=True), dist.get_rank(), []
+        for step, taken in enumerate([(0, 1), (rank,), (0,), (), (1,), (1 - rank,)]):
+            if step == 2:
+                register(net, way.group)
+            net.zero_grad()
+            net(data(), taken).square().mean().backward()
+            result += gradients(net)
+        way.check_path(net, in_place=True)
+        return result
+
+    return run
 
 
 def hook_before_backward(register, in_place, first=1, **options):
@@ -213,10 +218,71 @@ def power_sgd(net, group):
     net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def post_local_sgd(net, group):
-    group = group or dist.group.WORLD
-    state = post_localSGD_hook.PostLocalSGDState(process_group=group, subgroup=group, start_localSGD_iter=2)
+def local_sgd(ranks=1, sums=True, start=2):
+    """post_localSGD_hook, which from some step on sums gradients up in groups of so many ranks, or not at all."""
+
+    def register(net, group):
+        state = post_localSGD_hook.PostLocalSGDState(group, subgroup_of(ranks, group), start, sums)
+        net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        return state
+
+    return register
+
+
+def subgroup_of(ranks, group):
+    return dist.new_subgroups(ranks, backend="flow" if group is None else dist.get_backend(group))[0]
+
+
+def counted_local_sgd(way):
+    """The hook's state counts as in torch's class, and may be changed."""
+    net, result = way.wrap(layers(), static_graph=True), []
+    state = local_sgd()(net, way.group)
+    for step in range(8):
+        if step == 4:
+            state.iter = 1
+        if step == 6:
+            state.post_local_gradient_allreduce = False
+        net.zero_grad()
+        net(data()).square().mean().backward()
+        result += [torch.tensor(state.iter), *gradients(net)]
+    way.check_path(net, in_place=True)
+    return result
+
+
+def local_sgd_elsewhere(way):
+    """With a subgroup whose backend is another one."""
+    net = way.wrap(layers())
+    state = post_localSGD_hook.PostLocalSGDState(way.group, subgroup_of(1, dist.new_group(backend="gloo")), 2)
     net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    way.check_path(net, in_place=True)
+    result = train(net)
+    way.check_path(net, in_place=False)
+    return result
+
+
+def optimizer_in_backward(**options):
+    """torch's class, which has it on GPUs only, steps after backward."""
+
+    def run(way):
+        is_ours, net, result = way.group is None, layers(), []
+        parameters = list(net.parameters())
+        if is_ours:
+            _apply_optimizer_in_backward(torch.optim.SGD, parameters[1:], {"lr": 0.05, "momentum": 0.9})
+        net, optimizer = way.wrap(net, **options), torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.9)
+        for step in range(5):
+            if step == 3:
+                with net.no_sync():
+                    net(data()).square().mean().backward()
+            net(data()).square().mean().backward()
+            if not is_ours:
+                optimizer.step()
+                optimizer.zero_grad()
+            result += gradients(net)
+            parameters[0].grad = None
+        way.check_path(net, in_place=True)
+        return result + parameters
+
+    return run
 
 
 HOOKS = {
@@ -224,6 +290,8 @@ HOOKS = {
     "bf16": registered(default_hooks.bf16_compress_hook),
     "allreduce": registered(default_hooks.allreduce_hook),
     "builtin fp16": builtin("FP16_COMPRESS"),
+    "post-local SGD": local_sgd(),
+    "post-local SGD without sums": local_sgd(sums=False),
     "none": lambda net, group: None,
 }
 
@@ -339,16 +407,27 @@ OPTIONS = {
     "fp16 hook, two types": communication_hook(registered(default_hooks.fp16_compress_hook), make=of_two_types),
     "bf16 hook": communication_hook(registered(default_hooks.bf16_compress_hook), bucket_cap_mb=0.1),
     "allreduce hook": communication_hook(registered(default_hooks.allreduce_hook)),
-    "hook after steps": hook_after_steps,
+    "hook after steps": hook_after_steps(registered(default_hooks.fp16_compress_hook)),
     "hook before backward": hook_before_backward(registered(default_hooks.fp16_compress_hook), in_place=True),
     "power SGD before backward": hook_before_backward(power_sgd, in_place=False, gradient_as_bucket_view=True),
     "power SGD before the first backward": hook_before_backward(power_sgd, False, 0, static_graph=True, gradient_as_bucket_view=True),
     "power SGD after steps": power_sgd_after_steps,
     "builtin hook": communication_hook(builtin("ALLREDUCE"), gradient_as_bucket_view=True),
     "builtin fp16 hook": communication_hook(builtin("FP16_COMPRESS"), bucket_cap_mb=0.1),
+    "post-local SGD": communication_hook(local_sgd()),
+    "post-local SGD, pairs": communication_hook(local_sgd(2), bucket_cap_mb=0.1),
+    "post-local SGD without sums": communication_hook(local_sgd(sums=False)),
+    "post-local SGD, static graph": counted_local_sgd,
+    "post-local SGD after steps": hook_after_steps(local_sgd()),
+    "post-local SGD without sums after steps": hook_after_steps(local_sgd(sums=False)),
+    "post-local SGD before backward": hook_before_backward(local_sgd(start=1), in_place=True),
+    "post-local SGD elsewhere": local_sgd_elsewhere,
+    "uneven inputs, post-local SGD": uneven_inputs(local_sgd(2, start=5)),
     # gloo's threads wait for each other if there are more buckets
-    "post-local SGD": communication_hook(post_local_sgd, in_place=False, static_graph=True),
     "power SGD": communication_hook(power_sgd, in_place=False, static_graph=True),
+    "optimizer in backward": optimizer_in_backward(),
+    "optimizer in backward, static graph": optimizer_in_backward(static_graph=True, bucket_cap_mb=0.1),
+    "optimizer in backward, bucket views": optimizer_in_backward(gradient_as_bucket_view=True, find_unused_parameters=True),
     "random options": random_options,
     "manual finalization": manual_finalization,
 }

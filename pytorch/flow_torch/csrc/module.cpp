@@ -79,6 +79,11 @@ c10::intrusive_ptr<InPlaceReducer> in_place_reducer(const GroupPtr& group, int64
         backend->group(), [backend] { return backend->duplicate(); }, *reducer, std::move(names));
 }
 
+void sum_in(const c10::intrusive_ptr<InPlaceReducer>& reducer, const std::optional<GroupPtr>& group) {
+    if (!group) return reducer->sum_in(nullptr);
+    reducer->sum_in([backend = backend_of(*group)] { return backend->duplicate(); });
+}
+
 using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
 
 // In the order of extension.Stats and extension.BucketStats.
@@ -96,6 +101,8 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.class_<InPlaceReducer>("InPlaceReducer")
         .def(torch::init(&in_place_reducer))
         .def("follow_hook", &InPlaceReducer::follow_hook)
+        .def("sum_in", &sum_in)
+        .def("tell_hook", &InPlaceReducer::tell_hook)
         .def("leave", &InPlaceReducer::leave)
         .def("connect", &InPlaceReducer::connect)
         .def("expect", &InPlaceReducer::expect)

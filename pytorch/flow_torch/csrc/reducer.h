@@ -77,6 +77,21 @@ public:
         if (expects_) begin();
     }
 
+    // Sums gradients up from now on in the group that `new_group` makes, of all ranks or of some, when these call it; without that each rank
+    // keeps its own.
+    void sum_in(std::function<Group()> new_group) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        sums_ = static_cast<bool>(new_group);
+        new_summing_ = std::move(new_group);
+        summing_.reset();
+    }
+
+    // Has the hook that is registered know, from now on, when a backward is over: it gets a bucket without parameters.
+    void tell_hook() {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        tells_hook_ = true;
+    }
+
     // Leaves everything to torch's Reducer. Returns whether that now expects a backward: there has been a forward.
     bool leave() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -84,10 +99,11 @@ public:
         return TorchReducer::expects_hooks(torch_) |= std::exchange(expects_, false);
     }
 
-    // Makes the group that reductions go in. All ranks call this, or none: then their first backward makes it.
+    // Makes the groups that reductions go in. All ranks call this, or none: then their first backward makes them.
     void connect() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         if (!own_) own_ = new_group_();
+        if (sums_ && !summing_) summing_ = new_summing_ ? new_summing_() : own_;
     }
 
     // After torch's Reducer has been prepared for a backward: takes that over. Left to it are the first backward of a static graph,
@@ -141,6 +157,7 @@ public:
             used_anywhere();
         });
         release();
+        tell_end();
     }
 
     // An error if the last backward has failed, or has not brought all gradients.
@@ -169,6 +186,7 @@ public:
         failure_ = cause;
         expects_ = false;
         if (own_) flow_abort(own_.get(), cause.c_str());
+        if (summing_ && summing_ != own_) flow_abort(summing_.get(), cause.c_str());
         release();
     }
 
@@ -396,15 +414,16 @@ private:
             bucket.ready = Clock::now();
             while (next_ < buckets_.size() && buckets_[next_].missing == 0 && launch()) ++next_;
         }
-        if (next_ > 0) check(flow_progress(own_.get()));
+        if (next_ > 0 && sums_) check(flow_progress(summing_.get()));
         if (++ready_ == gradients_.size()) {
             torch::autograd::Engine::get_default_engine().queue_callback([self = Pointer::reclaim_copy(this)] { self->finish(); });
         }
     }
 
-    // Returns the number of ranks that gradients are divided by: of all, or of those that have not joined.
+    // Returns the number of ranks that gradients are divided by: of all, of those that sum them up, or of those that have not joined.
     size_t number_of_ranks() const {
-        if (has_hook_ || !counts_ranks_) return flow_world_size(memory_.get());
+        if (!sums_) return 1;
+        if (has_hook_ || !counts_ranks_) return flow_world_size(summing_.get());
         const auto& work = TorchReducer::forward_pass_work(torch_).workHandle;
         work->wait();
         return work->result().at(0).item<int64_t>();
@@ -434,7 +453,7 @@ private:
         if (has_hook_) {
             // In the type that is sent, as the hook does.
             if (!stays) reduced.copy_(grad.detach());
-            reduced.div_(static_cast<double>(divisor_));
+            if (divisor_ != 1) reduced.div_(static_cast<double>(divisor_));
         } else if (divides_first(buckets_[gradient.bucket])) {
             at::mul_out(reduced, grad.detach(), at::native::wrapped_scalar_tensor(1.0 / static_cast<double>(divisor_)));
         } else if (!stays) {
@@ -474,12 +493,12 @@ private:
     bool launch() {
         auto& bucket = buckets_[next_];
         // What one rank does not use, none does. A rank that has joined does not know what the others use.
-        const bool is_skipped = TorchReducer::skips_unused(torch_) && !bucket.is_used && !is_uneven_;
+        const bool is_unused = TorchReducer::skips_unused(torch_) && !bucket.is_used && !is_uneven_;
         bool launched = true;
-        if (is_skipped) {
+        if (is_unused || !sums_) {
             bucket.bytes = 0;
         } else if (!bucket.pieces.empty()) {
-            check(flow_launch_bucket(own_.get(), bucket.pieces.data(), bucket.pieces.size(), static_cast<uint32_t>(next_),
+            check(flow_launch_bucket(summing_.get(), bucket.pieces.data(), bucket.pieces.size(), static_cast<uint32_t>(next_),
                                      divides_first(bucket) ? FLOW_SUM : FLOW_AVG, &launched));
         }
         return launched;
@@ -488,9 +507,10 @@ private:
     // Launches the buckets that are left, and waits for all.
     void finish_buckets() {
         for (; next_ < buckets_.size(); ++next_) {
-            while (!launch()) check(flow_finish_buckets(own_.get()));
+            while (!launch()) check(flow_finish_buckets(summing_.get()));
         }
-        check(flow_finish_buckets(own_.get()));
+        if (!sums_) return;
+        check(flow_finish_buckets(summing_.get()));
         for (const auto& gradient : gradients_) {
             if (gradient.is_sparse) buckets_[gradient.bucket].bytes += sum_sparse_gradient(gradient.reduced);
         }
@@ -502,7 +522,7 @@ private:
         // Two embeddings' gradients may share their values.
         const auto sent = gradient.to(sent_type(gradient.scalar_type())).div(static_cast<double>(divisor_)).coalesce();
         const auto bytes = sent.indices().nbytes() + sent.values().nbytes();
-        sum_sparse(own_.get(), sent);
+        sum_sparse(summing_.get(), sent);
         gradient.copy_(sent);
         return bytes;
     }
@@ -529,6 +549,13 @@ private:
         release();
         TorchReducer::hook_called(torch_) = false;
         is_under_way_ = false;
+        tell_end();
+    }
+
+    void tell_end() {
+        if (!tells_hook_) return;
+        c10d::GradBucket none(0, 1, at::empty({0}), {}, {}, {}, {}, std::nullopt);
+        torch_.run_comm_hook(none)->waitAndThrow();
     }
 
     // Returns which parameters some rank has used; empty if all have been.
@@ -618,12 +645,17 @@ private:
     std::recursive_mutex mutex_;
     // For reductions only, so that they are in no order with other collectives of the program.
     Group own_;
+    // Gradients are summed up in this group, which is `own_` or what this function makes; or not at all.
+    Group summing_;
+    std::function<Group()> new_summing_;
+    bool sums_ = true;
     std::vector<Gradient> gradients_;  // as torch's Reducer numbers parameters
     std::vector<Bucket> buckets_;
     bool has_rebuilt_bucket_ = false;
     // There is a communication hook. What it sends gradients as, if not as what they are.
     bool has_hook_ = false;
     std::optional<at::ScalarType> sent_as_;
+    bool tells_hook_ = false;
     // The backward that is expected, or under way: gradients that are ready, and the next bucket to launch.
     bool expects_ = false;
     bool is_under_way_ = false;
