@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flow_torch
 from ddp_common import WIDTH, Branches, Flow, Torch, data, dense_gradients, gradients, layers, table, train, words
+from ddp_hooks import COMPRESSED
 from ddp_options import OPTIONS, SKIPPED, local_sgd, registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
@@ -496,6 +497,7 @@ SAME = {
     "late hooks": late_hooks,
     "negative bits": negative_bits,
     **OPTIONS,
+    **COMPRESSED,
     "adversaries": adversaries,
     "copies": copies,
     "compiled": compiled,

@@ -1,0 +1,124 @@
+"""Communication hooks that compress gradients on CPUs, for both classes of DistributedDataParallel and over any backend.
+
+PyTorch has no top-k, and quantizes on GPUs only.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
+
+_BYTES = 255
+
+
+class TopKState:
+    """What `top_k_hook` needs: the process group, None for the default one, and the share of elements that is sent, above 0 and at most 1."""
+
+    def __init__(self, process_group, share):
+        if not 0 < share <= 1:
+            raise ValueError(f"TopKState: a share of elements is above 0 and at most 1, not {share}")
+        self.process_group, self.share = process_group, share
+        # What each parameter's gradients have left unsent.
+        self.errors = {}
+
+    def sent(self, parameter, gradient):
+        """The largest elements of a flat gradient and of what earlier ones have left, and their places."""
+        # Where no rank uses the parameter, what came would be lost: this rank's gradient is zeros there.
+        is_used = gradient.any()
+        flat = gradient.to(_wide(gradient.dtype), copy=True)
+        if is_used and parameter in self.errors:
+            flat += self.errors[parameter]
+        count = max(1, -int(-flat.numel() * self.share // 1)) if flat.numel() else 0
+        places = flat.abs().topk(count, sorted=False).indices
+        values = flat[places]
+        if is_used:
+            # A gradient that overflows, of which a GradScaler makes nothing, must not come again.
+            self.errors[parameter] = flat.index_fill_(0, places, 0).nan_to_num_(0, 0, 0)
+        return values, places
+
+
+def top_k_hook(state, bucket):
+    """Sends a share of each gradient's elements, the largest by amount, at least one, with their places; the mean has those of all ranks.
+    What is not sent is added to the next step's gradient (error feedback).
+
+    Each rank receives what all ranks send: with a share `s` of 4-byte elements, that is `12 s` bytes for an element and rank.
+    """
+    if not isinstance(state, TopKState):
+        raise TypeError(f"top_k_hook: its state is a TopKState, not {type(state).__name__}")
+    buffer, parameters, group = _buffer(bucket), bucket.parameters(), _group(state.process_group)
+    start, values, places = 0, [], []
+    # Of complex numbers, bucket.gradients() has half: they lie here as real ones.
+    lengths = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in parameters]
+    for parameter, gradient in zip(parameters, buffer.split(lengths)):
+        found, where = state.sent(parameter, gradient)
+        values.append(found)
+        places.append(where + start)
+        start += gradient.numel()
+
+    def add(gathered):
+        total = torch.zeros(buffer.numel(), dtype=_wide(buffer.dtype), device=buffer.device)
+        # One rank after the other, so that all ranks add in the same order.
+        for found, where in zip(*gathered):
+            total.index_add_(0, where, found)
+        return total.div_(group.size()).to(buffer.dtype)
+
+    return _gathered(group, (torch.cat(values), torch.cat(places)), add)
+
+
+def quantization_pertensor_hook(process_group, bucket):
+    """Sends each element as a byte: its place between the bucket's smallest and largest element. On GPUs, PyTorch's hook of this name.
+
+    An element is wrong by at most half a 255th of that range, on each rank.
+    """
+    if bucket.buffer().device.type != "cpu":
+        return quantization_hooks.quantization_pertensor_hook(process_group, bucket)
+    return _quantized(process_group, bucket, bucket.buffer().numel())
+
+
+def quantization_perchannel_hook(process_group, bucket, bucket_size=512):
+    """Does that with a range of its own for each `bucket_size` elements that follow each other. On GPUs, PyTorch's hook of this name."""
+    if bucket_size < 1:
+        raise ValueError(f"quantization_perchannel_hook: a channel has 1 element or more, not {bucket_size}")
+    if bucket.buffer().device.type != "cpu":
+        return quantization_hooks.quantization_perchannel_hook(process_group, bucket, bucket_size)
+    return _quantized(process_group, bucket, min(bucket_size, bucket.buffer().numel()))
+
+
+def _quantized(process_group, bucket, channel):
+    buffer = _buffer(bucket)
+    length = buffer.numel()
+    # The last element once more: zeros would widen the last channel's range.
+    padding = buffer[-1:].expand(-length % channel if length else 0)
+    rows = torch.cat([buffer, padding]).to(_wide(buffer.dtype)).view(-1, max(channel, 1))
+    smallest, largest = rows.aminmax(dim=1, keepdim=True)
+    step = (largest - smallest) / _BYTES
+    places = ((rows - smallest) / torch.where(step > 0, step, 1)).round_().clamp_(0, _BYTES).to(torch.uint8)
+
+    def mean(gathered):
+        found, ranges = gathered
+        values = found.to(ranges.dtype).mul_(ranges[..., 1:]).add_(ranges[..., :1])
+        return values.mean(0).view(-1)[:length].to(buffer.dtype)
+
+    return _gathered(_group(process_group), (places, torch.cat([smallest, step], 1)), mean)
+
+
+def _gathered(group, tensors, run):
+    """A future of what `run` makes of the tensors of all ranks, each with one dimension more."""
+    made = [tensor.new_empty(group.size(), *tensor.shape) for tensor in tensors]
+    works = [dist.all_gather_into_tensor(to.flatten(0, 1), tensor, group=group, async_op=True) for to, tensor in zip(made, tensors)]
+    return torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: run(made))
+
+
+def _group(group):
+    return dist.group.WORLD if group is None else group
+
+
+def _buffer(bucket):
+    buffer = bucket.buffer()
+    if buffer.layout != torch.strided:
+        raise TypeError(f"flow_torch.comm_hooks: sparse gradients are not compressed, and this one is {buffer.layout}")
+    return buffer
+
+
+def _wide(dtype):
+    """The type in which elements are sent and added up."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
