@@ -232,6 +232,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         own = _backend(self.process_group).allocate_tensor(1, dtype=torch.float32, device=torch.device("cpu"))
         return backend is not None and backend.is_shared(own)
 
+    def _delayed_all_reduce_hook(self, grad):
+        # In torch's class buckets that come later in the same group are waited for, and this with them.
+        buffer = self._delay_grad_buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return grad
+
     def _setup_in_backward_optimizers(self):
         optimized = [own for own in self._reduced if hasattr(own, "_in_backward_optimizers")]
         if self._in_place is None or not optimized:

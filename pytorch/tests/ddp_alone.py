@@ -125,6 +125,11 @@ def gradients_that_are_not_summed_up():
     return sent[0] > 0 and sent[1:] == [0, 0] and all(map(torch.equal, reduced, own)) and flow_torch.is_shared(reduced[0])
 
 
+def differing_models():
+    error = raised(lambda: flow_torch.DistributedDataParallel(layers(1 + dist.get_rank()), process_group=dist.new_group()), RuntimeError)
+    return "DDP expects same model across all ranks" in error
+
+
 def marked_twice():
     """By reentrant checkpoints over the same layers, while gradients of others are still to come."""
 
@@ -382,7 +387,7 @@ def statistics_for_a_buffer_hook():
 
 
 CASES = [
-    *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, failed_backward_in_a_subgroup),
+    *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, failed_backward_in_a_subgroup, differing_models),
     *(gradients_that_are_not_summed_up, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added),
     *(module_that_was_replaced, layers_that_have_moved),

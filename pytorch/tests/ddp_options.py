@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
@@ -285,6 +286,60 @@ def optimizer_in_backward(**options):
     return run
 
 
+def delayed_all_reduce(way):
+    """Of all layers but the first, when the gradient of the first is there. In torch's class they are reduced as others."""
+    net, options = layers(), {}
+    if way.group is None:
+        delayed = [(name, p) for name, p in net.named_parameters() if not name.startswith("0.")]
+        options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": net[0].weight}
+    net = way.wrap(net, **options)
+    way.check_path(net, in_place=True)
+    return train(net) + train(net, to_none=False)
+
+
+def zeros_without_memory(way):
+    """The gradient of a sign is such zeros: of one parameter on all ranks, of the other on rank 0 only."""
+
+    class Signs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sign, self.mixed, self.small = (nn.Parameter(torch.ones(*size)) for size in ((WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,)))
+
+        def forward(self):
+            return self.sign.sgn() + (self.mixed.sgn() if dist.get_rank() == 0 else self.mixed * 4) + self.small.sgn()
+
+    net, result = way.wrap(Signs(), gradient_as_bucket_view=True), []
+    for step in range(4):
+        net.zero_grad(set_to_none=step != 2)
+        net().sum().backward()
+        result += gradients(net)
+    way.check_path(net, in_place=True)
+    return result
+
+
+def sharded_optimizer(hook=None, **options):
+    """ZeroRedundancyOptimizer. With a hook it steps in backward, from the third one on. In torch's class each rank has all of it."""
+
+    def run(way):
+        net = way.wrap(layers(), bucket_cap_mb=0.1)
+        if way.group is not None:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        else:
+            steps_in_backward = {"overlap_with_ddp": True} if hook else {}
+            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9, **steps_in_backward)
+            if hook:
+                net.register_comm_hook(None, hook(default_hooks.allreduce_hook, net, optimizer, **options))
+        for step in range(5):
+            optimizer.zero_grad()
+            net(data()).square().mean().backward()
+            if step >= 2 and not (hook and way.group is None):
+                optimizer.step()
+        way.check_path(net, in_place=not hook)
+        return list(net.parameters())
+
+    return run
+
+
 HOOKS = {
     "fp16": registered(default_hooks.fp16_compress_hook),
     "bf16": registered(default_hooks.bf16_compress_hook),
@@ -425,6 +480,13 @@ OPTIONS = {
     "uneven inputs, post-local SGD": uneven_inputs(local_sgd(2, start=5)),
     # gloo's threads wait for each other if there are more buckets
     "power SGD": communication_hook(power_sgd, in_place=False, static_graph=True),
+    "bucket_cap_mb_list": lambda way: train(way.wrap(layers(6), bucket_cap_mb_list=[0.05, 0.2, 0.1])),
+    "delayed all-reduce": delayed_all_reduce,
+    "zeros without memory": zeros_without_memory,
+    "ZeroRedundancyOptimizer": sharded_optimizer(),
+    "ZeroRedundancyOptimizer in backward": sharded_optimizer(hook_with_zero_step),
+    "ZeroRedundancyOptimizer in backward, shards of buckets": sharded_optimizer(hook_with_zero_step, shard_buckets=True),
+    "ZeroRedundancyOptimizer in backward, interleaved": sharded_optimizer(hook_with_zero_step_interleaved),
     "optimizer in backward": optimizer_in_backward(),
     "optimizer in backward, static graph": optimizer_in_backward(static_graph=True, bucket_cap_mb=0.1),
     "optimizer in backward, bucket views": optimizer_in_backward(gradient_as_bucket_view=True, find_unused_parameters=True),

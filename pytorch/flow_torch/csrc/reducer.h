@@ -433,7 +433,9 @@ private:
     // that is not used stays as it is if no rank uses that.
     at::Tensor place(Gradient& gradient, const at::Tensor* incoming) {
         at::NoGradGuard no_grad;
-        const auto& grad = gradient.param.grad();
+        auto& grad = gradient.param.mutable_grad();
+        // A sign's, say, is zeros that have no memory.
+        if (grad.defined() && grad._is_zerotensor()) grad.reset();
         if (!grad.defined()) return nothing_of(gradient);
         const auto type = gradient.param.scalar_type();
         TORCH_CHECK(grad.scalar_type() == type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
