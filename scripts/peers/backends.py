@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401: registers the backend "fake"
@@ -52,12 +53,16 @@ def fp16_hook(model, group):
     model.register_comm_hook(group, default_hooks.fp16_compress_hook)
 
 
+def local_sgd_hook(model, group):
+    model.register_comm_hook(PostLocalSGDState(group, group, start_localSGD_iter=0), post_localSGD_hook)
+
+
 def in_join(model, _):
     model.join().__enter__()  # to the end: all ranks have as many inputs
 
 
 MODELS["sparse"] = lambda: (Lookup(), (32, 32))
-VARIANTS = {"": lambda *_: None, "fp16 hook": fp16_hook, "join": in_join}
+VARIANTS = {"": lambda *_: None, "fp16 hook": fp16_hook, "post-local SGD": local_sgd_hook, "join": in_join}
 
 
 def in_turns(name, ways, arguments):
