@@ -106,7 +106,7 @@ def quantized_exactly(hook):
         net, world, result = way.wrap(Given()), dist.get_world_size(), []
         quantized(hook)(net, way.group)
         exact = (7 * torch.arange(LENGTH) % 256 - 100.0) * world
-        for given, is_exact in (exact, True), (torch.full((LENGTH,), 0.1), True), (torch.randn(LENGTH), False):
+        for given, is_exact in (exact, True), (torch.full((LENGTH,), 0.5 * world), True), (torch.randn(LENGTH), False):
             net.zero_grad()
             net(given).backward()
             mean, worst = given / world, given.max() - given.min()

@@ -175,10 +175,26 @@ fn flows_ddp_on_three_ranks() {
         "uneven inputs",
         "uneven inputs, fp16 hook",
         "fp16 hook, two types",
+        "post-local SGD",
+        "optimizer in backward",
+        "top-k, error feedback",
+        "8 bits per channel, exact",
     ];
     let mut several = Several::new();
     several.add(Part::Cpp, &[], "ddp.py", &cases);
     all_good(&several.launched(3)[0], 3, cases.len());
+}
+
+/// In pairs, as subgroups of four ranks.
+#[test]
+fn flows_ddp_in_subgroups() {
+    if is_skipped() {
+        return;
+    }
+    let cases = ["post-local SGD, pairs", "uneven inputs, post-local SGD"];
+    let mut several = Several::new();
+    several.add(Part::Cpp, &[], "ddp.py", &cases);
+    all_good(&several.launched(4)[0], 4, cases.len());
 }
 
 /// What flow's own DDP does as PyTorch's over gloo and what only it does; and what could go wrong
@@ -188,7 +204,7 @@ fn flows_ddp_and_its_memory() {
     if is_skipped() {
         return;
     }
-    let programs = [("ddp.py", 71), ("ddp_alone.py", 22), ("forks.py", 8)];
+    let programs = [("ddp.py", 102), ("ddp_alone.py", 25), ("forks.py", 8)];
     let mut several = Several::new();
     for (name, _) in programs {
         several.add(Part::Cpp, &[], name, &[]);
