@@ -9,7 +9,6 @@ import torch
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.nn import parallel
 
 from . import told_hooks
@@ -244,6 +243,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._in_place is None or not optimized:
             super()._setup_in_backward_optimizers()
             return
+        # The import takes long, and is made by now.
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
         # Torch's hook is for GPUs.
         for own in optimized:
             for handle in param_to_optim_hook_handle_map.get(own, []):
