@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_common import gradients, layers, train
+from ddp_options import uneven_inputs
 from flow_torch import comm_hooks
 
 LENGTH = 3 * 512 - 200  # not a multiple of a channel's length
@@ -159,5 +160,7 @@ COMPRESSED = {
     "8 bits per channel": trained(quantized(CHANNEL, bucket_size=100), static_graph=True),
     "8 bits per tensor, exact": quantized_exactly(TENSOR),
     "8 bits per channel, exact": quantized_exactly(CHANNEL),
+    "uneven inputs, top-k": uneven_inputs(top_k(0.01), in_place=False),
+    "uneven inputs, 8 bits per channel": uneven_inputs(quantized(CHANNEL), in_place=False),
     "wrong arguments of hooks": wrong_arguments,
 }

@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
 from ddp_common import WIDTH, Branches, data, dense_gradients, gradients, layers, table, train, words
 
-def uneven_inputs(register=lambda net, group: None, **options):
+def uneven_inputs(register=lambda net, group: None, in_place=True, **options):
     def run(way):
         net, result = way.wrap(layers(), bucket_cap_mb=0.1, **options), []
         register(net, way.group)
@@ -30,7 +31,7 @@ def uneven_inputs(register=lambda net, group: None, **options):
                             net(data()).square().mean().backward()
                     net(data()).square().mean().backward()
                     optimizer.step()
-        way.check_path(net, in_place=True)
+        way.check_path(net, in_place)
         return result + train(net, optimizer=optimizer)
 
     return run
@@ -246,6 +247,22 @@ def counted_local_sgd(way):
         net.zero_grad()
         net(data()).square().mean().backward()
         result += [torch.tensor(state.iter), *gradients(net)]
+    way.check_path(net, in_place=True)
+    return result
+
+
+def averaged_models(way):
+    """Ranks train alone, and have the mean of their models every other step."""
+    net = way.wrap(layers())
+    local_sgd(sums=False)(net, way.group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    averager = PeriodicModelAverager(period=2, warmup_steps=2, process_group=way.group)
+    optimizer, result = PostLocalSGDOptimizer(optimizer, averager), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        net(data()).square().mean().backward()
+        optimizer.step()
+        result += [p.clone() for p in net.parameters()]
     way.check_path(net, in_place=True)
     return result
 
@@ -476,6 +493,7 @@ OPTIONS = {
     "post-local SGD after steps": hook_after_steps(local_sgd()),
     "post-local SGD without sums after steps": hook_after_steps(local_sgd(sums=False)),
     "post-local SGD before backward": hook_before_backward(local_sgd(start=1), in_place=True),
+    "post-local SGD, averaged models": averaged_models,
     "post-local SGD elsewhere": local_sgd_elsewhere,
     "uneven inputs, post-local SGD": uneven_inputs(local_sgd(2, start=5)),
     # gloo's threads wait for each other if there are more buckets
