@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 _BYTES = 255
+# Of so many elements one is a sample's.
+_SAMPLED = 61
 
 
 class TopKState:
-    """What `top_k_hook` needs: the process group, None for the default one, and the share of elements that is sent, above 0 and at most 1."""
+    """What `top_k_hook` needs: the process group, None for the default one, and the share of elements that it sends, above 0, at most 1."""
 
     def __init__(self, process_group, share):
         if not 0 < share <= 1:
@@ -28,7 +30,7 @@ class TopKState:
         if is_used and parameter in self.errors:
             flat += self.errors[parameter]
         count = max(1, -int(-flat.numel() * self.share // 1)) if flat.numel() else 0
-        places = flat.abs().topk(count, sorted=False).indices
+        places = _largest(flat.abs(), count)
         values = flat[places]
         if is_used:
             # A gradient that overflows, of which a GradScaler makes nothing, must not come again.
@@ -84,21 +86,35 @@ def quantization_perchannel_hook(process_group, bucket, bucket_size=512):
 
 
 def _quantized(process_group, bucket, channel):
-    buffer = _buffer(bucket)
+    buffer, group = _buffer(bucket), _group(process_group)
     length = buffer.numel()
     # The last element once more: zeros would widen the last channel's range.
     padding = buffer[-1:].expand(-length % channel if length else 0)
     rows = torch.cat([buffer, padding]).to(_wide(buffer.dtype)).view(-1, max(channel, 1))
-    smallest, largest = rows.aminmax(dim=1, keepdim=True)
+    # aminmax of rows is ten times as slow.
+    smallest, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     step = (largest - smallest) / _BYTES
-    places = ((rows - smallest) / torch.where(step > 0, step, 1)).round_().clamp_(0, _BYTES).to(torch.uint8)
+    places = (rows - smallest).div_(torch.where(step > 0, step, 1)).round_().clamp_(0, _BYTES).to(torch.uint8)
 
     def mean(gathered):
-        found, ranges = gathered
-        values = found.to(ranges.dtype).mul_(ranges[..., 1:]).add_(ranges[..., :1])
-        return values.mean(0).view(-1)[:length].to(buffer.dtype)
+        total = torch.zeros_like(rows)
+        for found, ranges in zip(*gathered):
+            total += found.to(ranges.dtype).mul_(ranges[:, 1:]).add_(ranges[:, :1])
+        return total.div_(group.size()).view(-1)[:length].to(buffer.dtype)
 
-    return _gathered(_group(process_group), (places, torch.cat([smallest, step], 1)), mean)
+    return _gathered(group, (places, torch.cat([smallest, step], 1)), mean)
+
+
+def _largest(amounts, count):
+    """The places of so many elements, the largest ones, and before these what is no number."""
+    # A sample says how large they are at least, as a rule: topk takes five times as long as to find those.
+    sample = amounts[::_SAMPLED]
+    enough = 2 * (count // _SAMPLED) + 2
+    if enough < len(sample):
+        found = (~(amounts <= sample.topk(enough).values[-1])).nonzero().view(-1)
+        if len(found) >= count:
+            return found[amounts[found].topk(count, sorted=False).indices]
+    return amounts.topk(count, sorted=False).indices
 
 
 def _gathered(group, tensors, run):

@@ -30,8 +30,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
     and while it goes on they are reduced where they are. With other communication hooks than PyTorch's allreduce_hook,
-    fp16_compress_hook, bf16_compress_hook and post_localSGD_hook, with mixed precision, `require_manual_backward_finalization`, over another backend, on GPUs
-    and without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
+    fp16_compress_hook, bf16_compress_hook and post_localSGD_hook, with mixed precision, `require_manual_backward_finalization`, over
+    another backend, on GPUs and without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
     """
 
     # What reduces gradients where they are. None where torch's Reducer does everything.

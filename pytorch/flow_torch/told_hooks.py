@@ -1,6 +1,6 @@
 """PyTorch's communication hooks that must know when a backward is over whose gradients were reduced in place.
 
-Torch's Reducer calls them with its buckets as usual. Of what was reduced in place they get no bucket, but one without parameters at the end.
+Torch's Reducer calls them with its buckets as usual. Where gradients are reduced in place they get a bucket at the end, without parameters.
 """
 
 import torch

@@ -77,8 +77,8 @@ public:
         if (expects_) begin();
     }
 
-    // Sums gradients up from now on in the group that `new_group` makes, of all ranks or of some, when these call it; without that each rank
-    // keeps its own.
+    // Sums gradients up from now on in the group that `new_group` makes, of all ranks or of some, when these call it; without it each
+    // rank keeps its own.
     void sum_in(std::function<Group()> new_group) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         sums_ = static_cast<bool>(new_group);
