@@ -26,6 +26,7 @@ class Backend:
 
     def __init__(self, group):
         self.group = group.boxed()
+        self._backend = group._get_backend(_CPU)
 
     def new_group_of(self, ranks, timeout):
         """A group of these ranks, which all of them make."""
@@ -33,6 +34,10 @@ class Backend:
 
     def is_shared(self, tensor):
         return extension.load().is_shared(self.group, tensor)
+
+    def allocate_tensor(self, *arguments, **options):
+        """A tensor in shared memory, if there is room."""
+        return self._backend.allocate_tensor(*arguments, **options)
 
     def fail(self, cause):
         """Makes the group unusable, on all ranks."""
