@@ -241,8 +241,9 @@ impl DdpBuilder {
     ///   them.
     /// - A communication hook that returns a tensor of its own is waited for at the end of backward.
     ///   On GPUs all buckets are: they keep their memory anyway.
-    /// - Gradients cannot be clipped by the norm of all of them, nor unscaled before the step as a
-    ///   `GradScaler` does, and the model cannot be joined.
+    /// - Gradients cannot be clipped by the norm of all of them, nor unscaled before the step. A
+    ///   [`GradScaler`](crate::GradScaler) that is stepped or updated beside it returns an error. The
+    ///   model cannot be joined.
     pub fn optimizer_in_backward(
         mut self,
         config: impl OptimizerConfig + Send + 'static,

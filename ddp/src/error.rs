@@ -7,6 +7,8 @@ use flow_autograd::BoxError;
 use flow_comm::{DType, ProcessGroup};
 use tch::{Kind, TchError};
 
+use crate::optimizer_choice::one_line;
+
 /// Errors of [`Ddp`](crate::Ddp) and of collectives on tensors. Ranks are those in the job.
 ///
 /// libtorch reports what ends a backward, so the caller gets tch's error. [`Error::from_backward`]
@@ -72,6 +74,12 @@ pub enum Error {
         /// This rank.
         rank: usize,
         /// The other rank's error.
+        reason: String,
+    },
+    /// A [`GradScaler`](crate::GradScaler) cannot unscale gradients, or is called out of order.
+    #[error("GradScaler: {reason}")]
+    GradScaler {
+        /// The fault, and what would be right.
         reason: String,
     },
     /// A communication hook failed, or returned something else than a bucket's gradients.
@@ -214,6 +222,11 @@ impl Error {
             rank: job_rank(group),
             reason: error.to_string(),
         })
+    }
+
+    /// Returns an error of looking at gradients, or one that passed through it.
+    pub(crate) fn in_grad_scaler(error: BoxError) -> Self {
+        passed_through(error).unwrap_or_else(|error| Self::GradScaler { reason: one_line(error) })
     }
 
     /// Returns an error of a joinable, or one that passed through it.

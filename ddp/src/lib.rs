@@ -13,6 +13,7 @@
 //! | [`DiLoCo`] | torchft's `DiLoCo` |
 //! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` |
 //! | [`DdpBuilder::mixed_precision`], [`MixedPrecision`] | `DistributedDataParallel`'s `mixed_precision`, `_MixedPrecision` |
+//! | [`GradScaler`] | `torch.amp.GradScaler` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
 //! | [`DataLoader`], [`Dataset`], [`IterableDataset`] | the same in `torch.utils.data` |
@@ -48,6 +49,7 @@ mod diloco;
 mod error;
 mod grad_layout;
 mod grad_reducer;
+mod grad_scaler;
 mod in_backward;
 mod join;
 mod low_precision;
@@ -96,6 +98,7 @@ pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use grad_reducer::GradReducer;
+pub use grad_scaler::{Found, GradScaler, ScaledOptimizer};
 pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};
 pub use mixed_precision::MixedPrecision;
 pub use model_averager::ModelAverager;

@@ -46,11 +46,12 @@ pub use tch;
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
-        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, OptimizerState,
-        ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep, convert_sync_batchnorm,
+        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, GradScaler,
+        OptimizerState, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
+        convert_sync_batchnorm,
     };
     #[cfg(feature = "global")]
-    pub use flow_global::{self as global, B, GlobalTensor, GradScaler, P, Placement, S, Sbp};
+    pub use flow_global::{self as global, B, GlobalTensor, P, Placement, S, Sbp};
     #[cfg(feature = "pipeline")]
     pub use flow_pipeline::{Pipeline, Schedule, Stage, stage_fn};
     pub use tch::nn::{self, Module, ModuleT, OptimizerConfig};

@@ -1,5 +1,7 @@
 //! Errors of global tensors.
 
+use flow_autograd::BoxError;
+
 use crate::sbp::Sbp;
 
 /// Result with this crate's error.
@@ -179,4 +181,15 @@ pub enum Error {
         /// Elements that are needed.
         needed: usize,
     },
+}
+
+impl Error {
+    /// Returns the error of a collective as it is, for crates that do not know this one.
+    pub(crate) fn passed_on(self) -> BoxError {
+        match self {
+            Self::Comm(error) => error.into(),
+            Self::Tensor(error) => error.into(),
+            other => other.into(),
+        }
+    }
 }

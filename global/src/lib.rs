@@ -62,7 +62,6 @@ mod dispatch;
 mod distribute;
 mod error;
 pub mod explain;
-mod grad_scaler;
 mod gradients;
 mod group_placement;
 mod groups;
@@ -100,7 +99,7 @@ pub use create::{
 pub use deferred::{PartialGradients, no_sync};
 pub use distribute::{distribute, to_global_in_place, undistribute};
 pub use error::{Error, Result};
-pub use grad_scaler::{GradScaler, ScaledOptimizer};
+pub use flow_ddp::{GradScaler, ScaledOptimizer};
 pub use groups::Groups;
 pub use like::{
     empty_like, full_like, new_empty, new_full, new_ones, new_tensor, new_zeros, ones_like,

@@ -6,6 +6,7 @@ use std::sync::PoisonError;
 
 use flow_autograd::identity;
 use flow_comm::{ProcessGroup, ReduceOp};
+use flow_ddp::ScaledOptimizer;
 use flow_ddp::checkpoint::Result as CheckpointResult;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -16,7 +17,6 @@ use crate::checkpoint::{ShardedCheckpoint, ShardedCheckpoints};
 use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
-use crate::grad_scaler::ScaledOptimizer;
 use crate::handle::{local_of, spec_of};
 use crate::sbp::{B, NdSbp, S};
 use crate::spec::Spec;
@@ -238,6 +238,8 @@ impl ShardedOptimizer {
 }
 
 impl ScaledOptimizer for ShardedOptimizer {
+    type Error = Error;
+
     fn variables_to_step(&self) -> Result<Vec<Tensor>> {
         self.reduce_gradients()?;
         Ok(self.shards.trainable_variables())

@@ -16,7 +16,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::{null, null_mut};
 use std::sync::{Arc, OnceLock};
 
-use tch::Tensor;
+use tch::{TchError, Tensor};
 use torch_sys::C_tensor;
 
 use crate::error::{BoxError, Error};
@@ -61,6 +61,13 @@ pub trait Dispatcher: 'static {
         may_take: bool,
         exclusive: bool,
     ) -> Result<LeafGradient, BoxError>;
+
+    /// Returns whether all elements of these tensors are finite, on all ranks. At least one tensor is
+    /// global.
+    ///
+    /// # Errors
+    /// A collective fails.
+    fn are_finite(tensors: &[Tensor]) -> Result<bool, BoxError>;
 }
 
 /// The gradient that is accumulated in `.grad` of a leaf.
@@ -78,6 +85,7 @@ pub enum LeafGradient {
 struct Registered {
     dispatcher: TypeId,
     spec: TypeId,
+    are_finite: fn(&[Tensor]) -> Result<bool, BoxError>,
 }
 
 /// The result of the first registration.
@@ -87,6 +95,35 @@ static REGISTERED: OnceLock<Result<Registered, Error>> = OnceLock::new();
 pub fn is_global(tensor: &Tensor) -> bool {
     // SAFETY: the tensor is alive.
     unsafe { !ffi::flow_global_spec(tensor.as_ptr()).is_null() }
+}
+
+/// Returns whether all elements of these tensors are finite. If one is global, all ranks call this, and
+/// get the same.
+///
+/// # Errors
+/// libtorch's; a collective fails.
+pub fn are_finite(tensors: &[Tensor]) -> Result<bool, BoxError> {
+    match REGISTERED.get() {
+        Some(Ok(registered)) if tensors.iter().any(is_global) => (registered.are_finite)(tensors),
+        _ => Ok(local_are_finite(tensors)?),
+    }
+}
+
+/// Returns whether all elements of these plain tensors are finite. A device is waited for once.
+///
+/// # Errors
+/// libtorch's.
+pub fn local_are_finite(tensors: &[Tensor]) -> Result<bool, TchError> {
+    let mut flags = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let values =
+            if tensor.is_sparse() { tensor.f_internal_values()? } else { tensor.shallow_clone() };
+        flags.push(values.f_isfinite()?.f_all()?);
+    }
+    if flags.is_empty() {
+        return Ok(true);
+    }
+    bool::try_from(Tensor::f_stack(&flags, 0)?.f_all()?)
 }
 
 /// Makes global tensors, whose operations one [`Dispatcher`] carries out.
@@ -125,7 +162,11 @@ impl<S: Send + Sync + 'static> Globals<S> {
             };
             // SAFETY: the functions fit the specs, which are `Arc<S>`: all come from this type.
             unsafe { check(OPERATION, ffi::flow_global_register(callbacks))? };
-            Ok(Registered { dispatcher: TypeId::of::<D>(), spec: TypeId::of::<S>() })
+            Ok(Registered {
+                dispatcher: TypeId::of::<D>(),
+                spec: TypeId::of::<S>(),
+                are_finite: D::are_finite,
+            })
         });
         if registered.as_ref().map_err(Clone::clone)?.dispatcher == TypeId::of::<D>() {
             return Ok(Self(PhantomData));

@@ -6,6 +6,7 @@ use flow_comm::ProcessGroup;
 use tch::{Device, Tensor};
 
 use super::ZeroRedundancyOptimizer;
+use super::scaled::{ENDED, TELLS};
 use super::setting::{JoinedSteps, NUMBERS, Setting};
 use crate::error::{Error, Result, job_rank};
 use crate::join::joining::root_of;
@@ -140,6 +141,10 @@ struct OptimizerHook<'a>(&'a ZeroRedundancyOptimizer);
 
 impl JoinHook for OptimizerHook<'_> {
     fn main_hook(&mut self, code: i64, active: &[usize]) -> Result<(), BoxError> {
+        if code == TELLS {
+            self.0.gather_found(ENDED)?;
+            return Ok(());
+        }
         Ok(self.0.shadow_step(code as usize, active)?)
     }
 }

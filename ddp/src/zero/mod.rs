@@ -12,12 +12,14 @@
 //! | `error.rs` | errors that name the optimizer |
 //! | `parts.rs` | what a [`Ddp`](crate::Ddp) steps in backward |
 //! | `join.rs` | uneven inputs |
+//! | `scaled.rs` | steps under a [`GradScaler`](crate::GradScaler) |
 
 mod error;
 mod gather;
 mod join;
 mod partition;
 mod parts;
+mod scaled;
 mod setting;
 mod shards;
 mod state;

@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod draws;
+mod grad_scaler;
 mod iterable;
 mod loader;
 mod own_orders;

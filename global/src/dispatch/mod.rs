@@ -40,6 +40,7 @@ use crate::compare;
 use crate::convert::{convert, moved};
 use crate::deferred;
 use crate::error::{Error, Result};
+use crate::gradients;
 use crate::handle::{boxed, find_spec, globals, local_of, spec_of};
 use crate::local::distribute_tensor;
 use crate::placement::Placement;
@@ -126,6 +127,10 @@ impl Dispatcher for GlobalDispatcher {
         let own = tch::no_grad(|| boxed(gradient, &own))?;
         record::gradient(leaf, gradient, Some(&own))?;
         Ok(LeafGradient::Boxed(own))
+    }
+
+    fn are_finite(tensors: &[Tensor]) -> std::result::Result<bool, BoxError> {
+        gradients::are_finite(tensors).map_err(Error::passed_on)
     }
 }
 

@@ -1,4 +1,4 @@
-//! `GradScaler`, with the numbers of `torch.amp.GradScaler`.
+//! `GradScaler` on global tensors, with the numbers of `torch.amp.GradScaler`.
 
 use crate::common::ranks::{assert_close, ranks};
 use flow_global::{
@@ -40,7 +40,7 @@ fn sharded(vs: &nn::VarStore, learning_rate: f64) -> ShardedOptimizer {
 /// Trains; `place` makes a tensor what the parameter is multiplied by.
 fn train(
     parameter: &Tensor,
-    mut optimizer: impl ScaledOptimizer,
+    mut optimizer: impl ScaledOptimizer<Error: std::fmt::Debug>,
     place: impl Fn(&Tensor) -> Tensor,
     mut after_step: impl FnMut(usize),
 ) {
@@ -50,7 +50,7 @@ fn train(
         let loss = (parameter * place(&Tensor::from_slice(&[factor, 1.0, 2.0]))).sum(Kind::Float);
         scaler.scale(&loss).backward();
         assert_eq!(scaler.step(&mut optimizer).unwrap(), factor.is_finite());
-        scaler.update();
+        scaler.update().unwrap();
         assert_eq!(scaler.get_scale(), SCALES[step]);
         after_step(step);
     }
@@ -139,7 +139,7 @@ fn f16_trains_with_shards_and_a_scaler_only() {
                 scaler.unscale(&optimizer).unwrap();
                 optimizer.clip_grad_norm(1.0, false).unwrap();
                 taken.push(scaler.step(&mut optimizer).unwrap());
-                scaler.update();
+                scaler.update().unwrap();
             }
             (taken, parameter.detach().full().unwrap().to_kind(Kind::Double))
         };
@@ -152,53 +152,4 @@ fn f16_trains_with_shards_and_a_scaler_only() {
         let two_steps = 2.0 * 1e7 * 1e-8 * Tensor::from_slice(&[0.5, 1.0, 2.0]);
         assert_close(&scaled, &(ones - two_steps), 2e-3);
     });
-}
-
-#[test]
-fn clipping_comes_between_unscale_and_step() {
-    let (vs, parameter) = parameter();
-    let mut optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
-    let mut scaler = GradScaler::default();
-    let loss = (&parameter * Tensor::from_slice(&[3f32, 0.0, 4.0])).sum(Kind::Float);
-    scaler.scale(&loss).backward();
-    scaler.unscale(&optimizer).unwrap();
-    let error = scaler.unscale(&optimizer).unwrap_err().to_string();
-    assert!(error.contains("unscaled already"), "{error}");
-    let norm = flow_global::clip_grad_norm(&vs.trainable_variables(), 1.0, 2.0, true).unwrap();
-    assert!((norm - 5.0).abs() < 1e-6, "{norm}");
-    assert!(scaler.step(&mut optimizer).unwrap());
-    scaler.update();
-    assert_close(&parameter, &Tensor::from_slice(&[0.4f32, 1.0, 0.2]), 1e-5);
-    // A checkpoint goes on with the same scale.
-    let mut resumed = GradScaler::default();
-    resumed.load_state(scaler.state());
-    assert_eq!(resumed, scaler);
-}
-
-#[test]
-fn gradients_in_f16_are_an_error() {
-    let (mut vs, parameter) = parameter();
-    vs.half();
-    let optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
-    let scaled = GradScaler::new(2.0, 2.0, 0.5, 2);
-    scaled.scale(&parameter.sum(Kind::Half)).backward();
-    let error = scaled.clone().unscale(&optimizer).unwrap_err().to_string();
-    assert!(error.contains("keep variables in f32"), "{error}");
-}
-
-/// Else a second optimizer, or the next iteration, would take a step with gradients that are too large.
-#[test]
-fn a_second_step_before_update_is_an_error() {
-    let (vs, parameter) = parameter();
-    let mut optimizer = nn::Sgd::default().build(&vs, 1.0).unwrap();
-    let mut scaler = GradScaler::default();
-    scaler.scale(&parameter.sum(Kind::Float)).backward();
-    assert!(scaler.step(&mut optimizer).unwrap());
-    let error = scaler.step(&mut optimizer).unwrap_err().to_string();
-    assert!(error.contains("one GradScaler for each optimizer"), "{error}");
-    assert_close(&parameter, &Tensor::zeros([3], (Kind::Float, Device::Cpu)), 0.0);
-    scaler.update();
-    optimizer.zero_grad();
-    scaler.scale(&parameter.sum(Kind::Float)).backward();
-    assert!(scaler.step(&mut optimizer).unwrap());
 }

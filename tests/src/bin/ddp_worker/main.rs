@@ -25,6 +25,7 @@ mod parity;
 mod pipelines;
 mod random_options;
 mod reported;
+mod scaled;
 mod sparse;
 mod static_graph;
 mod sync_batchnorm;
@@ -117,6 +118,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("zero_joined", zero::joined, ALL_AND_NODES),
     scenario("zero_misused", zero_misused::misused, ALL_AND_NODES),
     scenario("zero_failing", zero_misused::failing, ALL_AND_NODES),
+    scenario("zero_scaled", scaled::zero, ALL_AND_NODES),
+    scenario("zero_scaled_alone", scaled::zero_alone, ALL_AND_NODES),
+    scenario("zero_scaled_joined", scaled::zero_joined, ALL_AND_NODES),
+    scenario("scaled_misused", scaled::misused, ALL_AND_NODES),
     scenario("mixed_precision_random", mixed_precision::random, ALL_AND_NODES),
     scenario("mixed_precision_memory", mixed_precision::memory, MEASURES_MEMORY),
     scenario("mixed_precision_outdated", mixed_precision::outdated, ALL_AND_NODES),
@@ -124,7 +129,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("mixed_precision_buffers", mixed_precision::buffers, ALL),
     scenario("mixed_precision_in_join", mixed_precision::in_join, ALL),
     scenario("mixed_precision_sparse", mixed_precision::sparse, ALL),
-    scenario("mixed_precision_scaled", mixed_precision::scaled, ALL),
+    scenario("mixed_precision_scaled", scaled::trained, ALL),
     scenario("mixed_precision_misused", mixed_precision::misused, ALL),
     scenario("mixed_precision_written", mixed_precision::written, ALL),
     scenario("unused_reported", reported::unused, ALL_AND_NODES),

@@ -4,31 +4,30 @@ use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::comm_hooks::Bf16Compress;
 use flow_ddp::{Ddp, DdpBuilder, Error, MixedPrecision};
-use flow_global::GradScaler;
 use tch::nn::{self, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{Draws, SentAs, error, random_models, same_everywhere, says, values};
 use crate::models::{self, Vectors, device, on_gpu, store};
 
-const LARGE: i64 = 40_000;
+pub const LARGE: i64 = 40_000;
 const BFLOAT16: MixedPrecision =
     MixedPrecision { param: Some(Kind::BFloat16), reduce: None, buffer: None };
 
 /// Matrices that multiply the input one after the other, and vectors that are added to it. With `cast`,
 /// forward itself casts all of them, and the input.
 #[derive(Debug)]
-struct Net {
+pub struct Net {
     parameters: Vec<Tensor>,
     /// Which parameters forward uses, in which order.
     uses: Vec<usize>,
     cast: Option<Kind>,
 }
 
-const WIDTH: i64 = 3;
+pub const WIDTH: i64 = 3;
 
 impl Net {
-    fn new(store: &VarStore, lengths: &[i64], uses: &[usize], cast: Option<Kind>) -> Self {
+    pub fn new(store: &VarStore, lengths: &[i64], uses: &[usize], cast: Option<Kind>) -> Self {
         let mut parameters = Vec::new();
         for (index, &length) in lengths.iter().enumerate() {
             let size = if length == WIDTH { vec![WIDTH, WIDTH] } else { vec![length] };
@@ -378,39 +377,6 @@ pub fn sparse(group: &ProcessGroup) -> Result<()> {
         ensure!((first - share).abs() < 1e-6 && (last - 1.0).abs() < 1e-6, "{dense}");
     }
     Ok(())
-}
-
-/// With a scaler, gradients that half precision does not have train, and all ranks leave out the step
-/// that overflows on one.
-pub fn scaled(group: &ProcessGroup) -> Result<()> {
-    let store = store();
-    let net = Net::new(&store, &[WIDTH], &[0], None);
-    let half = MixedPrecision { param: Some(Kind::Half), ..Default::default() };
-    let model = Ddp::builder(group).mixed_precision(half).wrap(net, &store)?;
-    let mut optimizer = nn::Sgd::default().build(&store, 0.3)?;
-    let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
-    let output = || model.forward_t(&input, true).to_kind(Kind::Float);
-    let loss = |factor: f64| (output() * factor).sum(Kind::Float);
-    loss(1e-9).f_backward()?;
-    let lost = store.trainable_variables()[0].grad().abs().max().double_value(&[]);
-    ensure!(lost == 0.0, "half precision has a gradient of {lost}");
-
-    // The scales are torch's.
-    let mut scaler = GradScaler::new(65536.0, 2.0, 0.5, 2);
-    let scales = [65536.0, 131072.0, 65536.0, 65536.0, 131072.0];
-    for (step, scale) in scales.into_iter().enumerate() {
-        optimizer.zero_grad();
-        let overflows = step == 2;
-        let factor = if overflows && group.rank() == 0 { f64::INFINITY } else { 1e-3 };
-        scaler.scale(&loss(factor)).f_backward()?;
-        let is_taken = scaler.step(&mut optimizer)?;
-        scaler.update();
-        ensure!(is_taken != overflows, "step {step}: {is_taken}");
-        ensure!(scaler.get_scale() == scale, "step {step}: {}", scaler.get_scale());
-        let gradient = store.trainable_variables()[0].grad().abs().max().double_value(&[]);
-        ensure!(overflows || gradient > 0.0, "step {step}: a gradient of {gradient}");
-    }
-    same_everywhere(group, &store)
 }
 
 /// What cannot be is an error of all ranks that says what would be right.
