@@ -24,9 +24,10 @@ use crate::bucket::pending::Pending;
 /// slow. Each rank makes its left matrix orthonormal on its own: let all have processors, or GPUs, of
 /// one kind, so that all get the same numbers.
 ///
-/// It is PyTorch's `powerSGD_hook`, and so are the names and defaults. But errors and matrices are
-/// kept by parameter: they outlive the rebuilding of the buckets, and a start in the first step is
-/// sound. [`PowerSgd::batched`] is its `batched_powerSGD_hook`.
+/// It is PyTorch's `powerSGD_hook`, and so are the names and defaults. With the same random matrices it
+/// makes the same gradients, but for rounding. Errors and matrices are kept by parameter, and not by
+/// bucket: they outlive the rebuilding of the buckets, and a start in the first step is sound.
+/// [`PowerSgd::batched`] is its `batched_powerSGD_hook`.
 ///
 /// ```no_run
 /// # fn main() -> anyhow::Result<()> {
@@ -135,23 +136,30 @@ impl PowerSgd {
     }
 
     /// Returns what is approximated of a bucket, or sent as it is.
-    fn parts(&mut self, bucket: &GradBucket<'_>) -> Result<Vec<Part>, BoxError> {
+    fn parts(&mut self, bucket: &GradBucket<'_>, iteration: u64) -> Result<Vec<Part>, BoxError> {
         let mut parameters = bucket.parameters();
         if self.batched {
             let name = parameters.next().map(|(name, _)| name).unwrap_or_default();
             let matrix = square(&bucket.buffer()?)?;
-            return Ok(vec![self.part(name, &matrix, bucket.used().any(|is_used| is_used))?]);
+            let is_used = bucket.used().any(|is_used| is_used);
+            return Ok(vec![self.part(name, &matrix, is_used, iteration)?]);
         }
         let mut parts = Vec::new();
         for (((name, _), gradient), is_used) in
             parameters.zip(&bucket.gradients()?).zip(bucket.used())
         {
-            parts.push(self.part(name, gradient, is_used)?);
+            parts.push(self.part(name, gradient, is_used, iteration)?);
         }
         Ok(parts)
     }
 
-    fn part(&mut self, name: &str, gradient: &Tensor, is_used: bool) -> Result<Part, TchError> {
+    fn part(
+        &mut self,
+        name: &str,
+        gradient: &Tensor,
+        is_used: bool,
+        iteration: u64,
+    ) -> Result<Part, TchError> {
         let size = gradient.size();
         let rows = size.first().copied().unwrap_or(1);
         let columns = size.iter().skip(1).product::<i64>();
@@ -173,7 +181,7 @@ impl PowerSgd {
         let right = match memory.right.take().filter(|_| self.warm_start) {
             Some(right) if right.size() == [columns, rank] => right,
             _ => {
-                let seed = digest(&format!("{} {} {name}", self.seed, self.iteration)) as u32;
+                let seed = digest(&format!("{} {iteration} {name}", self.seed)) as u32;
                 random(columns, rank, seed)
                     .f_to_device(matrix.device())?
                     .f_to_kind(matrix.kind())?
@@ -207,15 +215,15 @@ impl PowerSgd {
 
 impl CommHook for PowerSgd {
     fn launch(&mut self, bucket: &mut GradBucket<'_>) -> Result<Pending, BoxError> {
-        let is_whole = self.iteration < self.start_iter;
+        let iteration = self.iteration;
         if bucket.is_last() {
             self.iteration += 1;
         }
-        if is_whole {
+        if iteration < self.start_iter {
             return Ok(bucket.all_reduce()?);
         }
         let _guard = tch::no_grad_guard();
-        let mut parts = self.parts(bucket)?;
+        let mut parts = self.parts(bucket, iteration)?;
         let mut lefts = Vec::with_capacity(parts.len());
         for part in &parts {
             lefts.push(match part {

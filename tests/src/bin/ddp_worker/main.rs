@@ -23,6 +23,7 @@ mod options;
 mod out_of_step;
 mod parity;
 mod pipelines;
+mod power_sgd;
 mod random_options;
 mod reported;
 mod scaled;
@@ -226,6 +227,7 @@ const FILES: &[File] = &[
     ("out_of_step", out_of_step::SCENARIOS),
     ("parity", parity::SCENARIOS),
     ("pipelines", pipelines::SCENARIOS),
+    ("power_sgd", power_sgd::SCENARIOS),
     ("tensors", tensors::SCENARIOS),
 ];
 

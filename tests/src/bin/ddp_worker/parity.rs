@@ -101,14 +101,30 @@ impl CommHook for HalvesDividedFirst {
     }
 }
 
-struct Model {
+pub struct Model {
     name: &'static str,
-    input: &'static [i64],
+    pub input: &'static [i64],
     build: fn(&Path) -> SequentialT,
     /// Name and scale of each parameter, in PyTorch's order; batch normalization's keep what they
     /// start with.
     parameters: &'static [(&'static str, Option<f32>)],
 }
+
+pub const BATCH_NORM: Model = Model {
+    name: "batchnorm",
+    input: &[3, 16, 16],
+    build: models::batchnorm,
+    parameters: &[
+        ("conv1.weight", Some(0.5)),
+        ("bn1.weight", None),
+        ("bn1.bias", None),
+        ("conv2.weight", Some(0.25)),
+        ("bn2.weight", None),
+        ("bn2.bias", None),
+        ("fc.weight", Some(0.5)),
+        ("fc.bias", Some(0.5)),
+    ],
+};
 
 const MODELS: [Model; 3] = [
     Model {
@@ -137,30 +153,11 @@ const MODELS: [Model; 3] = [
             ("fc2.bias", Some(0.125)),
         ],
     },
-    Model {
-        name: "batchnorm",
-        input: &[3, 16, 16],
-        build: models::batchnorm,
-        parameters: &[
-            ("conv1.weight", Some(0.5)),
-            ("bn1.weight", None),
-            ("bn1.bias", None),
-            ("conv2.weight", Some(0.25)),
-            ("bn2.weight", None),
-            ("bn2.bias", None),
-            ("fc.weight", Some(0.5)),
-            ("fc.bias", Some(0.5)),
-        ],
-    },
+    BATCH_NORM,
 ];
 
-fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Result<()> {
-    let expected = &stored["models"][name];
-    let number = |value: &Value| value.as_f64().context("a number is missing in the file");
-    let (steps, batch) = (number(&stored["steps"])? as u32, number(&stored["batch"])? as i64);
-    let rank = group.rank();
-
-    let store = VarStore::new(Device::Cpu);
+/// Makes a model, with the values that it starts with.
+pub fn start(model: &Model, store: &VarStore) -> Result<SequentialT> {
     let net = (model.build)(&store.root());
     let variables = store.variables();
     for (number, (name, scale)) in model.parameters.iter().enumerate() {
@@ -170,9 +167,26 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Res
             let start = values(number as u32 + 1, &variable.size(), *scale);
             tch::no_grad(|| variable.copy_(&start));
         }
+    }
+    Ok(net)
+}
+
+pub fn number(value: &Value) -> Result<f64> {
+    value.as_f64().context("a number is missing in the file")
+}
+
+fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Result<()> {
+    let expected = &stored["models"][name];
+    let (steps, batch) = (number(&stored["steps"])? as u32, number(&stored["batch"])? as i64);
+    let rank = group.rank();
+
+    let store = VarStore::new(Device::Cpu);
+    let net = start(model, &store)?;
+    let variables = store.variables();
+    for (number, (name, _)) in model.parameters.iter().enumerate() {
         let stored = &expected["parameters"][number];
         ensure!(
-            stored["name"] == *name && stored["initial"] == checksum(&variable)?,
+            stored["name"] == *name && stored["initial"] == checksum(&variables[*name])?,
             "{name} starts otherwise"
         );
     }
@@ -206,8 +220,7 @@ fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Res
                     "the first input is another one"
                 );
             }
-            let labels: Vec<i64> =
-                (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect();
+            let labels = labels(salt, batch);
             let output = ddp.forward_t(&x, true).to_kind(Kind::Float);
             let loss = output.cross_entropy_for_logits(&Tensor::from_slice(&labels));
             optimizer.zero_grad();
@@ -249,7 +262,12 @@ fn hash(salt: u32, k: u32) -> u32 {
     (h ^ (h >> 16)).0
 }
 
-fn values(salt: u32, shape: &[i64], scale: f32) -> Tensor {
+/// The labels of the input of this salt.
+pub fn labels(salt: u32, batch: i64) -> Vec<i64> {
+    (0..batch as u32).map(|k| i64::from(hash(salt + 1, k) % 10)).collect()
+}
+
+pub fn values(salt: u32, shape: &[i64], scale: f32) -> Tensor {
     let count = shape.iter().product::<i64>() as u32;
     let value = |k| ((hash(salt, k) >> 8) as f32 / (1 << 24) as f32 - 0.5) * scale;
     Tensor::from_slice(&(0..count).map(value).collect::<Vec<f32>>()).view(shape)
