@@ -9,7 +9,7 @@ use flow_comm::trace::BucketTensors;
 use tch::{Kind, Tensor};
 
 use crate::bucket::assignment::{Caps, Item, assign};
-use crate::bucket::pending::{Pending, Reduced};
+use crate::bucket::pending::{Look, Pending, Reduced};
 use crate::bucket::sparse::SparseBucket;
 use crate::bucket::{Bucket, ReducePath};
 use crate::error::Result;
@@ -36,6 +36,8 @@ pub(crate) struct ScheduledBucket {
     pub pending: Option<Pending>,
     /// The reduced gradients, if a communication hook returned them in a tensor of its own.
     reduced: Option<Tensor>,
+    /// Who looks at the reduced gradients once they are there.
+    look: Option<Look>,
     /// Bytes of gradients that are reduced where they are.
     in_place_bytes: usize,
     /// When the last gradient of this backward came, and when the bucket was reduced.
@@ -52,6 +54,7 @@ impl ScheduledBucket {
             memory,
             pending: None,
             reduced: None,
+            look: None,
             in_place_bytes: 0,
             ready: None,
             done: None,
@@ -84,7 +87,8 @@ impl ScheduledBucket {
 
     /// Waits for the reduction, if it is launched.
     pub fn wait(&mut self, path: &dyn ReducePath, group: &ProcessGroup) -> Result<(), BoxError> {
-        let Some(pending) = self.pending.take() else { return Ok(()) };
+        let Some(mut pending) = self.pending.take() else { return Ok(()) };
+        self.look = pending.take_look();
         match pending.wait()? {
             Reduced::InBucket(done) => self.done = done,
             Reduced::Flat(tensor) => self.reduced = Some(tensor),
@@ -122,14 +126,26 @@ impl ScheduledBucket {
             let parameter = &parameters[member];
             let end = start + parameter.elements() as i64;
             let part = flat.slice(0, start, end, 1).view(&parameter.shape[..]);
-            let mut gradient = self
-                .memory
-                .reduced_grad(slot)
-                .map_or_else(|| parameter.grad(), Tensor::shallow_clone);
+            let mut gradient = self.reduced_grad(slot, parameter);
             tch::no_grad(|| gradient.copy_(&part));
             start = end;
         }
         Ok(())
+    }
+
+    /// Has the communication hook look at the reduced gradients, if it wants to.
+    pub fn show(&mut self, parameters: &[Parameter]) -> Result<(), BoxError> {
+        let Some(look) = self.look.take() else { return Ok(()) };
+        let mut gradients = Vec::with_capacity(self.members.len());
+        for (slot, &member) in self.members.iter().enumerate() {
+            gradients.push(self.reduced_grad(slot, &parameters[member]));
+        }
+        tch::no_grad(|| look(&gradients))
+    }
+
+    fn reduced_grad(&self, slot: usize, parameter: &Parameter) -> Tensor {
+        let gradient = self.memory.reduced_grad(slot);
+        gradient.map_or_else(|| parameter.grad(), Tensor::shallow_clone)
     }
 
     /// Makes it ready for the next backward: see [`Bucket::reset`].
@@ -137,6 +153,7 @@ impl ScheduledBucket {
         self.missing = self.members.len();
         self.pending = None;
         self.reduced = None;
+        self.look = None;
         self.memory.reset(stream_joined);
     }
 

@@ -11,7 +11,14 @@ use super::hook_progress::HookProgress;
 
 /// A bucket's reduction that has been launched.
 #[must_use = "backward waits for it"]
-pub struct Pending(Launched);
+pub struct Pending {
+    launched: Launched,
+    /// Who looks at the reduced gradients.
+    look: Option<Look>,
+}
+
+/// Looks at the reduced gradients of a bucket.
+pub(crate) type Look = Box<dyn FnOnce(&[Tensor]) -> Result<(), BoxError> + Send>;
 
 /// A reduction under way, by what goes on with it and what waiting for it means.
 enum Launched {
@@ -48,43 +55,72 @@ impl Pending {
     /// Makes a reduction that `wait` completes, at the end of backward. It returns what
     /// [`Pending::ready`] is given.
     pub fn new(wait: impl FnOnce() -> Result<Tensor, BoxError> + Send + 'static) -> Self {
-        Self(Launched::ByHook(Box::new(wait)))
+        Self::launched(Launched::ByHook(Box::new(wait)))
+    }
+
+    /// Calls `look` with the reduced gradients, of the shapes of
+    /// [`GradBucket::parameters`](crate::GradBucket::parameters), at the end of backward. On a GPU they
+    /// may be computed yet, in libtorch's current stream. An error ends the backward.
+    pub fn inspect(
+        mut self,
+        look: impl FnOnce(&[Tensor]) -> Result<(), BoxError> + Send + 'static,
+    ) -> Self {
+        self.look = Some(match self.look.take() {
+            None => Box::new(look),
+            Some(first) => Box::new(|gradients| {
+                first(gradients)?;
+                look(gradients)
+            }),
+        });
+        self
+    }
+
+    fn launched(launched: Launched) -> Self {
+        Self { launched, look: None }
+    }
+
+    /// Takes who looks at the reduced gradients.
+    pub(crate) fn take_look(&mut self) -> Option<Look> {
+        self.look.take()
     }
 
     pub(super) fn in_hooks(progress: Arc<HookProgress>, bucket: Arc<Segments>) -> Self {
-        Self(Launched::InHooks(progress, bucket))
+        Self::launched(Launched::InHooks(progress, bucket))
     }
 
     pub(super) fn in_thread(work: Work<Instant>, bucket: Arc<Segments>) -> Self {
-        Self(Launched::InThread(work, bucket))
+        Self::launched(Launched::InThread(work, bucket))
     }
 
     pub(super) fn on_device() -> Self {
-        Self(Launched::OnDevice)
+        Self::launched(Launched::OnDevice)
     }
 
     pub(super) fn at_end() -> Self {
-        Self(Launched::AtEnd)
+        Self::launched(Launched::AtEnd)
     }
 
     /// Waits for a reduction in shared memory, but for none that was launched later. Returns when it
-    /// was over, or itself: if it is to be waited for at the end of backward, or is not over yet and
-    /// `may_wait` is false.
+    /// was over, or itself: if it is to be waited for, or looked at, at the end of backward, or is not
+    /// over yet and `may_wait` is false.
     pub(crate) fn wait_in_turn(self, may_wait: bool) -> flow_comm::Result<Result<Instant, Self>> {
-        match self.0 {
+        if self.look.is_some() {
+            return Ok(Err(self));
+        }
+        match self.launched {
             Launched::InHooks(progress, bucket) if may_wait || bucket.finished().is_some() => {
                 progress.wait_in_turn(&bucket).map(Ok)
             }
             Launched::InThread(work, bucket) if may_wait || bucket.finished().is_some() => {
                 work.wait().map(Ok)
             }
-            other => Ok(Err(Self(other))),
+            other => Ok(Err(Self::launched(other))),
         }
     }
 
     /// Waits until the reduced gradients may be used, in the order of libtorch's stream.
     pub(crate) fn wait(self) -> Result<Reduced, BoxError> {
-        Ok(match self.0 {
+        Ok(match self.launched {
             Launched::InHooks(progress, bucket) => Reduced::InBucket(Some(progress.wait(&bucket)?)),
             Launched::InThread(work, _) => Reduced::InBucket(Some(work.wait()?)),
             Launched::OnDevice => Reduced::InBucket(None),

@@ -8,14 +8,15 @@
 //! | [`PowerSgd`] | `powerSGD_hook.powerSGD_hook` |
 //! | [`PostLocalSgd`] | `post_localSGD_hook.post_localSGD_hook` |
 //! | [`TopK`] | none |
+//! | [`NoiseScale`], around another one | none |
 //! | [`Quantize`] | `quantization_hooks.quantization_pertensor_hook`, `quantization_perchannel_hook` |
 //!
-//! For a hook of your own implement [`CommHook`](crate::CommHook), as
-//! `examples/src/bin/noise_scale.rs` does.
+//! For a hook of your own implement [`CommHook`](crate::CommHook).
 
 mod all_reduce;
 mod bf16_compress;
 mod fp16_compress;
+mod noise_scale;
 mod post_local_sgd;
 mod power_sgd;
 mod quantize;
@@ -24,6 +25,7 @@ mod top_k;
 pub use all_reduce::AllReduce;
 pub use bf16_compress::Bf16Compress;
 pub use fp16_compress::Fp16Compress;
+pub use noise_scale::NoiseScale;
 pub use post_local_sgd::PostLocalSgd;
 pub use power_sgd::PowerSgd;
 pub use quantize::Quantize;

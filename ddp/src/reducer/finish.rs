@@ -90,7 +90,8 @@ impl Backward<'_> {
         Ok(())
     }
 
-    /// Puts what the communication hook has made of buckets where reduced gradients are.
+    /// Puts what the communication hook has made of buckets where reduced gradients are, and has it look
+    /// at them.
     fn scatter(&mut self) -> Result<()> {
         for (bucket, scheduled) in self.state.buckets.iter_mut().enumerate() {
             scheduled.scatter(&self.state.parameters).map_err(|expected| Error::CommHook {
@@ -101,6 +102,8 @@ impl Backward<'_> {
                      buffer() does"
                 ),
             })?;
+            let shown = scheduled.show(&self.state.parameters);
+            shown.map_err(|error| Error::of_hook(&self.reducer.group, bucket, error))?;
         }
         Ok(())
     }

@@ -7,7 +7,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
-use flow::ddp::comm_hooks::{Bf16Compress, Fp16Compress, PostLocalSgd, PowerSgd, Quantize, TopK};
+use flow::ddp::comm_hooks::{
+    AllReduce, Bf16Compress, Fp16Compress, NoiseScale, PostLocalSgd, PowerSgd, Quantize, TopK,
+};
 use flow::ddp::{DiLoCo, DiLoCoOptions, ModelAverager};
 use flow::prelude::*;
 use flow_examples::fashion;
@@ -60,6 +62,8 @@ enum Way {
     TopK,
     QuantizePerTensor,
     QuantizePerChannel,
+    /// An all-reduce, and the gradient noise scale
+    NoiseScale,
     /// Parameters are averaged every 4 steps
     PostLocalSgd,
     /// An exchange every 100 steps
@@ -139,6 +143,10 @@ impl Training {
             }
             Way::QuantizePerChannel => {
                 Box::new(builder.comm_hook(Quantize::per_channel(512)).wrap(net, &vs)?)
+            }
+            Way::NoiseScale => {
+                let hook = NoiseScale::new(BATCH as u64).around(AllReduce);
+                Box::new(builder.comm_hook(hook).wrap(net, &vs)?)
             }
             Way::PostLocalSgd => {
                 averager = Some(ModelAverager::periodic(group, PERIOD, WARM_UP)?);

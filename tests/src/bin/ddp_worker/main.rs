@@ -17,6 +17,7 @@ mod local_sgd;
 mod mixed_precision;
 mod models;
 mod nested;
+mod noise_scale;
 mod optimizer_in_backward;
 mod optimizers;
 mod options;
@@ -188,6 +189,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("compression_overflow", compression::overflow, ALL),
     scenario("compression_unused", compression::unused, ALL),
     scenario("compression_beside_batch_norm", compression::beside_batch_norm, CPU),
+    scenario("noise_scale", noise_scale::measured, ALL_AND_NODES),
+    scenario("noise_scale_around", noise_scale::around, ALL),
+    scenario("noise_scale_in_backward", noise_scale::in_backward, ALL),
+    scenario("noise_scale_misused", noise_scale::misused, ALL),
     scenario("differing_hooks", hooks::differing, ALL),
     scenario("post_local_sgd", local_sgd::post_local, ALL_AND_NODES),
     scenario("post_local_sgd_combined", local_sgd::post_local_combined, EACH_TRANSPORT),
