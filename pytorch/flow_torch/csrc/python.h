@@ -22,6 +22,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 extern "C" {
 int Py_IsInitialized(void);
@@ -46,10 +47,11 @@ private:
     void* const thread_;
 };
 
-// Calls an operator that operators.py implements. Profilers do not see it.
+// Calls an operator that operators.py implements. Profilers do not see it, nor does a TorchDispatchMode.
 template <typename Result, typename... Arguments>
 Result call_python(const char* name, Arguments... arguments) {
     const at::DisableRecordFunctionGuard unrecorded;
+    const c10::impl::ExcludeDispatchKeyGuard undispatched(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
     const auto found = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
     return found.typed<Result(Arguments...)>().call(std::forward<Arguments>(arguments)...);
 }
@@ -71,7 +73,10 @@ public:
     PrintedInterrupts() { ++count_; }
     PrintedInterrupts(const PrintedInterrupts&) = delete;
     PrintedInterrupts& operator=(const PrintedInterrupts&) = delete;
-    ~PrintedInterrupts() { --count_; }
+    ~PrintedInterrupts() {
+        --count_;
+        if (is_main_thread()) pending_interrupt() = nullptr;
+    }
 
     static bool are_here() { return count_ > 0; }
 
