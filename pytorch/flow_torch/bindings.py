@@ -87,10 +87,21 @@ class InPlaceReducer:
     def __init__(self, backend, reducer, names):
         self._torch = reducer  # is there until the next one is closed
         self._own = torch.classes.flow.InPlaceReducer(backend.group, _address(reducer, extension.load().reducer_type()), names)
+        self._address = self._own.address()
+        flow = extension.load()
+        self._check_finished, self._expect = flow.check_finished.default, flow.expect.default
         weakref.finalize(self, self._own.close)
 
     def __getattr__(self, name):
         return getattr(self._own, name)
+
+    def check_finished(self):
+        """An error if the last backward has failed, or has not brought all gradients."""
+        self._check_finished(self._address)
+
+    def expect(self, is_uneven, counts_ranks):
+        """Takes over the backward for which torch's Reducer has been prepared."""
+        self._expect(self._address, is_uneven, counts_ranks)
 
     def sum_in(self, backend):
         """Sums up gradients among another group's ranks from here on, or not at all."""

@@ -207,11 +207,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _follow_local_sgd(self):
         """Has gradients summed up in the group in which post_localSGD_hook would do so now."""
-        from . import _backend
-
         state = self._local_sgd
         if self._in_place is None or state is None:
             return
+        from . import _backend
+
         is_local = state.iter >= state.start_localSGD_iter
         sums = not is_local or state.post_local_gradient_allreduce
         group = (state.subgroup if is_local else self.process_group) if sums else None

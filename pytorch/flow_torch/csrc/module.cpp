@@ -13,6 +13,7 @@ namespace {
 
 using namespace flow;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+using ReducerPtr = c10::intrusive_ptr<InPlaceReducer>;
 using BackendPtr = c10::intrusive_ptr<FlowBackend>;
 
 Milliseconds milliseconds(double seconds) {
@@ -72,14 +73,18 @@ void wait_for(const c10::OperatorHandle&, torch::jit::Stack* stack) {
 }
 
 // `torch` is the address of torch's Reducer, which must live longer than this.
-c10::intrusive_ptr<InPlaceReducer> in_place_reducer(const GroupPtr& group, int64_t torch, std::vector<std::string> names) {
+ReducerPtr in_place_reducer(const GroupPtr& group, int64_t torch, std::vector<std::string> names) {
     const auto backend = backend_of(group);
     auto* const reducer = reinterpret_cast<c10d::Reducer*>(torch);
     return c10::make_intrusive<InPlaceReducer>(
         backend->group(), [backend] { return backend->duplicate(); }, *reducer, std::move(names));
 }
 
-void sum_in(const c10::intrusive_ptr<InPlaceReducer>& reducer, const std::optional<GroupPtr>& group) {
+InPlaceReducer& reducer_at(int64_t address) {
+    return *reinterpret_cast<InPlaceReducer*>(address);
+}
+
+void sum_in(const ReducerPtr& reducer, const std::optional<GroupPtr>& group) {
     if (!group) return reducer->sum_in(nullptr);
     reducer->sum_in([backend = backend_of(*group)] { return backend->duplicate(); });
 }
@@ -87,7 +92,7 @@ void sum_in(const c10::intrusive_ptr<InPlaceReducer>& reducer, const std::option
 using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
 
 // In the order of extension.Stats and extension.BucketStats.
-std::tuple<int64_t, std::vector<BucketTuple>, double, double> stats(const c10::intrusive_ptr<InPlaceReducer>& reducer) {
+std::tuple<int64_t, std::vector<BucketTuple>, double, double> stats(const ReducerPtr& reducer) {
     const auto own = reducer->stats();
     std::vector<BucketTuple> buckets;
     for (const auto& bucket : own.buckets) buckets.emplace_back(bucket.bytes, *bucket.parameters, bucket.in_place, bucket.ready_at);
@@ -105,13 +110,15 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
         .def("tell_hook", &InPlaceReducer::tell_hook)
         .def("leave", &InPlaceReducer::leave)
         .def("connect", &InPlaceReducer::connect)
-        .def("expect", &InPlaceReducer::expect)
         .def("shadow", &InPlaceReducer::shadow)
-        .def("check_finished", &InPlaceReducer::check_finished)
-        .def("fail", [](const c10::intrusive_ptr<InPlaceReducer>& own, const std::string& cause) { own->fail(cause); })
+        .def("fail", [](const ReducerPtr& own, const std::string& cause) { own->fail(cause); })
+        .def("address", [](const ReducerPtr& own) { return reinterpret_cast<int64_t>(own.get()); })
         .def("close", &InPlaceReducer::close)
         .def("in_place_bytes", &InPlaceReducer::in_place_bytes)
         .def("stats", &stats);
+    // What each forward calls takes an address, and less time than methods, or operators on objects.
+    library.def("check_finished", [](int64_t address) { reducer_at(address).check_finished(); });
+    library.def("expect", [](int64_t address, bool is_uneven, bool counts_ranks) { reducer_at(address).expect(is_uneven, counts_ranks); });
     library.def("join", &join);
     library.def("is_flow", &is_flow);
     library.def("new_group_of", &new_group_of);
