@@ -95,10 +95,13 @@ class InPlaceReducer:
     def __getattr__(self, name):
         return getattr(self._own, name)
 
+    # The compiler would call operators as it traces a forward.
+    @torch._disable_dynamo
     def check_finished(self):
         """An error if the last backward has failed, or has not brought all gradients."""
         self._check_finished(self._address)
 
+    @torch._disable_dynamo
     def expect(self, is_uneven, counts_ranks):
         """Takes over the backward for which torch's Reducer has been prepared."""
         self._expect(self._address, is_uneven, counts_ranks)
