@@ -39,10 +39,10 @@ def copy_stripped(file, folder):
 
 class Packages(build_py):
     def run(self):
+        # Of an earlier build there may be files that are no more.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         package = Path(self.build_lib) / "flow_torch"
-        # Of an earlier build there may be parts for other versions.
-        shutil.rmtree(package / "lib", ignore_errors=True)
         copy_stripped(binary("libflow_comm.so"), package / "lib")
         (package / "include").mkdir(exist_ok=True)
         shutil.copy(ROOT / "capi" / "include" / "flow_comm.h", package / "include")

@@ -64,13 +64,16 @@ def is_shared(tensor, group=None):
     return backend is not None and backend.is_shared(tensor)
 
 
-if dist.is_available():
+# The launcher's wheel has this package beside any PyTorch.
+_is_supported = dist.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+if _is_supported:
     # What a program registers later, to run at its end, runs before what this module has registered.
     from . import library
     from .batchnorm import SyncBatchNorm
     from .ddp import DistributedDataParallel
 
-if dist.is_available() and not hasattr(dist.Backend, "FLOW"):
+if _is_supported and not hasattr(dist.Backend, "FLOW"):
     from . import complex_numbers, replaced
 
     dist.Backend.register_backend("flow", _create, extended_api=True, devices=["cpu"])

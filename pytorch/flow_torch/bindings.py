@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -85,14 +84,14 @@ class InPlaceReducer:
     """Reduces gradients where they are, beside torch's Reducer."""
 
     def __init__(self, backend, reducer, names):
-        self._torch = reducer  # is there until the next one is closed
-        self._own = torch.classes.flow.InPlaceReducer(backend.group, _address(reducer, extension.load().reducer_type()), names)
-        self._address = self._own.address()
         flow = extension.load()
+        self._own = torch.classes.flow.InPlaceReducer(backend.group, id(reducer), _address(reducer, flow.reducer_type()), names)
+        self._address = self._own.address()
         self._check_finished, self._expect = flow.check_finished.default, flow.expect.default
-        weakref.finalize(self, self._own.close)
 
     def __getattr__(self, name):
+        if name == "_own":  # the constructor has failed
+            raise AttributeError(name)
         return getattr(self._own, name)
 
     # The compiler would call operators as it traces a forward.
@@ -134,4 +133,4 @@ def _address(instance, cpp_type):
         capsule = instance._pybind11_conduit_v1_(match[1].encode(), type_info, b"raw_pointer_ephemeral")
         if capsule is not None:
             return pointer(capsule, b"N4c10d7ReducerE")
-    raise RuntimeError(f"flow_torch: PyTorch {torch.__version__} does not say where its Reducer is")
+    raise NotImplementedError(f"flow_torch: gradients are copied, as PyTorch {torch.__version__} does not say where its Reducer is")

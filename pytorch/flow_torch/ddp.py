@@ -3,6 +3,7 @@
 import functools
 import inspect
 import operator
+import warnings
 import weakref
 
 import torch
@@ -69,7 +70,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.gradient_as_bucket_view = as_view
         if backend is not None:
             names = [param_to_name_mapping[index].removeprefix(".") for index in range(len(parameters))]
-            self._in_place = bindings.InPlaceReducer(backend, self.reducer, names)
+            try:
+                self._in_place = bindings.InPlaceReducer(backend, self.reducer, names)
+            except NotImplementedError as error:  # a PyTorch that is newer than this
+                warnings.warn(str(error))
 
     def _flow_backend(self, parameters):
         """The process group's, if it can reduce these parameters' gradients where they are."""

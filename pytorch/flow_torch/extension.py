@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ VERSION = torch.__version__.split("+")[0]
 # A slow machine takes a minute or two.
 COMPILE_TIMEOUT = 600
 _loaded = []
+_loading = threading.Lock()
 
 
 def is_loaded():
@@ -32,22 +34,27 @@ def is_loaded():
 
 def load():
     """The namespace of its operators, or the ImportError that the first call has raised."""
-    if not _loaded:
-        try:
-            _loaded.append(_load())
-            operators.install()
-            flow = _loaded[0]
-            flow.use_interrupt_check()
-            replaced.wait_for_futures(flow.wait_for, flow.complete_deferred)
-            library.at_end.append(flow.end_all)
-        except (ImportError, OSError) as error:
-            _loaded.append(error)
+    with _loading:
+        if not _loaded:
+            try:
+                _loaded.append(_load())
+            except (ImportError, OSError) as error:
+                _loaded.append(error)
     if isinstance(_loaded[0], Exception):
         raise ImportError(str(_loaded[0]))
     return _loaded[0]
 
 
 def _load():
+    flow = _operators()
+    operators.install()
+    flow.use_interrupt_check()
+    replaced.wait_for_futures(flow.wait_for, flow.complete_deferred)
+    library.at_end.append(flow.end_all)
+    return flow
+
+
+def _operators():
     library.load()
     prebuilt = HERE / "lib" / tag() / NAME
     if prebuilt.exists():

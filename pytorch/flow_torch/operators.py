@@ -1,9 +1,7 @@
 """Operators that the C++ part calls and that Python implements."""
 
 import ctypes
-import sys
 import threading
-import types
 from datetime import timedelta
 
 import torch
@@ -17,7 +15,7 @@ _merging = threading.local()
 def install():
     """Defines them."""
     own = {
-        "check_signals(bool prints) -> bool": _check_signals,
+        "check_signals() -> ()": _check_signals,
         "is_called_complex(Tensor tensor) -> bool": _is_called_complex,
         "merge(int rank, int size, float timeout) -> __torch__.torch.classes.c10d.ProcessGroup": _merge,
     }
@@ -27,18 +25,9 @@ def install():
     dist.ProcessGroup.merge_remote_group = _with_store(dist.ProcessGroup.merge_remote_group)
 
 
-def _check_signals(prints):
-    """Runs the handlers of signals that have come. Their exceptions go through the C++ part, or are printed: true if so."""
-    try:
-        _python.PyErr_CheckSignals()
-    except BaseException as interrupt:
-        if not prints:
-            raise
-        message = "Exception ignored at the end of a process group"
-        known = {"exc_type": type(interrupt), "exc_value": interrupt, "exc_traceback": interrupt.__traceback__}
-        sys.unraisablehook(types.SimpleNamespace(**known, err_msg=message, object=None))
-        return True
-    return False
+def _check_signals():
+    """Runs the handlers of signals that have come. Their exceptions go through the C++ part."""
+    _python.PyErr_CheckSignals()
 
 
 def _is_called_complex(tensor):

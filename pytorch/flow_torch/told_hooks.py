@@ -25,8 +25,10 @@ def step_in_backward(reference, bucket):
         for parameter, gradient in zip(reduced, bucket.gradients()):
             parameter.grad = gradient
     for parameter in reduced or net._reduced:
-        for optimizer in getattr(parameter, "_in_backward_optimizers", ()):
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
             optimizer.step()
+        if optimizers:
             parameter.grad = None
     return _done(bucket)
 

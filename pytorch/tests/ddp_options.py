@@ -279,14 +279,16 @@ def local_sgd_elsewhere(way):
 
 
 def optimizer_in_backward(**options):
-    """torch's class, which has it on GPUs only, steps after backward."""
+    """torch's class, which has it on GPUs only, steps after backward. One parameter has two optimizers."""
 
     def run(way):
         is_ours, net, result = way.group is None, layers(), []
         parameters = list(net.parameters())
         if is_ours:
             _apply_optimizer_in_backward(torch.optim.SGD, parameters[1:], {"lr": 0.05, "momentum": 0.9})
+            _apply_optimizer_in_backward(torch.optim.SGD, parameters[2:3], {"lr": 0.02})
         net, optimizer = way.wrap(net, **options), torch.optim.SGD(parameters[1:], lr=0.05, momentum=0.9)
+        second = torch.optim.SGD(parameters[2:3], lr=0.02)
         for step in range(5):
             if step == 3:
                 with net.no_sync():
@@ -294,6 +296,7 @@ def optimizer_in_backward(**options):
             net(data()).square().mean().backward()
             if not is_ours:
                 optimizer.step()
+                second.step()
                 optimizer.zero_grad()
             result += gradients(net)
             parameters[0].grad = None

@@ -72,12 +72,12 @@ void wait_for(const c10::OperatorHandle&, torch::jit::Stack* stack) {
     Lane::wait_for(torch::jit::pop(*stack).toFuture());
 }
 
-// `torch` is the address of torch's Reducer, which must live longer than this.
-ReducerPtr in_place_reducer(const GroupPtr& group, int64_t torch, std::vector<std::string> names) {
+// `torch` is the address of torch's Reducer, in this object of Python's.
+ReducerPtr in_place_reducer(const GroupPtr& group, int64_t object, int64_t torch, std::vector<std::string> names) {
     const auto backend = backend_of(group);
-    auto* const reducer = reinterpret_cast<c10d::Reducer*>(torch);
-    return c10::make_intrusive<InPlaceReducer>(
-        backend->group(), [backend] { return backend->duplicate(); }, *reducer, std::move(names));
+    const auto new_group = [backend] { return backend->duplicate(); };
+    auto reducer = keep<c10d::Reducer>(reinterpret_cast<void*>(object), torch);
+    return c10::make_intrusive<InPlaceReducer>(backend->group(), new_group, std::move(reducer), std::move(names));
 }
 
 InPlaceReducer& reducer_at(int64_t address) {
@@ -91,7 +91,7 @@ void sum_in(const ReducerPtr& reducer, const std::optional<GroupPtr>& group) {
 
 using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
 
-// In the order of extension.Stats and extension.BucketStats.
+// In the order of bindings.Stats and bindings.BucketStats.
 std::tuple<int64_t, std::vector<BucketTuple>, double, double> stats(const ReducerPtr& reducer) {
     const auto own = reducer->stats();
     std::vector<BucketTuple> buckets;
@@ -113,7 +113,6 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
         .def("shadow", &InPlaceReducer::shadow)
         .def("fail", [](const ReducerPtr& own, const std::string& cause) { own->fail(cause); })
         .def("address", [](const ReducerPtr& own) { return reinterpret_cast<int64_t>(own.get()); })
-        .def("close", &InPlaceReducer::close)
         .def("in_place_bytes", &InPlaceReducer::in_place_bytes)
         .def("stats", &stats);
     // What each forward calls takes an address, and less time than methods, or operators on objects.

@@ -27,6 +27,13 @@
 extern "C" {
 int Py_IsInitialized(void);
 int PyGILState_Check(void);
+int PyGILState_Ensure(void);
+void PyGILState_Release(int state);
+void Py_IncRef(void* object);
+void Py_DecRef(void* object);
+int PyErr_CheckSignals(void);
+void PyErr_WriteUnraisable(void* object);
+void* PyUnicode_FromString(const char* text);
 void* PyEval_SaveThread(void);
 void PyEval_RestoreThread(void* thread);
 }
@@ -46,6 +53,30 @@ public:
 private:
     void* const thread_;
 };
+
+// Has this thread have the interpreter.
+class Gil {
+public:
+    Gil() : state_(PyGILState_Ensure()) {}
+    Gil(const Gil&) = delete;
+    Gil& operator=(const Gil&) = delete;
+    ~Gil() { PyGILState_Release(state_); }
+
+private:
+    const int state_;
+};
+
+// What lies at `address` in an object of Python's, which is kept as long as this pointer.
+template <typename Value>
+std::shared_ptr<Value> keep(void* object, int64_t address) {
+    const Gil gil;
+    Py_IncRef(object);
+    return {reinterpret_cast<Value*>(address), [object](Value*) {
+                if (!Py_IsInitialized()) return;
+                const Gil gil;
+                Py_DecRef(object);
+            }};
+}
 
 // Calls an operator that operators.py implements. Profilers do not see it, nor does a TorchDispatchMode.
 template <typename Result, typename... Arguments>
@@ -90,9 +121,17 @@ inline bool is_interrupted() {
     if (!is_main_thread() || !Py_IsInitialized()) return false;
     auto& pending = pending_interrupt();
     if (pending) return true;
+    if (PrintedInterrupts::are_here()) {
+        const Gil gil;
+        if (PyErr_CheckSignals() == 0) return false;
+        void* const where = PyUnicode_FromString("the end of a process group");
+        PyErr_WriteUnraisable(where);
+        Py_DecRef(where);
+        pending = std::make_exception_ptr(std::runtime_error("flow: interrupted"));
+        return true;
+    }
     try {
-        const bool is_printed = call_python<bool, bool>("flow::check_signals", PrintedInterrupts::are_here());
-        if (is_printed) pending = std::make_exception_ptr(std::runtime_error("flow: interrupted"));
+        call_python<void>("flow::check_signals");
     } catch (...) {
         pending = std::current_exception();
     }

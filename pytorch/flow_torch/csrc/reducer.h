@@ -31,34 +31,26 @@ namespace flow {
 // A backward that fails makes this unusable, on all ranks; the process group stays usable.
 class InPlaceReducer final : public torch::CustomClassHolder {
 public:
-    // `new_group` makes a group of the same ranks, when all call it. `torch` is there until `close`. `names` are the parameters'.
-    InPlaceReducer(Group group, std::function<Group()> new_group, c10d::Reducer& torch, std::vector<std::string> names)
-        : memory_(std::move(group)), new_group_(std::move(new_group)), torch_(torch), names_(std::move(names)) {
-        const auto& params = TorchReducer::params(torch_);
+    // `new_group` makes a group of the same ranks, when all call it. `names` are the parameters'.
+    InPlaceReducer(Group group, std::function<Group()> new_group, std::shared_ptr<c10d::Reducer> torch, std::vector<std::string> names)
+        : memory_(std::move(group)), new_group_(std::move(new_group)), torch_(std::move(torch)), names_(std::move(names)) {
+        const auto& params = TorchReducer::params(*torch_);
         TORCH_INTERNAL_ASSERT(names_.size() == params.size());
         for (size_t index = 0; index < params.size(); ++index) {
             const auto& param = params[index];
-            const bool is_sparse = TorchReducer::expects_sparse(torch_, index);
+            const bool is_sparse = TorchReducer::expects_sparse(*torch_, index);
             gradients_.push_back({param, layout_of(param), is_sparse, !is_sparse && param.nbytes() >= kMinShared});
         }
         for (size_t index = 0; index < params.size(); ++index) {
-            const auto& node = TorchReducer::grad_accumulators(torch_)[index];
+            const auto& node = TorchReducer::grad_accumulators(*torch_)[index];
             hooks_.emplace_back(node, node->add_post_hook(std::make_unique<Hook>(this, index)));
         }
         share_lengths();
     }
 
     ~InPlaceReducer() override {
-        close();
-        unshare_lengths();
-    }
-
-    // The module is gone, perhaps while backward runs.
-    void close() {
-        std::lock_guard<std::recursive_mutex> lock(mutex_);
-        expects_ = is_under_way_ = false;
         for (const auto& [node, hook] : hooks_) node->del_post_hook(hook);
-        hooks_.clear();
+        unshare_lengths();
     }
 
     // Does from now on what a communication hook of PyTorch's does: gradients are sent as `type`, or as what they are, and are divided
@@ -95,8 +87,8 @@ public:
     // Leaves everything to torch's Reducer. Returns whether that now expects a backward: there has been a forward.
     bool leave() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(torch_));
-        return TorchReducer::expects_hooks(torch_) |= std::exchange(expects_, false);
+        std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
+        return TorchReducer::expects_hooks(*torch_) |= std::exchange(expects_, false);
     }
 
     // Makes the groups that reductions go in. All ranks call this, or none: then their first backward makes them.
@@ -114,16 +106,16 @@ public:
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         failing([&] {
             {
-                std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(torch_));
-                const auto calls = TorchReducer::backward_calls(torch_);
-                const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(torch_));
+                std::lock_guard<std::mutex> torch_lock(TorchReducer::mutex(*torch_));
+                const auto calls = TorchReducer::backward_calls(*torch_);
+                const bool is_first = calls == 0 || (calls == 1 && TorchReducer::hook_called(*torch_));
                 const bool has_context = torch::distributed::autograd::DistAutogradContainer::currentContextId() != -1;
-                const bool is_static = TorchReducer::is_static(torch_);
+                const bool is_static = TorchReducer::is_static(*torch_);
                 TORCH_CHECK(!has_context || !is_uneven || is_static, here(),
                             "gradients that go to a context of distributed autograd are not reduced within join()");
                 expects_ = !has_context && !(is_static && (is_first || is_uneven));
                 if (!expects_) return;
-                TorchReducer::expects_hooks(torch_) = false;
+                TorchReducer::expects_hooks(*torch_) = false;
             }
             begin();
             is_uneven_ = is_uneven;
@@ -255,7 +247,8 @@ private:
 
         torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                                   const torch::autograd::variable_list& inputs) override {
-            reducer->on_gradient(index, inputs.empty() ? at::Tensor() : inputs[0]);
+            const auto own = Pointer::reclaim_copy(reducer);  // a hook of the program's may drop the module
+            own->on_gradient(index, inputs.empty() ? at::Tensor() : inputs[0]);
             return outputs;
         }
 
@@ -267,15 +260,15 @@ private:
 
     std::string here() const { return c10::str("rank ", flow_rank(memory_.get()), ": "); }
 
-    bool is_dynamic() const { return TorchReducer::finds_unused(torch_) && !TorchReducer::is_static(torch_); }
+    bool is_dynamic() const { return TorchReducer::finds_unused(*torch_) && !TorchReducer::is_static(*torch_); }
 
     // Advice for parameters that got no gradient.
     const char* advice_for_missing() const {
-        if (TorchReducer::is_static(torch_)) {
+        if (TorchReducer::is_static(*torch_)) {
             return "With static_graph=True each backward brings gradients to the parameters that the first one brought some to: where others "
                    "take part in the loss, find_unused_parameters=True in its place helps.";
         }
-        if (TorchReducer::finds_unused(torch_)) {
+        if (TorchReducer::finds_unused(*torch_)) {
             return "find_unused_parameters=True finds the tensors that forward returns by themselves, and in lists, tuples, dictionaries and "
                    "dataclasses: it does not find them in other objects.";
         }
@@ -283,8 +276,8 @@ private:
     }
 
     int hooks_expected(size_t index) const {
-        if (!TorchReducer::is_static(torch_)) return 1;
-        return TorchReducer::hooks_of_graph(torch_).at(index);
+        if (!TorchReducer::is_static(*torch_)) return 1;
+        return TorchReducer::hooks_of_graph(*torch_).at(index);
     }
 
     // Has backward compute large gradients in shared memory.
@@ -309,7 +302,7 @@ private:
 
     // Begins a reduction.
     void begin() {
-        if (buckets_.empty() || TorchReducer::has_rebuilt_bucket(torch_) != has_rebuilt_bucket_) make_buckets();
+        if (buckets_.empty() || TorchReducer::has_rebuilt_bucket(*torch_) != has_rebuilt_bucket_) make_buckets();
         for (auto& bucket : buckets_) {
             bucket.missing = bucket.members.size();
             bucket.is_used = false;
@@ -328,9 +321,9 @@ private:
     // Divides the parameters into buckets as torch's Reducer does.
     void make_buckets() {
         at::NoGradGuard no_grad;
-        has_rebuilt_bucket_ = TorchReducer::has_rebuilt_bucket(torch_);
+        has_rebuilt_bucket_ = TorchReducer::has_rebuilt_bucket(*torch_);
         buckets_.clear();
-        for (const auto& theirs : TorchReducer::buckets(torch_)) {
+        for (const auto& theirs : TorchReducer::buckets(*torch_)) {
             const auto type = sent_type(theirs.variables.at(0).scalar_type());
             Bucket bucket{theirs.variable_indices, type};
             std::vector<std::string> names;
@@ -384,17 +377,17 @@ private:
             is_under_way_ = true;
             watch_backward();
             connect();
-            const bool is_static = TorchReducer::is_static(torch_);
+            const bool is_static = TorchReducer::is_static(*torch_);
             if (!std::exchange(marked_unused_, true)) {
                 began_ = Clock::now();
                 divisor_ = number_of_ranks();
-                for (const auto unused : TorchReducer::unused(torch_)) mark_ready(unused, nullptr);
+                for (const auto unused : TorchReducer::unused(*torch_)) mark_ready(unused, nullptr);
             }
             auto& hooks = gradients_[index].hooks;
             TORCH_CHECK(!is_static || hooks > 0, here(), "static_graph=True, but ", names_[index],
                         " is used now and was not in the first backward, or more often than there");
             if (is_static && --hooks > 0) return;
-            if (torch_.should_rebuild_buckets()) TorchReducer::push_rebuilt(torch_, index);
+            if (torch_->should_rebuild_buckets()) TorchReducer::push_rebuilt(*torch_, index);
             mark_ready(index, &incoming);
         });
     }
@@ -405,7 +398,7 @@ private:
         TORCH_CHECK(!gradient.is_ready, "Expected to mark a variable ready only once. ", here(), names_[index],
                     " got a gradient twice in one backward, or was unused by what forward returned and got one all the same: with "
                     "several reentrant checkpoints over one part of the model, say. ",
-                    TorchReducer::is_static(torch_) ? "use_reentrant=False helps" : "use_reentrant=False, or static_graph=True, help");
+                    TorchReducer::is_static(*torch_) ? "use_reentrant=False helps" : "use_reentrant=False, or static_graph=True, help");
         gradient.is_ready = true;
         reduce(gradient, place(gradient, incoming));
         auto& bucket = buckets_[gradient.bucket];
@@ -424,7 +417,7 @@ private:
     size_t number_of_ranks() const {
         if (!sums_) return 1;
         if (has_hook_ || !counts_ranks_) return flow_world_size(summing_.get());
-        const auto& work = TorchReducer::forward_pass_work(torch_).workHandle;
+        const auto& work = TorchReducer::forward_pass_work(*torch_).workHandle;
         work->wait();
         return work->result().at(0).item<int64_t>();
     }
@@ -495,7 +488,7 @@ private:
     bool launch() {
         auto& bucket = buckets_[next_];
         // What one rank does not use, none does. A rank that has joined does not know what the others use.
-        const bool is_unused = TorchReducer::skips_unused(torch_) && !bucket.is_used && !is_uneven_;
+        const bool is_unused = TorchReducer::skips_unused(*torch_) && !bucket.is_used && !is_uneven_;
         bool launched = true;
         if (is_unused || !sums_) {
             bucket.bytes = 0;
@@ -532,8 +525,6 @@ private:
     // At the end of the backward that brought the last gradient.
     void finish() {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
-        const bool is_closed = hooks_.empty();
-        if (is_closed) return;
         const auto backward_end = Clock::now();
         expects_ = false;
         failing([&] {
@@ -543,13 +534,13 @@ private:
             for (size_t index = 0; index < gradients_.size(); ++index) {
                 if (used.empty() || used[index]) write_back(gradients_[index]);
             }
-            if (TorchReducer::is_static(torch_) && torch_.should_rebuild_buckets()) {
-                for (const auto unused : TorchReducer::unused(torch_)) TorchReducer::push_rebuilt(torch_, unused);
+            if (TorchReducer::is_static(*torch_) && torch_->should_rebuild_buckets()) {
+                for (const auto unused : TorchReducer::unused(*torch_)) TorchReducer::push_rebuilt(*torch_, unused);
             }
             note_stats(backward_end);
         });
         release();
-        TorchReducer::hook_called(torch_) = false;
+        TorchReducer::hook_called(*torch_) = false;
         is_under_way_ = false;
         tell_end();
     }
@@ -557,14 +548,14 @@ private:
     void tell_end() {
         if (!tells_hook_) return;
         c10d::GradBucket none(0, 1, at::empty({0}), {}, {}, {}, {}, std::nullopt);
-        torch_.run_comm_hook(none)->waitAndThrow();
+        torch_->run_comm_hook(none)->waitAndThrow();
     }
 
     // Returns which parameters some rank has used; empty if all have been.
     std::vector<int32_t> used_anywhere() {
-        const bool is_static = TorchReducer::is_static(torch_);
+        const bool is_static = TorchReducer::is_static(*torch_);
         if (!is_static && !is_dynamic()) return {};
-        auto& map = TorchReducer::local_used_map(torch_);
+        auto& map = TorchReducer::local_used_map(*torch_);
         const auto* const begin = map.const_data_ptr<int32_t>();
         std::vector<int32_t> used(begin, begin + map.numel());
         if (is_dynamic()) {
@@ -585,7 +576,7 @@ private:
 
     // A hook may share buffers until here.
     void wait_for_buffers() {
-        const auto futures = std::exchange(TorchReducer::installed_futures(torch_), std::nullopt);
+        const auto futures = std::exchange(TorchReducer::installed_futures(*torch_), std::nullopt);
         if (futures) c10::collectAll(*futures)->waitAndThrow();
     }
 
@@ -638,7 +629,7 @@ private:
     // The process group's, for its memory.
     const Group memory_;
     const std::function<Group()> new_group_;
-    c10d::Reducer& torch_;
+    const std::shared_ptr<c10d::Reducer> torch_;
     const std::vector<std::string> names_;
     std::set<size_t> lengths_;
     std::vector<std::pair<NodePtr, uintptr_t>> hooks_;

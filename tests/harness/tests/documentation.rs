@@ -44,6 +44,8 @@ fn the_page_of_variables_has_all_that_the_code_reads_and_no_other() {
             read.extend(variables(&text).map(|name| format!("FLOW_{name}")));
         }
     }
+    let wheel = fs::read_to_string(root().join("setup.py")).unwrap();
+    read.extend(variables(&wheel).map(|name| format!("FLOW_{name}")));
     assert!(read.contains("FLOW_TIMEOUT"), "{read:?}");
     let page = fs::read_to_string(root().join("docs/environment.md")).unwrap();
     let row = |line: &str| Some(line.strip_prefix("| `")?.split_once('`')?.0.to_owned());
