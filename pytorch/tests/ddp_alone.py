@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -386,13 +387,34 @@ def statistics_for_a_buffer_hook():
     return asked == [0, 1]
 
 
+def module_that_goes_in_its_backward():
+    """A cycle keeps the wrapped module, which is collected when all gradients are there: the end of backward needs torch's Reducer."""
+    net = flow_torch.DistributedDataParallel(layers())
+    net.itself = net
+    parameters, loss, alive = list(net.parameters()), net(data()).sum(), []
+    module, reducer = weakref.ref(net), weakref.ref(net.reducer)
+
+    def collect():
+        gc.collect()
+        alive.append((module() is not None, reducer() is not None))
+
+    parameters[-1].register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(collect))
+    del net
+    loss.backward()
+    means = [own.grad.clone() for own in parameters]
+    for mean in means:
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+    same = all(map(torch.allclose, means, [own.grad for own in parameters]))
+    return alive == [(False, True)] and same
+
+
 CASES = [
     *(missing_gradients, hook_after_missing_gradients, hook_of_one_rank, failed_backward, failed_backward_in_a_subgroup, differing_models),
     *(gradients_that_are_not_summed_up, marked_twice, changed_type, sparse_unawares, changed_graph),
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added),
     *(module_that_was_replaced, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
-    statistics_for_a_buffer_hook,
+    *(statistics_for_a_buffer_hook, module_that_goes_in_its_backward),
 ]
 
 
