@@ -96,6 +96,8 @@ def worker(path):
     from torch.nn.functional import cross_entropy, max_pool2d, relu
     from torch.nn.parallel import DistributedDataParallel
 
+    from made import BatchNorm, gathered, labels, values
+
     class Mlp(nn.Module):
         name, input, rate, momentum = "mlp", (784,), 0.05, 0.0
         scales = {"fc1": 2**-4, "fc2": 2**-3}
@@ -124,23 +126,6 @@ def worker(path):
             x = max_pool2d(self.conv2(x), 2)
             return self.fc2(relu(self.fc1(x.flatten(1))))
 
-    class BatchNorm(nn.Module):
-        name, input, rate, momentum = "batchnorm", (3, 16, 16), 0.05, 0.0
-        scales = {"conv1": 2**-1, "conv2": 2**-2, "fc": 2**-1}
-
-        def __init__(self):
-            super().__init__()
-            self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-            self.bn1 = nn.BatchNorm2d(8)
-            self.conv2 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
-            self.bn2 = nn.BatchNorm2d(16)
-            self.fc = nn.Linear(16, 10)
-
-        def forward(self, x):
-            x = relu(self.bn1(self.conv1(x)))
-            x = relu(self.bn2(self.conv2(x)))
-            return self.fc(x.mean((2, 3)))
-
     class Cast(nn.Module):
         def __init__(self, model, dtype):
             super().__init__()
@@ -160,30 +145,11 @@ def worker(path):
 
         return hook
 
-    def hashes(salt, shape):
-        k = numpy.arange(numpy.prod(shape), dtype=numpy.uint32)
-        h = k * numpy.uint32(2654435761) + numpy.uint32(salt)
-        h = (h ^ (h >> numpy.uint32(16))) * numpy.uint32(0x85EBCA6B)
-        h = (h ^ (h >> numpy.uint32(13))) * numpy.uint32(0xC2B2AE35)
-        return (h ^ (h >> numpy.uint32(16))).reshape(shape)
-
-    def values(salt, shape, scale):
-        fractions = (hashes(salt, shape) >> numpy.uint32(8)).astype(numpy.float32) / numpy.float32(2**24)
-        return torch.from_numpy((fractions - numpy.float32(0.5)) * numpy.float32(scale))
-
-    def labels(salt, count):
-        return torch.from_numpy((hashes(salt, (count,)) % 10).astype(numpy.int64))
-
     def checksum(tensor):
         value = 0xCBF29CE484222325
         for byte in tensor.detach().float().contiguous().numpy().astype("<f4").tobytes():
             value = ((value ^ byte) * 0x100000001B3) % 2**64
         return f"{value:016x}"
-
-    def gathered(value):
-        parts = [None] * WORLD_SIZE
-        dist.all_gather_object(parts, value)
-        return parts
 
     def train(kind, hook=None, join=None, mixed=None):
         model = kind()

@@ -50,40 +50,11 @@ def worker(path):
     import numpy
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
-    from torch.nn.functional import cross_entropy, relu
+    from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
-    class BatchNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-            self.bn1 = nn.BatchNorm2d(8)
-            self.conv2 = nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False)
-            self.bn2 = nn.BatchNorm2d(16)
-            self.fc = nn.Linear(16, 10)
-
-        def forward(self, x):
-            x = relu(self.bn1(self.conv1(x)))
-            x = relu(self.bn2(self.conv2(x)))
-            return self.fc(x.mean((2, 3)))
-
-    scales = {"conv1": 2**-1, "conv2": 2**-2, "fc": 2**-1}
-
-    def hashes(salt, shape):
-        k = numpy.arange(numpy.prod(shape), dtype=numpy.uint32)
-        h = k * numpy.uint32(2654435761) + numpy.uint32(salt)
-        h = (h ^ (h >> numpy.uint32(16))) * numpy.uint32(0x85EBCA6B)
-        h = (h ^ (h >> numpy.uint32(13))) * numpy.uint32(0xC2B2AE35)
-        return (h ^ (h >> numpy.uint32(16))).reshape(shape)
-
-    def values(salt, shape, scale):
-        fractions = (hashes(salt, shape) >> numpy.uint32(8)).astype(numpy.float64) / 2**24
-        return torch.from_numpy((fractions - 0.5) * scale)
-
-    def labels(salt, count):
-        return torch.from_numpy((hashes(salt, (count,)) % 10).astype(numpy.int64))
+    from made import BatchNorm, gathered, labels, values
 
     def digest(text):
         value = 0xCBF29CE484222325
@@ -134,16 +105,11 @@ def worker(path):
             # Of a batch of one, or of none.
             return drawn(self.pending.pop(0), self.state.iter, shape)
 
-    def gathered(value):
-        parts = [None] * WORLD_SIZE
-        dist.all_gather_object(parts, value)
-        return parts
-
     def train(options):
         model = BatchNorm().double()
         with torch.no_grad():
             for p, (name, parameter) in enumerate(model.named_parameters()):
-                scale = scales.get(name.split(".")[0])
+                scale = BatchNorm.scales.get(name.split(".")[0])
                 if scale is not None:
                     parameter.copy_(values(p + 1, tuple(parameter.shape), scale))
         ddp = DistributedDataParallel(model)
@@ -152,7 +118,7 @@ def worker(path):
         losses = []
         for step in range(STEPS):
             salt = 1000 + 4 * step + 2 * dist.get_rank()
-            x, y = values(salt, (BATCH, 3, 16, 16), 2), labels(salt + 1, BATCH)
+            x, y = values(salt, (BATCH, *BatchNorm.input), 2).double(), labels(salt + 1, BATCH)
             optimizer.zero_grad()
             loss = cross_entropy(ddp(x), y)
             loss.backward()
@@ -160,7 +126,7 @@ def worker(path):
             losses.append(loss.item())
         sums = {}
         for name, parameter in model.named_parameters():
-            sums[name] = (parameter.detach() * values(7, tuple(parameter.shape), 2)).sum().item()
+            sums[name] = (parameter.detach() * values(7, tuple(parameter.shape), 2).double()).sum().item()
         assert gathered(sums) == [sums] * WORLD_SIZE, "the ranks' parameters differ"
         return {"options": options, "losses": gathered(losses), "sums": sums}
 

@@ -23,7 +23,8 @@ fn site() -> Option<&'static Path> {
 }
 
 fn install() -> Option<TempDir> {
-    let (folder, site) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let site = tempfile::tempdir().unwrap();
     let file = match wheel(folder.path(), &python()) {
         Ok(file) => file,
         Err(reason) => {

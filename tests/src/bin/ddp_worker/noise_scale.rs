@@ -16,8 +16,12 @@ const STEPS: usize = 5;
 
 /// The factors of a rank's vectors in a step, which are their gradients.
 fn factors(rank: usize, step: usize) -> Vec<(usize, f64)> {
-    let factor = |index: usize| ((1 + index) * (2 + rank) * (3 + step)) as f64 * 0.37;
-    (0..LENGTHS.len()).map(|index| (index, factor(index).sin() + 0.5)).collect()
+    let mut factors = Vec::with_capacity(LENGTHS.len());
+    for index in 0..LENGTHS.len() {
+        let angle = ((1 + index) * (2 + rank) * (3 + step)) as f64 * 0.37;
+        factors.push((index, angle.sin() + 0.5));
+    }
+    factors
 }
 
 fn trained(builder: DdpBuilder, group: &ProcessGroup) -> Result<VarStore> {
@@ -61,9 +65,9 @@ fn measures(group: &ProcessGroup, noise: &NoiseScale, decay: f64, tolerance: f64
 pub fn measured(group: &ProcessGroup) -> Result<()> {
     for (decay, view) in [(1.0, false), (0.9, true)] {
         let noise = NoiseScale::new(BATCH).decay(decay);
-        let builder = || Ddp::builder(group).gradient_as_bucket_view(view);
-        let plain = trained(builder(), group)?;
-        let seen = trained(builder().comm_hook(noise.around(AllReduce)), group)?;
+        let plain = trained(Ddp::builder(group).gradient_as_bucket_view(view), group)?;
+        let builder = Ddp::builder(group).gradient_as_bucket_view(view);
+        let seen = trained(builder.comm_hook(noise.around(AllReduce)), group)?;
         close(&gradients(&seen)?, &gradients(&plain)?, 0.0)?;
         measures(group, &noise, decay, 1e-5)?;
     }
@@ -83,9 +87,9 @@ pub fn around(group: &ProcessGroup) -> Result<()> {
 /// An optimizer in backward steps once the gradients are measured, to the same weights.
 pub fn in_backward(group: &ProcessGroup) -> Result<()> {
     let noise = NoiseScale::new(BATCH).decay(1.0);
-    let builder = || Ddp::builder(group).optimizer_in_backward(Sgd::default(), 0.1);
-    let plain = trained(builder(), group)?;
-    let seen = trained(builder().comm_hook(noise.around(AllReduce)), group)?;
+    let plain = trained(Ddp::builder(group).optimizer_in_backward(Sgd::default(), 0.1), group)?;
+    let builder = Ddp::builder(group).optimizer_in_backward(Sgd::default(), 0.1);
+    let seen = trained(builder.comm_hook(noise.around(AllReduce)), group)?;
     same_bits(&seen, &plain)?;
     measures(group, &noise, 1.0, 1e-5)
 }

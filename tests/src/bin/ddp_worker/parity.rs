@@ -177,7 +177,8 @@ pub fn number(value: &Value) -> Result<f64> {
 
 fn check(group: &ProcessGroup, model: &Model, stored: &Value, name: &str) -> Result<()> {
     let expected = &stored["models"][name];
-    let (steps, batch) = (number(&stored["steps"])? as u32, number(&stored["batch"])? as i64);
+    let steps = number(&stored["steps"])? as u32;
+    let batch = number(&stored["batch"])? as i64;
     let rank = group.rank();
 
     let store = VarStore::new(Device::Cpu);

@@ -23,9 +23,7 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
     let model = Ddp::builder(group).mixed_precision(HALF).wrap(net, &store)?;
     let mut optimizer = nn::Sgd::default().build(&store, 0.3)?;
     let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
-    let output = || model.forward_t(&input, true).to_kind(Kind::Float);
-    let loss = |factor: f64| (output() * factor).sum(Kind::Float);
-    loss(1e-9).f_backward()?;
+    scaled_sum(&model, &input, 1e-9).f_backward()?;
     let lost = store.trainable_variables()[0].grad().abs().max().double_value(&[]);
     ensure!(lost == 0.0, "half precision has a gradient of {lost}");
 
@@ -36,7 +34,7 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
         optimizer.zero_grad();
         let overflows = step == 2;
         let factor = if overflows && group.rank() == 0 { f64::INFINITY } else { 1e-3 };
-        scaler.scale(&loss(factor)).f_backward()?;
+        scaler.scale(&scaled_sum(&model, &input, factor)).f_backward()?;
         let is_taken = scaler.step(&mut optimizer)?;
         scaler.update()?;
         ensure!(is_taken != overflows, "step {step}: {is_taken}");
@@ -45,6 +43,10 @@ pub fn trained(group: &ProcessGroup) -> Result<()> {
         ensure!(overflows || gradient > 0.0, "step {step}: a gradient of {gradient}");
     }
     same_everywhere(group, &store)
+}
+
+fn scaled_sum(model: &Ddp<Net>, input: &Tensor, factor: f64) -> Tensor {
+    (model.forward_t(input, true).to_kind(Kind::Float) * factor).sum(Kind::Float)
 }
 
 /// A model with tch's optimizer, and the same one with ZeRO.
@@ -59,21 +61,22 @@ struct Pair {
 
 impl Pair {
     fn new(group: &ProcessGroup, lengths: &[i64], config: Config) -> Result<Self> {
-        let uses: Vec<usize> = (0..lengths.len()).collect();
         let [plain_store, zero_store] = [store(), store()];
-        let wrap = |store: &VarStore| {
-            let net = Net::new(store, lengths, &uses, None);
-            Ddp::builder(group).mixed_precision(HALF).wrap(net, store)
-        };
         Ok(Self {
-            plain: wrap(&plain_store)?,
+            plain: wrapped(group, &plain_store, lengths)?,
             optimizer: config.build(&plain_store, 0.1)?,
-            sharded: wrap(&zero_store)?,
+            sharded: wrapped(group, &zero_store, lengths)?,
             zero: ZeroRedundancyOptimizer::new(&zero_store, group, config, 0.1)?,
             plain_store,
             zero_store,
         })
     }
+}
+
+fn wrapped(group: &ProcessGroup, store: &VarStore, lengths: &[i64]) -> Result<Ddp<Net>> {
+    let uses: Vec<usize> = (0..lengths.len()).collect();
+    let net = Net::new(store, lengths, &uses, None);
+    Ok(Ddp::builder(group).mixed_precision(HALF).wrap(net, store)?)
 }
 
 /// The loss of this rank in a step, times a factor.
@@ -166,25 +169,26 @@ pub fn zero_alone(group: &ProcessGroup) -> Result<()> {
 pub fn zero_joined(group: &ProcessGroup) -> Result<()> {
     let mut pair = Pair::new(group, &[WIDTH, LARGE], Config::Sgd(Sgd::default()))?;
     let last = group.world_size() - 1;
-    let factor = |number: u32| if number as usize == last { f64::INFINITY } else { 1e-3 };
-    let steps = 0..2 + group.rank() as u32;
+    let mut factors = vec![1e-3; 2 + last];
+    factors[last] = f64::INFINITY;
+    let steps = 2 + group.rank();
     let mut scaler = GradScaler::new(1024.0, 2.0, 0.5, 3);
     let Pair { plain, optimizer, sharded, zero, .. } = &mut pair;
     plain.join(|| -> Result<()> {
-        for number in steps.clone() {
+        for (number, &factor) in factors[..steps].iter().enumerate() {
             optimizer.zero_grad();
-            step(&mut scaler, optimizer, &loss(group, plain, number, factor(number))?)?;
+            step(&mut scaler, optimizer, &loss(group, plain, number as u32, factor)?)?;
         }
         Ok(())
     })?;
     let mut zeros = GradScaler::new(1024.0, 2.0, 0.5, 3);
     let mut zero = &*zero;
     join(&[&*sharded, zero], JoinOptions::default(), || -> Result<()> {
-        for number in steps.clone() {
+        for (number, &factor) in factors[..steps].iter().enumerate() {
             zero.zero_grad()?;
-            let is_taken =
-                step(&mut zeros, &mut zero, &loss(group, sharded, number, factor(number))?)?;
-            ensure!(is_taken == (number as usize != last), "step {number}: {is_taken}");
+            let own = loss(group, sharded, number as u32, factor)?;
+            let is_taken = step(&mut zeros, &mut zero, &own)?;
+            ensure!(is_taken == (number != last), "step {number}: {is_taken}");
         }
         Ok(())
     })?;
@@ -192,15 +196,15 @@ pub fn zero_joined(group: &ProcessGroup) -> Result<()> {
     same_bits(&pair.zero_store, &pair.plain_store)
 }
 
+fn says_in_a_line(text: String, words: &[&str]) -> Result<()> {
+    ensure!(text.lines().count() == 1, "{text}");
+    says(&text, words)
+}
+
 /// Gradients that are not there any more, or not on all ranks, are an error of all ranks, which says
 /// what would be right, and steps nothing.
 pub fn misused(group: &ProcessGroup) -> Result<()> {
     let last = group.world_size() - 1;
-    let says_in_a_line = |text: String, words: &[&str]| {
-        ensure!(text.lines().count() == 1, "{text}");
-        says(&text, words)
-    };
-
     let own = store();
     let builder = Ddp::builder(group).optimizer_in_backward(Sgd::default(), 0.5);
     let model = builder.wrap(Vectors::new(&own, &[10]), &own)?;
@@ -222,8 +226,7 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let net = model.into_inner();
 
     // It goes on after each error.
-    let value = || net.0[0].double_value(&[0]);
-    let before = value();
+    let before = net.0[0].double_value(&[0]);
     says_in_a_line(error(scaler.step(&mut zero))?, &["has a gradient: call step(&mut optimizer)"])?;
     scaler.scale(&net.weighted_sum(&[(0, 1.0)])).f_backward()?;
     if group.rank() == last {
@@ -232,10 +235,11 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let text = error(scaler.step(&mut zero))?;
     let words = [&format!("the ranks [{last}] have no gradients"), "run the same backward"];
     says_in_a_line(text, &words)?;
-    ensure!(value() == before, "a step was taken");
+    ensure!(net.0[0].double_value(&[0]) == before, "a step was taken");
     zero.zero_grad()?;
     ensure!(step(&mut scaler, &mut zero, &net.weighted_sum(&[(0, 1.0)]))?);
-    ensure!(value() == before - 0.5, "{} after {before}", value());
+    let after = net.0[0].double_value(&[0]);
+    ensure!(after == before - 0.5, "{after} after {before}");
 
     // What one rank cannot divide is an error of all, at once.
     let kind = if group.rank() == last { Kind::Half } else { Kind::Float };
