@@ -107,7 +107,6 @@ def wait_for_futures(wait_for, complete_deferred=None):
     backward that waits first completes those that are left to the end of backward, if there are such."""
     original = torch._C.Future.wait
 
-    @torch._disable_dynamo  # which would call operators as it traces
     @functools.wraps(original)
     def wait(future):
         # Also for a future that is complete: which are does not depend on when ranks come here.
