@@ -18,7 +18,7 @@ mod folder;
 mod sums;
 mod tensors;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 use flow_autograd::{OptimizerState, StateDict};
@@ -150,7 +150,8 @@ impl Checkpoints {
     ) -> Result<()> {
         model.synchronize()?;
         let path = self.folder.checkpoint(step);
-        let variables: Vec<_> = vs.variables().into_iter().collect();
+        let mut variables: Vec<_> = vs.variables().into_iter().collect();
+        variables.sort_by(|(left, _), (right, _)| left.cmp(right));
         let check = |tensors: &[_]| {
             tensors::check(tensors).map_err(|(what, reason)| unfit(&what, &path, reason))
         };
@@ -295,7 +296,8 @@ impl<S> Checkpoint<S> {
     }
 
     fn load_model(&self, vs: &VarStore) -> Result<(), String> {
-        let mut variables = vs.variables();
+        // In the order of names: all ranks, and all runs, name the same one.
+        let mut variables: BTreeMap<_, _> = vs.variables().into_iter().collect();
         for (name, variable) in &variables {
             let wanted = (variable.kind(), variable.size());
             match self.model.get(name).map(|saved| (saved.kind(), saved.size())) {
@@ -307,7 +309,7 @@ impl<S> Checkpoint<S> {
                 None => return Err(format!("it has no {name}")),
             }
         }
-        if let Some(name) = self.model.keys().find(|name| !variables.contains_key(*name)) {
+        if let Some(name) = self.model.keys().filter(|name| !variables.contains_key(*name)).min() {
             return Err(format!("it has {name}, and this model has not"));
         }
         for (name, variable) in &mut variables {
