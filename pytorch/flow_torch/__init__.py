@@ -52,9 +52,10 @@ def _create(options, _):
 
 
 def _join_in_python(place, name, timeout):
-    # It changes torch.distributed, so that it is not imported before it is needed.
-    from . import fallback
+    # They change torch.distributed, and torch's operators, so that they are not imported before they are needed.
+    from . import fallback, operators
 
+    operators.install_without_cpp()
     return fallback.join(place, name, timeout)
 
 

@@ -1,6 +1,7 @@
-"""Operators that the C++ part calls and that Python implements."""
+"""Operators that Python implements: those that the C++ part calls, and in its place those that programs call."""
 
 import ctypes
+import functools
 import threading
 from datetime import timedelta
 
@@ -20,9 +21,30 @@ def install():
         "merge(int rank, int size, float timeout) -> __torch__.torch.classes.c10d.ProcessGroup": _merge,
     }
     for schema, function in own.items():
-        _library.define(schema)
-        _library.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+        _define(schema, function, "CompositeImplicitAutograd")
     dist.ProcessGroup.merge_remote_group = _with_store(dist.ProcessGroup.merge_remote_group)
+
+
+@functools.cache
+def install_without_cpp():
+    """Defines those for programs."""
+    schema = 'all_reduce_(Tensor(a!) tensor, str group, str op="sum") -> ()'
+    _define(schema, _all_reduce, "CompositeExplicitAutograd")
+    _library.impl("all_reduce_", lambda tensor, group, op="sum": None, "Meta")
+
+
+def _define(schema, function, key):
+    _library.define(schema)
+    _library.impl(schema.partition("(")[0], function, key)
+
+
+def _all_reduce(tensor, group, op="sum"):
+    names = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "band": "BAND", "bor": "BOR", "bxor": "BXOR"}
+    if op not in names:
+        raise ValueError(f"flow: a reduction is one of {', '.join(names)}, not {op}")
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + 1,))
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, names[op]), dist.distributed_c10d._resolve_process_group(group))
 
 
 def _check_signals():

@@ -4,6 +4,7 @@ import datetime
 import functools
 import inspect
 import os
+import sys
 import threading
 import warnings
 
@@ -117,6 +118,33 @@ def wait_for_futures(wait_for, complete_deferred=None):
         return original(future)
 
     torch._C.Future.wait = wait
+
+
+def shorten_all_reduce(at_once):
+    """Of a small tensor's all-reduce most is what PyTorch does around it. `at_once` does a plain one without that: whether it has."""
+    _replace("all_reduce", _all_reduce, at_once)
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None:  # PyTorch's compiler knows the function by this
+        remaps = functional.traceable_collective_remaps
+        remaps[dist.all_reduce] = remaps[dist.all_reduce.__wrapped__]
+
+
+def _all_reduce(original, at_once):
+    c10d = dist.distributed_c10d
+    sum_ = dist.ReduceOp.SUM
+    profiler = torch.autograd.profiler
+    count_modes, count_dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+
+    def all_reduce(tensor, op=sum_, group=None, async_op=False):
+        is_plain = type(tensor) is torch.Tensor and op is sum_ and not async_op
+        # Profilers and modes look at what PyTorch does.
+        if is_plain and not count_modes() and not count_dispatch_modes() and not profiler._is_profiler_enabled:
+            name = c10d._pg_names.get(c10d.GroupMember.WORLD if group is None else group)
+            if name is not None and not c10d._world.pg_coalesce_state and at_once(tensor, name):
+                return None
+        return original(tensor, op, group, async_op)
+
+    return all_reduce
 
 
 def _monitored_barrier(original, backend_of):

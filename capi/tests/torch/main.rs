@@ -138,6 +138,16 @@ fn collectives_and_messages_are_gloos() {
 }
 
 #[test]
+fn all_reduces_without_what_surrounds_them() {
+    if is_skipped() {
+        return;
+    }
+    for printed in with_both_parts(3, &[("at_once.py", &[])]) {
+        assert_eq!(lines_and_skipped(&printed).0, ["same"; 3], "{printed:?}");
+    }
+}
+
+#[test]
 fn ddp_and_fsdp_train_as_over_gloo_under_torchrun() {
     if is_skipped() {
         return;

@@ -145,6 +145,18 @@ public:
         });
     }
 
+    // An all-reduce of few elements takes as long as the work, the options and the calls around it. Does without them, if nothing has to
+    // come before, nobody records, and flow-comm can reduce the tensor where it lies.
+    bool all_reduce_at_once(const Tensor& tensor, RedOp op) {
+        if (is_recorded() || !tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) return false;
+        const auto code = reducible(tensor.scalar_type(), op);
+        if (!code || !label(called_type(tensor), op).empty()) return false;
+        return collectives_->run_at_once([&](const flow_group* group) {
+            ++sequence_;
+            check(flow_all_reduce(group, elements(tensor, *code), flow_op(op)));
+        });
+    }
+
     WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
         return each(OpType::ALLREDUCE_COALESCED, tensors, tensors, opts, [&](size_t i) {
             Tensors one{tensors[i]};

@@ -123,6 +123,16 @@ public:
         Operation::rethrow_interrupt();
     }
 
+    // Runs what is no operation, of which nobody has the work. False if something is to come before that, or may.
+    template <typename Run>
+    bool run_at_once(const Run& run) {
+        if (is_forked()) return false;
+        const std::unique_lock<std::timed_mutex> running(running_, std::try_to_lock);
+        if (!running.owns_lock() || !is_empty()) return false;
+        run(group_.get());
+        return true;
+    }
+
     // Runs the operation when somebody waits for it.
     void submit(const OperationPtr& operation, Job job) {
         operation->job_ = std::move(job);
@@ -238,9 +248,14 @@ public:
         return queue_.empty() && !is_running_;
     }
 
+    bool is_empty() {
+        std::lock_guard<std::mutex> lock(queue_mutex_);
+        return queue_.empty();
+    }
+
     // In a forked process the locks are as some thread of the parent's had them, for ever. There an operation fails at once: the
     // group sees to that.
-    bool is_forked() const { return getpid() != process_; }
+    bool is_forked() const { return forks_ != forks_before_; }
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -298,7 +313,11 @@ private:
         static Registry& made = *[] {
             auto* const own = new Registry;
             // No other thread holds the lock while the process forks.
-            pthread_atfork([] { all().mutex().lock(); }, [] { all().mutex().unlock(); }, [] { all().mutex().unlock(); });
+            pthread_atfork([] { all().mutex().lock(); }, [] { all().mutex().unlock(); },
+                           [] {
+                               ++forks_;
+                               all().mutex().unlock();
+                           });
             return own;
         }();
         return made;
@@ -468,7 +487,8 @@ private:
     const Group group_;
     const std::chrono::microseconds patience_;
     const bool receives_;
-    const pid_t process_ = getpid();
+    static inline std::atomic<unsigned> forks_{0};  // of this process's ancestors, and its own
+    const unsigned forks_before_ = forks_;
     std::timed_mutex running_;  // locked before queue_mutex_
     std::mutex queue_mutex_;
     std::condition_variable wakeup_;

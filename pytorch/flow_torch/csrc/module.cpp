@@ -2,6 +2,7 @@
 
 #include "manylinux.h"
 
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -68,6 +69,26 @@ void fail(const GroupPtr& group, const std::string& cause) {
     backend_of(group)->fail(cause);
 }
 
+bool all_reduce_at_once(const Tensor& tensor, const std::string& group) {
+    const auto backend = find_backend(c10d::resolve_process_group(group));
+    return backend && backend->all_reduce_at_once(tensor, c10d::ReduceOp::SUM);
+}
+
+// A group of any backend.
+void all_reduce(const Tensor& tensor, const std::string& name, std::string_view op) {
+    const auto group = c10d::resolve_process_group(name);
+    const auto backend = find_backend(group);
+    const auto reduction = reduction_of(op);
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    if (backend && backend->all_reduce_at_once(tensor, reduction)) return;
+    Tensors tensors{tensor.is_complex() ? at::view_as_real(tensor) : tensor};
+    c10d::AllreduceOptions options;
+    options.reduceOp = reduction;
+    options.asyncOp = false;
+    const auto work = group->allreduce(tensors, options);
+    if (work) work->wait();
+}
+
 void wait_for(const c10::OperatorHandle&, torch::jit::Stack* stack) {
     Lane::wait_for(torch::jit::pop(*stack).toFuture());
 }
@@ -118,6 +139,12 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     // What each forward calls takes an address, and less time than methods, or operators on objects.
     library.def("check_finished", [](int64_t address) { reducer_at(address).check_finished(); });
     library.def("expect", [](int64_t address, bool is_uneven, bool counts_ranks) { reducer_at(address).expect(is_uneven, counts_ranks); });
+    // For torch.compile, too, and its tensors without memory.
+    library.def("all_reduce_(Tensor(a!) tensor, str group, str op=\"sum\") -> ()");
+    library.impl("all_reduce_", c10::DispatchKey::CompositeExplicitAutograd, &all_reduce);
+    library.impl("all_reduce_", c10::DispatchKey::Meta, [](const Tensor&, const std::string&, std::string_view) {});
+    library.def("all_reduce_at_once(Tensor tensor, str group) -> bool");
+    library.impl("all_reduce_at_once", c10::DispatchKey::CompositeImplicitAutograd, &all_reduce_at_once);
     library.def("join", &join);
     library.def("is_flow", &is_flow);
     library.def("new_group_of", &new_group_of);

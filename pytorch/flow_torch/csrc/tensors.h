@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -43,6 +44,15 @@ inline const char* name_of(RedOp op) {
         case Op::BXOR: return "bxor";
         default: return "own";
     }
+}
+
+// The reduction of this name.
+inline RedOp reduction_of(std::string_view name) {
+    using Op = c10d::ReduceOp;
+    for (const auto op : {Op::SUM, Op::AVG, Op::PRODUCT, Op::MIN, Op::MAX, Op::BAND, Op::BOR, Op::BXOR}) {
+        if (name == name_of(op)) return op;
+    }
+    TORCH_CHECK_VALUE(false, "flow: a reduction is one of sum, avg, prod, min, max, band, bor, bxor, not ", name);
 }
 
 // The type as which flow-comm can reduce this one, if there is any. c10d's codes of these reductions are flow-comm's.
