@@ -44,6 +44,10 @@ pub enum Location {
 }
 
 const STAGED: u64 = u64::MAX;
+/// The same, of a rank that finds the other one far away.
+const STAGED_FAR: u64 = u64::MAX - 1;
+/// The word of a descriptor that has the location.
+const LOCATION: usize = 3;
 
 /// The error of a peer's descriptor.
 const UNREADABLE: &str = "an operation this version does not know";
@@ -61,6 +65,16 @@ pub struct DescriptorWords(pub [AtomicU64; WORDS + LABEL_WORDS]);
 impl DescriptorWords {
     /// Size in bytes of a descriptor in shared memory.
     pub const BYTES: usize = std::mem::size_of::<Self>();
+
+    /// Notes, before the rank arrives, that it finds the other one far away. Its data is staged.
+    pub fn note_far(&self) {
+        self.0[LOCATION].store(STAGED_FAR, Ordering::Relaxed);
+    }
+
+    /// Whether the rank has noted that.
+    pub fn is_far(&self) -> bool {
+        self.0[LOCATION].load(Ordering::Relaxed) == STAGED_FAR
+    }
 }
 
 impl OpDescriptor {
@@ -213,8 +227,10 @@ impl OpDescriptor {
             operation.root = rank;
             operation.digest = tag_or_digest;
         }
-        let location =
-            if offset == STAGED { Location::Staged } else { Location::Shared(offset as usize) };
+        let location = match offset {
+            STAGED | STAGED_FAR => Location::Staged,
+            offset => Location::Shared(offset as usize),
+        };
         Ok((operation, location))
     }
 }

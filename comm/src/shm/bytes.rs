@@ -51,6 +51,34 @@ impl BufferView {
     }
 }
 
+/// Copies as `copy_nonoverlapping` does, past the caches where the processor can: another rank then
+/// reads `to` from memory, and this one need not get the cache lines back that the other has read.
+///
+/// # Safety
+///
+/// As for `copy_nonoverlapping`; `to` is aligned to a cache line.
+pub unsafe fn copy_streaming(from: *const u8, to: *mut u8, count: usize) {
+    let whole = if STREAMS { count / 64 * 64 } else { 0 };
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+        for start in (0..whole).step_by(size_of::<__m128i>()) {
+            // SAFETY: both are parts of the caller's ranges, and `to` is aligned.
+            unsafe {
+                let value = _mm_loadu_si128(from.add(start).cast());
+                _mm_stream_si128(to.add(start).cast(), value);
+            }
+        }
+        // SAFETY: every x86-64 has it. Others must see these stores before what follows.
+        unsafe { _mm_sfence() };
+    }
+    // SAFETY: the rest of the caller's ranges.
+    unsafe { copy(from.add(whole), to.add(whole), count - whole) };
+}
+
+/// Whether [`copy_streaming`] goes past the caches.
+pub const STREAMS: bool = cfg!(all(target_arch = "x86_64", not(miri)));
+
 /// Copies as `copy_nonoverlapping` does, in pieces small enough for the C library to move them by
 /// vector registers. Its `rep movsb` for larger ones takes three times as long on AMD's Zen 3 for
 /// addresses that lie badly to each other.

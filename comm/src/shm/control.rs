@@ -27,6 +27,8 @@ pub const SLOTS: u64 = 64;
 pub const PAYLOAD: usize = 4096;
 /// Staging buffer for ordinary memory: two of them per rank stay in the second-level cache.
 pub const CHUNK: usize = 256 << 10;
+/// The same for two ranks that are far apart.
+pub const FAR_CHUNK: usize = 512 << 10;
 /// The largest number of ranks: with more, each would have less than a cache line of a staging
 /// buffer.
 pub const MAX_RANKS: usize = CHUNK / 64;
@@ -195,6 +197,7 @@ struct ControlLayout {
     descriptors: usize,
     payloads: usize,
     staging: usize,
+    staging_bytes: usize,
     mailboxes: usize,
     fragments: usize,
     fragment: usize,
@@ -210,12 +213,24 @@ impl ControlLayout {
             + SLOTS as usize * size * std::mem::size_of::<DescriptorWords>())
         .next_multiple_of(4096);
         let staging = payloads + SLOTS as usize * size * PAYLOAD;
-        let mailboxes = staging + size * 2 * CHUNK;
+        let staging_bytes = if size == 2 { FAR_CHUNK } else { CHUNK };
+        let mailboxes = staging + size * 2 * staging_bytes;
         let fragments =
             (mailboxes + locals * locals * std::mem::size_of::<Mailbox>()).next_multiple_of(4096);
         let fragment = ((1 << 30) / (locals * locals * 2)).clamp(4096, 128 << 10) / 4096 * 4096;
         let total = fragments + locals * locals * 2 * fragment;
-        Self { ranks, slots, descriptors, payloads, staging, mailboxes, fragments, fragment, total }
+        Self {
+            ranks,
+            slots,
+            descriptors,
+            payloads,
+            staging,
+            staging_bytes,
+            mailboxes,
+            fragments,
+            fragment,
+            total,
+        }
     }
 }
 
@@ -318,10 +333,12 @@ impl Control {
         self.arena.at(self.offset + self.layout.payloads + index * PAYLOAD)
     }
 
-    /// Returns a rank's staging buffer of [`CHUNK`] bytes number 0 or 1.
+    /// Returns a rank's staging buffer number 0 or 1, of [`CHUNK`] bytes, or of [`FAR_CHUNK`] in a
+    /// group of two.
     pub fn staging(&self, rank: usize, which: usize) -> *mut u8 {
         debug_assert!(rank < self.size && which < 2);
-        self.arena.at(self.offset + self.layout.staging + (rank * 2 + which) * CHUNK)
+        self.arena
+            .at(self.offset + self.layout.staging + (rank * 2 + which) * self.layout.staging_bytes)
     }
 
     /// Returns the mailbox of two members, numbered among those on this node.

@@ -20,6 +20,7 @@ mod block_allocator;
 pub mod bytes;
 pub mod contribution;
 pub mod control;
+pub mod distance;
 pub mod io_segment;
 pub mod machine_buffer;
 pub mod rounds;

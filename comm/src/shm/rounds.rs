@@ -11,6 +11,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::control::{Control, SLOTS};
+use super::distance::Distance;
 use crate::descriptor::{Location, OpDescriptor};
 use crate::error::{Error, Result};
 use crate::failure::Failure;
@@ -30,6 +31,8 @@ pub struct RoundState {
     next: u64,
     /// The last round that used each staging buffer.
     staged: [Option<u64>; 2],
+    /// How far the ranks are apart, if they are two.
+    pub distance: Distance,
 }
 
 impl Rounds {
