@@ -3,6 +3,7 @@
 It is for one version of PyTorch, and for any version of Python: what it has are operators and a class of PyTorch's.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -57,16 +58,36 @@ def _load():
 
 def _operators():
     library.load()
-    prebuilt = HERE / "lib" / tag() / NAME
-    if prebuilt.exists():
+    if prebuilt().exists():
         try:
-            return operators_of(prebuilt)
+            return operators_of(prebuilt())
         except OSError as error:
-            print(f"flow_torch: {prebuilt} cannot be loaded, and is compiled anew: {error}", file=sys.stderr, flush=True)
-    built = cache() / f"{tag()}-{key()}" / NAME
+            print(f"flow_torch: {prebuilt()} cannot be loaded, and is compiled anew: {error}", file=sys.stderr, flush=True)
+    built = compiled()
     if not built.exists():
         build_once(built)
     return operators_of(built)
+
+
+def origin():
+    """Says where `load` gets the part from, for flow-launch doctor; compiles nothing. An ImportError or OSError says why there is none."""
+    library.load()
+    with contextlib.suppress(OSError):  # then it is compiled anew
+        if prebuilt().exists():
+            operators_of(prebuilt())
+            return f"its C++ part is {prebuilt()}"
+    if compiled().exists():
+        operators_of(compiled())
+        return f"its C++ part is {compiled()}"
+    return f"its C++ part is compiled at first use, by {compiler()[0]}"
+
+
+def prebuilt():
+    return HERE / "lib" / tag() / NAME
+
+
+def compiled():
+    return cache() / f"{tag()}-{key()}" / NAME
 
 
 def operators_of(file):
