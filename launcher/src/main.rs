@@ -12,6 +12,8 @@
 //! | `output/` | from workers' pipes to the console and to files |
 //! | `report/` | the report of a failure; `--events` |
 //! | `trace/` | `--trace`, `flow-launch trace` |
+//! | `doctor/` | `flow-launch doctor`: what is on this machine |
+//! | `libtorch/` | libtorch of Rust programs |
 //! | `init.rs` | process 1 of a container: reaps orphans |
 //! | `signal.rs` | signals by name; signals that are blocked and read |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
@@ -37,9 +39,11 @@
 mod agent;
 mod cli;
 mod control;
+mod doctor;
 mod hosts;
 mod init;
 mod job;
+mod libtorch;
 mod net;
 mod output;
 mod plan;
@@ -87,6 +91,7 @@ fn main() -> ExitCode {
                 return exit_code(Err(error));
             }
         }
+        Some(flags::DOCTOR) => return exit_code(doctor::main(&arguments[2..])),
         Some(flags::TRACE) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
         _ => {}
     }

@@ -211,9 +211,14 @@ fn bind(cores: &OsStr) -> io::Result<()> {
     Ok(sched_setaffinity(None, &mask)?)
 }
 
+/// Returns the number of descriptors that a launcher of this many workers may need.
+pub fn needed_descriptors(workers: u32) -> u64 {
+    OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers)
+}
+
 /// Raises the soft limit on open files to what this many workers need, as far as allowed.
 pub fn allow_descriptors(workers: u32) {
-    let needed = OWN_DESCRIPTORS + WORKER_DESCRIPTORS * u64::from(workers);
+    let needed = needed_descriptors(workers);
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| current < needed) {
         let current = limit.maximum.map_or(needed, |maximum| maximum.min(needed));

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::builder::ValueParser;
-use clap::{Arg, Command, ValueHint};
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint};
 
 use super::flag_table::{self as table, FLAGS};
 use super::usage::Usage;
@@ -12,22 +12,29 @@ use super::usage::Usage;
 /// The name of the argument with PROGRAM and its arguments.
 pub const COMMAND: &str = "command";
 
-/// The subcommand. It counts only as the first argument.
+/// The subcommands. They count only as the first argument.
 pub const TRACE: &str = "trace";
+/// Says what is on this machine.
+pub const DOCTOR: &str = "doctor";
 
 /// The name of the argument of `flow-launch trace`.
 const TIMELINE: &str = "timeline";
+
+/// Names of arguments of `flow-launch doctor`.
+pub const JSON: &str = "json";
+pub const TIMEOUT: &str = "timeout";
 
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
 
 PROGRAM is a path, a name beside flow-launch, or a name on PATH; a .py or .pyz file, or a folder with __main__.py,
 runs with python3 -u.
-Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.
+Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, and shortened.";
 
-flow-launch trace FILE prints a summary of a timeline that --trace has written.";
-
-const USAGE: &str = "flow-launch [OPTIONS] PROGRAM [ARGS...]\n       flow-launch trace FILE";
+const USAGE: &str = "\
+flow-launch [OPTIONS] PROGRAM [ARGS...]
+       flow-launch trace FILE                  Summarize a timeline that --trace has written
+       flow-launch doctor [OPTIONS]            Say what is on this machine, and what to do about what is wrong";
 
 /// Returns the command line for `--help`.
 pub fn command() -> Command {
@@ -35,11 +42,11 @@ pub fn command() -> Command {
 }
 
 /// Returns the command line for completions and the manual page: with full descriptions, PROGRAM,
-/// and the subcommand.
+/// and the subcommands.
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
     with_flags(flags.map(|flag| flag.full_argument()), false)
-        .subcommand(trace_command())
+        .subcommands([trace_command(), doctor_command()])
         .disable_help_subcommand(true)
 }
 
@@ -56,6 +63,32 @@ pub fn trace_command() -> Command {
                 .value_parser(ValueParser::path_buf())
                 .help("The timeline"),
         )
+}
+
+/// Returns the command line of `flow-launch doctor`.
+pub fn doctor_command() -> Command {
+    let json = Arg::new(JSON).long(JSON).action(ArgAction::SetTrue);
+    let timeout = Arg::new(TIMEOUT).long(TIMEOUT).value_name("SECONDS").default_value("30");
+    let of_hosts = [
+        (table::HOSTS, "Ask the doctor of each of these hosts, too, by ssh"),
+        (table::HOSTFILE, "The same; a line is HOST, HOST:N or HOST slots=N"),
+        (table::RSH, "In place of ssh, with its options; or FLOW_RSH"),
+    ];
+    Command::new(DOCTOR)
+        .bin_name("flow-launch doctor")
+        .about(
+            "Says what is on this machine, a fact a line, and what to do about what is wrong. Ends \
+             with 1 if something is broken, else with 0",
+        )
+        .term_width(120)
+        .args_override_self(true)
+        .arg(json.help("Print the facts as one line of JSON"))
+        .arg(
+            timeout
+                .value_parser(ValueParser::os_string())
+                .help("Longest wait for a command, such as ssh or import torch"),
+        )
+        .args(of_hosts.map(|(flag, help)| flag.0.argument().help(help)))
 }
 
 fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command {
@@ -80,11 +113,24 @@ fn with_flags(flags: impl Iterator<Item = Arg>, hides_program: bool) -> Command 
 /// Returns the file that `flow-launch trace` is to summarize. Answers `--help` here and ends the
 /// process.
 pub fn timeline(arguments: &[OsString]) -> Result<PathBuf, Usage> {
-    let name = OsString::from(TRACE);
-    match trace_command().try_get_matches_from(std::iter::once(&name).chain(arguments)) {
-        Ok(mut matches) => Ok(matches.remove_one(TIMELINE).unwrap_or_default()), // it is required
+    let matches = parse(trace_command(), arguments);
+    let mut matches = matches
+        .map_err(|_| Usage("usage: flow-launch trace FILE, with a file of --trace".into()))?;
+    Ok(matches.remove_one(TIMELINE).unwrap_or_default()) // it is required
+}
+
+/// Reads the arguments of a subcommand. Answers `--help` here and ends the process.
+pub fn parse(command: Command, arguments: &[OsString]) -> Result<ArgMatches, Usage> {
+    let name = command.get_bin_name().unwrap_or_default().to_string();
+    let words = std::iter::once(OsString::from(&name)).chain(arguments.iter().cloned());
+    match command.try_get_matches_from(words) {
+        Ok(matches) => Ok(matches),
         Err(error) if !error.use_stderr() => error.exit(),
-        Err(_) => Err(Usage("usage: flow-launch trace FILE, with a file of --trace".into())),
+        Err(error) => {
+            let text = error.to_string();
+            let line = text.lines().next().unwrap_or_default().trim_start_matches("error: ");
+            Err(Usage(format!("{line}; see {name} --help")))
+        }
     }
 }
 

@@ -40,26 +40,13 @@ fn flags_of_agents(settings: &Settings) -> Vec<OsString> {
 /// Reads the flags about hosts; None if there is no list of hosts. `processes` is the default
 /// number of workers of a host.
 pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>, Usage> {
-    let hosts = settings.get(table::HOSTS);
-    let hostfile = settings.get(table::HOSTFILE);
-    let Some(source) =
-        hosts.as_ref().or(hostfile.as_ref()).map(|setting| setting.source().to_string())
-    else {
+    let Some((source, list)) = list(settings, processes)? else {
         let export = settings.get_all(table::EXPORT).into_iter().next();
         let useless = export.or_else(|| settings.get(table::RSH));
         return useless.map_or(Ok(None), |setting| Err(setting.needs("--hosts or --hostfile")));
     };
-    if hosts.is_some() && hostfile.is_some() {
-        return Err(Usage("--hosts and --hostfile exclude each other; give one".into()));
-    }
     refuse_other_places(settings, &source)?;
-    let list = match settings.get_path(table::HOSTFILE)? {
-        Some(path) => read_file(&path, &source, processes)?,
-        None => hosts.map_or(Ok(Vec::new()), |setting| read_list(&setting, processes))?,
-    };
-    let Some(first) = list.first() else {
-        return Err(Usage(format!("{source} names no host; a line is {FORMATS}")));
-    };
+    let first = &list[0];
     let master_addr = settings.get_host(table::MASTER_ADDR)?;
     if master_addr.is_none()
         && is_loopback(&first.name)
@@ -83,6 +70,29 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
         flags: flags_of_agents(settings),
         exports,
     }))
+}
+
+/// Reads the list of hosts, which has one at least, and returns the flag that it is from; None if
+/// there is no such flag.
+pub fn list(
+    settings: &Settings,
+    processes: Processes,
+) -> Result<Option<(String, Vec<HostEntry>)>, Usage> {
+    let hosts = settings.get(table::HOSTS);
+    let hostfile = settings.get(table::HOSTFILE);
+    let Some(setting) = hosts.as_ref().or(hostfile.as_ref()) else { return Ok(None) };
+    let source = setting.source().to_string();
+    if hosts.is_some() && hostfile.is_some() {
+        return Err(Usage("--hosts and --hostfile exclude each other; give one".into()));
+    }
+    let list = match settings.get_path(table::HOSTFILE)? {
+        Some(path) => read_file(&path, &source, processes)?,
+        None => read_list(setting, processes)?,
+    };
+    if list.is_empty() {
+        return Err(Usage(format!("{source} names no host; a line is {FORMATS}")));
+    }
+    Ok(Some((source, list)))
 }
 
 /// Refuses flags that say otherwise where nodes and their input are.
@@ -147,7 +157,8 @@ fn export(text: &str, wrong: impl Fn() -> Usage) -> Result<(String, Option<Strin
     Ok((name.into(), value))
 }
 
-fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
+/// Returns the command that runs a command on another host.
+pub fn remote_shell(settings: &Settings) -> Result<Vec<String>, Usage> {
     let Some(setting) = settings.get(table::RSH).or_else(|| settings.variable("FLOW_RSH")) else {
         return Ok(SSH.split(' ').map(String::from).collect());
     };

@@ -1,12 +1,13 @@
 //! The command line, validated into a [`Job`].
 
+pub mod doctor;
 mod flag;
 mod flag_table;
 pub mod flags;
 mod hosts;
 mod output;
 mod pages;
-mod rendezvous;
+pub mod rendezvous;
 mod settings;
 pub mod usage;
 

@@ -40,8 +40,18 @@ fn manual() -> io::Result<Vec<u8>> {
     synopsis.text([bold("flow-launch"), roman(" [OPTIONS] PROGRAM [ARGS...]")]);
     synopsis.control("br", []);
     synopsis.text([bold("flow-launch trace"), roman(" FILE")]);
+    synopsis.control("br", []);
+    synopsis.text([bold("flow-launch doctor"), roman(" [OPTIONS]")]);
     synopsis.to_writer(&mut text)?;
     man.render_description_section(&mut text)?;
+    let mut commands = Roff::new();
+    commands.control("SH", ["COMMANDS"]);
+    for command in flags::full_command().get_subcommands() {
+        commands.control("TP", []);
+        commands.text([bold(command.get_bin_name().unwrap_or_default())]);
+        commands.text([roman(command.get_about().map(ToString::to_string).unwrap_or_default())]);
+    }
+    commands.to_writer(&mut text)?;
     man.render_options_section(&mut text)?;
     man.render_version_section(&mut text)?;
     Ok(text)

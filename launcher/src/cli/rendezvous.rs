@@ -8,10 +8,10 @@ use super::usage::Usage;
 use crate::job::{NO_ID, Nodes, Rendezvous, RendezvousTimeouts};
 
 /// Default port of `--master-addr` for several nodes, as in torchrun.
-const MASTER_PORT: u16 = 29500;
+pub const MASTER_PORT: u16 = 29500;
 
 /// Default port of `--rdzv-endpoint`, as in torchrun.
-const ENDPOINT_PORT: u16 = 29400;
+pub const ENDPOINT_PORT: u16 = 29400;
 
 /// A node that is silent for this long is lost.
 const HEARTBEAT: Duration = Duration::from_secs(8);

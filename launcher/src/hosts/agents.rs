@@ -91,8 +91,8 @@ fn agent(job: &Job, hosts: &Hosts, node: usize, prefix: bool) -> Vec<OsString> {
     arguments
 }
 
-/// Returns the line that starts an agent on another host, for any login shell.
-fn script(place: &Place, arguments: &[OsString]) -> OsString {
+/// Returns the line that starts flow-launch on another host, such as an agent, for any login shell.
+pub fn script(place: &Place, arguments: &[OsString]) -> OsString {
     let folder = place.folder.display();
     let launcher = place.launcher.display();
     let no_folder =

@@ -2,7 +2,7 @@
 //! the signals it receives, and ends with their exit code. The agents coordinate themselves; the
 //! head handles hosts whose agents never start.
 
-mod agents;
+pub mod agents;
 pub mod control_stream;
 mod host_process;
 
@@ -100,7 +100,7 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
 
 /// Returns the current folder, by the name that the user knows: another host may have it under that
 /// name only.
-fn folder() -> io::Result<PathBuf> {
+pub fn folder() -> io::Result<PathBuf> {
     let here = std::fs::metadata(".")?;
     let named = std::env::var_os("PWD").map(PathBuf::from).filter(|folder| folder.is_absolute());
     if let Some(folder) = named {
@@ -310,7 +310,10 @@ impl Head {
         let is_first = matches!(self.phase, Phase::Running);
         if !is_there && is_first {
             let advice = match end {
-                OF_SSH => format!("; `{starter} {host} true` must work without a password"),
+                OF_SSH => format!(
+                    "; `{starter} {host} true` must work without a password; `flow-launch doctor \
+                     --hosts {host}` says more"
+                ),
                 _ => String::new(),
             };
             self.sinks.say(&format!(

@@ -34,10 +34,7 @@ pub struct Topology {
 impl Topology {
     /// Reads this host's; `visible` is CUDA_VISIBLE_DEVICES.
     pub fn this(visible: Option<&str>) -> anyhow::Result<Topology> {
-        let mask = rustix::thread::sched_getaffinity(None)
-            .context("cannot learn which CPUs may be used")?;
-        let allowed: Vec<_> =
-            (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).collect();
+        let allowed = allowed().context("cannot learn which CPUs may be used")?;
         Topology::read(Path::new("/"), &allowed, visible)
             .context("cannot read the host's topology below /sys")
     }
@@ -154,8 +151,14 @@ impl Topology {
     }
 }
 
-/// Returns the node of each CPU; empty if the kernel knows of no nodes.
-fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
+/// Returns the CPUs that this process may use.
+pub fn allowed() -> io::Result<Vec<usize>> {
+    let mask = rustix::thread::sched_getaffinity(None)?;
+    Ok((0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| mask.is_set(*cpu)).collect())
+}
+
+/// Returns the node of each CPU below `root`; empty if the kernel knows of no nodes.
+pub fn nodes(root: &Path) -> io::Result<BTreeMap<usize, usize>> {
     let mut nodes = BTreeMap::new();
     let Ok(entries) = fs::read_dir(root.join("sys/devices/system/node")) else { return Ok(nodes) };
     for entry in entries {

@@ -13,13 +13,27 @@ use crate::job::{Program, ProgramKind};
 /// beside flow-launch and then on PATH. What only Python can run (which may also be a name in the
 /// current folder) runs with `python3 -u`, or with PYTHON_EXEC.
 pub fn command(program: &Program) -> Result<Vec<OsString>, Usage> {
-    let beside = std::env::current_exe().ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
-    let places = Places { beside, path: std::env::split_paths(&path).collect(), python };
-    let mut command = places.command(program.kind, &program.name)?;
+    let mut command = Places::this().command(program.kind, &program.name)?;
     command.extend_from_slice(&program.arguments);
     Ok(command)
+}
+
+/// Returns the interpreter for Python that flow-launch itself runs, in behalf of `user`.
+pub fn python(user: &str) -> Result<OsString, Usage> {
+    Places::this().python(OsStr::new(user))
+}
+
+/// Says how to start a program that has the name of this subcommand, if there is one.
+pub fn note_namesake(subcommand: &str) {
+    let name = OsString::from(subcommand);
+    let program = Program { kind: ProgramKind::Executable, name, arguments: Vec::new() };
+    if let Ok(command) = command(&program) {
+        let path = command[0].display();
+        eprintln!(
+            "flow-launch: {subcommand} is a command of flow-launch; to start {path} write \
+             flow-launch -- {subcommand}"
+        );
+    }
 }
 
 /// Whether PROGRAM is Python, or Python runs it.
@@ -44,6 +58,17 @@ struct Places {
 }
 
 impl Places {
+    /// Those of this process.
+    fn this() -> Places {
+        let launcher = std::env::current_exe().ok();
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        Places {
+            beside: launcher.and_then(|launcher| launcher.parent().map(Path::to_path_buf)),
+            path: std::env::split_paths(&path).collect(),
+            python: std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty()),
+        }
+    }
+
     fn command(&self, kind: ProgramKind, name: &OsStr) -> Result<Vec<OsString>, Usage> {
         match kind {
             ProgramKind::Module => {

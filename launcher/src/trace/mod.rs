@@ -26,17 +26,11 @@ use std::io::{BufReader, Write, stdout};
 use anyhow::Context;
 
 use crate::cli::flags;
-use crate::job::{Program, ProgramKind};
 use crate::plan::program;
 
 /// Prints the summary of a timeline. Says how to start a program of this name, if there is one.
 pub fn main(arguments: &[OsString]) -> anyhow::Result<()> {
-    let name = OsString::from(flags::TRACE);
-    let program = Program { kind: ProgramKind::Executable, name, arguments: Vec::new() };
-    if let Ok(command) = program::command(&program) {
-        let path = command[0].display();
-        eprintln!("flow-launch: this reads a timeline; to start {path} write flow-launch -- trace");
-    }
+    program::note_namesake(flags::TRACE);
     let path = flags::timeline(arguments)?;
     let opened = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
     let timeline = serde_json::from_reader(BufReader::new(opened));

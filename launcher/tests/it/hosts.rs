@@ -154,7 +154,8 @@ fn a_host_that_cannot_be_reached_is_named_and_ends_all() {
         "nowhere: ssh: Could not resolve hostname nowhere".to_string(),
         format!(
             "flow-launch: cannot start flow-launch on nowhere: {0} ended with exit code 255; `{0} \
-             nowhere true` must work without a password",
+             nowhere true` must work without a password; `flow-launch doctor --hosts nowhere` says \
+             more",
             site.ssh
         ),
     ];

@@ -2,6 +2,7 @@
 
 mod clusters;
 mod container;
+mod doctor;
 mod dry_run;
 mod elastic;
 mod events;

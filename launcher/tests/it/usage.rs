@@ -112,6 +112,7 @@ fn help_is_answered() {
         "-m, --module",
         "--grace",
         "flow-launch trace FILE",
+        "flow-launch doctor [OPTIONS]",
     ] {
         assert!(finished.stdout.contains(text), "{text}");
     }
@@ -143,16 +144,23 @@ fn bash_completes_flags_their_words_and_the_subcommand() {
     assert_eq!(offered("--nproc"), "--nproc-per-node");
     assert_eq!(offered("--numa-binding s"), "socket");
     assert_eq!(offered("tr"), "trace");
+    assert_eq!(offered("doc"), "doctor");
 }
 
 #[test]
-fn the_subcommand_has_a_help_of_its_own() {
+fn subcommands_have_a_help_of_their_own() {
     let help = run(&mut launcher(&["trace", "--help"]));
     assert_eq!((help.code, help.stderr.as_str()), (Some(0), ""), "{help:?}");
     assert_contains(&help.stdout, &["summary of a timeline", "flow-launch trace <FILE>"]);
     let wrong = run(&mut launcher(&["trace", "one", "two"]));
     assert_eq!((wrong.code, wrong.stderr.lines().count()), (Some(2), 1), "{wrong:?}");
     assert_contains(&wrong.stderr, &["usage: flow-launch trace FILE"]);
+    let help = run(&mut launcher(&["doctor", "--help"]));
+    assert_eq!((help.code, help.stderr.as_str()), (Some(0), ""), "{help:?}");
+    assert_contains(&help.stdout, &["flow-launch doctor [OPTIONS]", "--json", "--hostfile"]);
+    let wrong = run(&mut launcher(&["doctor", "--nproc", "2"]));
+    assert_eq!((wrong.code, wrong.stderr.lines().count()), (Some(2), 1), "{wrong:?}");
+    assert_contains(&wrong.stderr, &["'--nproc'", "see flow-launch doctor --help"]);
 }
 
 #[test]
@@ -163,6 +171,8 @@ fn the_manual_page_describes_the_flags() {
         ".TH flow-launch 1",
         ".SH SYNOPSIS",
         "\\fBflow\\-launch trace\\fR FILE",
+        ".SH COMMANDS",
+        "\\fBflow\\-launch doctor\\fR",
         "\\-\\-nproc\\-per\\-node",
         "PET_NNODES",
     ] {
