@@ -25,7 +25,7 @@ pub struct Library {
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
     "no NCCL {OLDEST} or newer ({0}): install one (pip install nvidia-nccl-cu13; Debian, Ubuntu: NVIDIA's libnccl2) \
-     and, where it is not found by itself, set FLOW_NCCL_PATH to its libnccl.so.2"
+     and, where it is not found by itself, set FLOW_NCCL_PATH to its libnccl.so.2; `flow-launch doctor` says more"
 )]
 /// No usable NCCL was found, for this reason.
 pub struct LibraryError(String);

@@ -72,13 +72,14 @@ impl Arena {
         if region < MIN_REGION {
             return Err(format!(
                 "only {} MiB of shared memory per rank is allowed by the limits on file size \
-                 (ulimit -f) and address space (ulimit -v); at least {} MiB are needed: raise them",
+                 (ulimit -f) and address space (ulimit -v); at least {} MiB are needed: raise \
+                 them; `flow-launch doctor` says more",
                 region >> 20,
                 MIN_REGION >> 20
             ));
         }
         let file = rustix::fs::memfd_create(c"flow-arena", MemfdFlags::CLOEXEC)
-            .map_err(|e| format!("memfd_create failed: {e}"))?;
+            .map_err(|e| format!("memfd_create failed: {e}; `flow-launch doctor` says more"))?;
         rustix::fs::ftruncate(&file, (region * regions) as u64).map_err(|e| {
             format!("cannot size the shared memory to {} bytes: {e}", region * regions)
         })?;

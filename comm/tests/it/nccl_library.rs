@@ -121,7 +121,7 @@ fn says_why_there_is_none() {
         assert!(error.starts_with("no NCCL 2.18.0 or newer ("), "{error}");
         assert!(NO_OTHER.iter().all(|reason| error.contains(reason)), "{error}");
         assert!(error.contains(&expected), "{error}\nlacks {expected}");
-        assert!(error.ends_with("set FLOW_NCCL_PATH to its libnccl.so.2"), "{error}");
+        assert!(error.ends_with("libnccl.so.2; `flow-launch doctor` says more"), "{error}");
     }
 }
 

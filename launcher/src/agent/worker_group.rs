@@ -27,8 +27,8 @@ const READ: usize = 1 << 16;
 const QUIET: Duration = Duration::from_millis(100);
 
 /// The remedy if a limit of the system is reached.
-const LIMITS: &str =
-    "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u)";
+const LIMITS: &str = "; start fewer workers, or raise the limits on open files and processes (ulimit -n, ulimit -u); \
+     `flow-launch doctor` says more";
 
 /// A descriptor of a worker group that `poll` has found ready.
 pub enum WorkerReady {
