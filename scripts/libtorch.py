@@ -1,4 +1,5 @@
-"""Finds libtorch in an installed Python torch, or takes it from PyPI's torch wheel. Called by scripts/setup.
+"""Finds libtorch in an installed Python torch, or takes it from PyPI's torch wheel. Called by scripts/setup, and by
+flow-launch setup-libtorch, which has this file as a text: it imports nothing beside it.
 
 usage: libtorch.py VERSION cpu|cuda FOLDER
 

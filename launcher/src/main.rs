@@ -13,7 +13,7 @@
 //! | `report/` | the report of a failure; `--events` |
 //! | `trace/` | `--trace`, `flow-launch trace` |
 //! | `doctor/` | `flow-launch doctor`: what is on this machine |
-//! | `libtorch/` | libtorch of Rust programs |
+//! | `libtorch/` | libtorch of Rust programs; `flow-launch setup-libtorch` gets it |
 //! | `init.rs` | process 1 of a container: reaps orphans |
 //! | `signal.rs` | signals by name; signals that are blocked and read |
 //! | `net.rs`, `poll.rs` | addresses of this host; waiting for several descriptors |
@@ -92,6 +92,9 @@ fn main() -> ExitCode {
             }
         }
         Some(flags::DOCTOR) => return exit_code(doctor::main(&arguments[2..])),
+        Some(flags::SETUP_LIBTORCH) => {
+            return exit_code(libtorch::setup::main(&arguments[2..]));
+        }
         Some(flags::TRACE) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
         _ => {}
     }

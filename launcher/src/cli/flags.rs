@@ -16,6 +16,8 @@ pub const COMMAND: &str = "command";
 pub const TRACE: &str = "trace";
 /// Says what is on this machine.
 pub const DOCTOR: &str = "doctor";
+/// Finds or downloads libtorch.
+pub const SETUP_LIBTORCH: &str = "setup-libtorch";
 
 /// The name of the argument of `flow-launch trace`.
 const TIMELINE: &str = "timeline";
@@ -23,6 +25,11 @@ const TIMELINE: &str = "timeline";
 /// Names of arguments of `flow-launch doctor`.
 pub const JSON: &str = "json";
 pub const TIMEOUT: &str = "timeout";
+
+/// Names of arguments of `flow-launch setup-libtorch`.
+pub const CUDA: &str = "cuda";
+pub const TORCH: &str = "torch";
+pub const CARGO_CONFIG: &str = "cargo-config";
 
 const ABOUT: &str = "\
 Starts PROGRAM once per worker, passes on the output, and stops all workers when one fails.
@@ -34,7 +41,8 @@ Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, an
 const USAGE: &str = "\
 flow-launch [OPTIONS] PROGRAM [ARGS...]
        flow-launch trace FILE                  Summarize a timeline that --trace has written
-       flow-launch doctor [OPTIONS]            Say what is on this machine, and what to do about what is wrong";
+       flow-launch doctor [OPTIONS]            Say what is on this machine, and what to do about what is wrong
+       flow-launch setup-libtorch [OPTIONS]    Find or download the libtorch that Rust programs are built with";
 
 /// Returns the command line for `--help`.
 pub fn command() -> Command {
@@ -46,7 +54,7 @@ pub fn command() -> Command {
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
     with_flags(flags.map(|flag| flag.full_argument()), false)
-        .subcommands([trace_command(), doctor_command()])
+        .subcommands([trace_command(), doctor_command(), setup_libtorch_command()])
         .disable_help_subcommand(true)
 }
 
@@ -63,6 +71,23 @@ pub fn trace_command() -> Command {
                 .value_parser(ValueParser::path_buf())
                 .help("The timeline"),
         )
+}
+
+/// Returns the command line of `flow-launch setup-libtorch`.
+pub fn setup_libtorch_command() -> Command {
+    let switch = |name: &'static str| Arg::new(name).long(name).action(ArgAction::SetTrue);
+    let torch = Arg::new(TORCH).long(TORCH).value_name("VERSION");
+    Command::new(SETUP_LIBTORCH)
+        .bin_name("flow-launch setup-libtorch")
+        .about(
+            "Finds the libtorch for the tch in Cargo.lock, or downloads it once, by Python's pip, \
+             and prints the line that exports LIBTORCH",
+        )
+        .term_width(120)
+        .args_override_self(true)
+        .arg(switch(CUDA).help("libtorch with its CUDA libraries"))
+        .arg(torch.help("This version, whatever Cargo.lock says"))
+        .arg(switch(CARGO_CONFIG).help("Write .cargo/config.toml in place of printing the line"))
 }
 
 /// Returns the command line of `flow-launch doctor`.

@@ -9,6 +9,7 @@ mod output;
 mod pages;
 pub mod rendezvous;
 mod settings;
+pub mod setup_libtorch;
 pub mod usage;
 
 use std::ffi::OsString;

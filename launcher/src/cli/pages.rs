@@ -42,6 +42,8 @@ fn manual() -> io::Result<Vec<u8>> {
     synopsis.text([bold("flow-launch trace"), roman(" FILE")]);
     synopsis.control("br", []);
     synopsis.text([bold("flow-launch doctor"), roman(" [OPTIONS]")]);
+    synopsis.control("br", []);
+    synopsis.text([bold("flow-launch setup-libtorch"), roman(" [OPTIONS]")]);
     synopsis.to_writer(&mut text)?;
     man.render_description_section(&mut text)?;
     let mut commands = Roff::new();

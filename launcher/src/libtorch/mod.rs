@@ -1,5 +1,7 @@
 //! libtorch, which Rust programs are built with.
 
+pub mod setup;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -18,6 +18,7 @@ mod output;
 mod python_api;
 mod pytorch;
 mod restart;
+mod setup_libtorch;
 mod signals;
 mod start;
 mod stdin;

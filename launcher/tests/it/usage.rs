@@ -113,6 +113,7 @@ fn help_is_answered() {
         "--grace",
         "flow-launch trace FILE",
         "flow-launch doctor [OPTIONS]",
+        "flow-launch setup-libtorch [OPTIONS]",
     ] {
         assert!(finished.stdout.contains(text), "{text}");
     }
