@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn import parallel
 
 from . import told_hooks
+from .mixed_precision import Cast, MixedPrecision
 
 # What PyTorch's own communication hooks send gradients as; None: as what they are.
 _HOOKS = {
@@ -31,8 +32,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Over the backend "flow", gradients on CPUs are not copied: backward computes them in memory that all ranks of the machine reach,
     and while it goes on they are reduced where they are. With other communication hooks than PyTorch's allreduce_hook,
-    fp16_compress_hook, bf16_compress_hook and post_localSGD_hook, with mixed precision, `require_manual_backward_finalization`, over
-    another backend, on GPUs and without flow_torch's C++ part, it does what torch's class does. See docs/torch.md.
+    fp16_compress_hook, bf16_compress_hook and post_localSGD_hook, with `require_manual_backward_finalization`, over another backend, on
+    GPUs and without flow_torch's C++ part, it does what torch's class does. `mixed_precision`, which torch has on GPUs only, works on
+    CPUs, too. See docs/torch.md.
     """
 
     # What reduces gradients where they are. None where torch's Reducer does everything.
@@ -43,13 +45,27 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     _local_sgd = _summed_in = None
     # The parameters that are reduced, those that are not to be, and what the module consisted of when it was last looked at: each
     # dictionary of parameters and of modules, with its values then.
-    _reduced = _ignored = frozenset()
+    _reduced = ()
+    _ignored = frozenset()
     _parts = _frozen = ()
+    # The types of mixed precision, on CPUs: torch's class has it on GPUs only.
+    _types = None
 
     @functools.wraps(parallel.DistributedDataParallel.__init__)
     def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        given = inspect.signature(super().__init__).bind(*arguments, **options).arguments
+        bound = inspect.signature(super().__init__).bind(*arguments, **options)
+        given = bound.arguments
+        mixed_precision = given.get("mixed_precision")
+        if mixed_precision is not None and all(own.device.type == "cpu" for own in given["module"].parameters()):
+            if given.get("delay_all_reduce_named_params"):
+                raise ValueError("mixed_precision cannot be combined with delay_all_reduce_named_params on CPUs: leave one of them out")
+            # Set as if by a class: there is no module to set it in yet.
+            object.__setattr__(self, "_types", MixedPrecision(mixed_precision, given["module"]))
+            given["mixed_precision"] = None
+        super().__init__(*bound.args, **bound.kwargs)
+        if self._types is not None:
+            self.mixed_precision = mixed_precision
+            self._types.cast_buffers(self.module)
         # Without init_sync ranks must not communicate here.
         if self._in_place is not None and given.get("init_sync", True):
             self._in_place.connect()
@@ -57,7 +73,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _ddp_init_helper(self, parameters, expect_sparse_gradient, param_to_name_mapping, static_graph):
         from . import bindings
 
-        self._reduced = frozenset(parameters)
+        self._reduced = tuple(parameters)
         self._ignored = frozenset(own for name, own in self.module.named_parameters() if name in self.parameters_to_ignore)
         self._look_at_parts()
         backend = self._flow_backend(parameters)
@@ -74,12 +90,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self._in_place = bindings.InPlaceReducer(backend, self.reducer, names)
             except NotImplementedError as error:  # a PyTorch that is newer than this
                 warnings.warn(str(error))
+        if self._types is not None and not self._types.is_reduced_as_it_is(parameters):
+            self._register_hook = lambda reducer: dist._register_comm_hook(reducer, self.process_group, self._types.reduce_hook)
+            self._register_hook(self.reducer)
+            if self._in_place is not None:
+                self._in_place.reduce_as(self._types.reduce, self._types.param)
 
     def _flow_backend(self, parameters):
         """The process group's, if it can reduce these parameters' gradients where they are."""
         from . import _backend
 
-        is_torchs = self.mixed_precision is not None or self._use_python_reducer
+        is_torchs = (self.mixed_precision is not None and self._types is None) or self._use_python_reducer
         is_plain = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
         if is_torchs or not is_plain or not self._is_over_flow():
             return None
@@ -112,10 +133,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """An error on all ranks if the module has got parameters that are not reduced: each rank would train these alone."""
         from . import _backend
 
+        if self._types is not None and torch._C._current_graph_task_id() != -1:
+            return  # casts stand in the places of parameters, and this forward is one that is computed again
         is_same = all(len(now) == len(then) and all(map(operator.is_, now.values(), then)) for now, then in self._parts)
         if is_same and not any(parameter.requires_grad for parameter in self._frozen):
             return
-        known = self._reduced | self._ignored
+        known = self._ignored.union(self._reduced)
         alone = [
             name
             for name, own in self.module.named_parameters()
@@ -141,6 +164,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         dictionaries = [self._modules, *(part for module in self.module.modules() for part in (module._parameters, module._modules))]
         self._parts = [(part, list(part.values())) for part in dictionaries]
         self._frozen = [own for own in self._module_parameters if not own.requires_grad]
+
+    def _run_ddp_forward(self, *inputs, **kwargs):
+        forward = functools.partial(super()._run_ddp_forward, *inputs, **kwargs)
+        if self._types is None or self._types.param is None:
+            return forward()
+        dtype = self._types.param
+        casts = {} if self._in_place is None else dict(zip(self._reduced, self._in_place.casts(dtype)))
+        return Cast(self.module, dtype, casts).run(forward)
 
     def _pre_forward(self, *inputs, **kwargs):
         if torch.is_grad_enabled():
@@ -176,6 +207,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             super()._match_unused_params_allreduce()
 
     def register_comm_hook(self, state, hook):
+        self._check_takes_hook()
         is_local = hook is post_localSGD_hook and type(state) is PostLocalSGDState
         group = state.process_group if is_local else state
         is_own = (dist.group.WORLD if group is None else group) is self.process_group
@@ -190,9 +222,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._follow_local_sgd()
 
     def _register_builtin_comm_hook(self, comm_hook_type):
+        self._check_takes_hook()
         self._prepare_for_hook(comm_hook_type, comm_hook_type in _HOOKS)
         super()._register_builtin_comm_hook(comm_hook_type)
         self._follow_hook(comm_hook_type, lambda reducer: dist._register_builtin_comm_hook(reducer, comm_hook_type))
+
+    def _check_takes_hook(self):
+        if self._types is not None and not self._types.is_reduced_as_it_is(self._reduced):
+            raise RuntimeError(
+                f"mixed_precision reduces gradients in {self._types.reduce}: communication hooks, and optimizers in backward, need the parameters' "
+                "own type as its reduce_dtype"
+            )
 
     def _prepare_for_hook(self, hook, is_known):
         """Leaves gradients to torch's Reducer where they cannot be reduced in place as the hook does."""
@@ -244,6 +284,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _setup_in_backward_optimizers(self):
         optimized = [own for own in self._reduced if hasattr(own, "_in_backward_optimizers")]
+        if optimized:
+            self._check_takes_hook()
         if self._in_place is None or not optimized:
             super()._setup_in_backward_optimizers()
             return

@@ -24,6 +24,7 @@ from ddp_hooks import COMPRESSED
 from ddp_options import OPTIONS, SKIPPED, local_sgd, registered
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "peers"))
+from ddp_mixed import MIXED
 from models import MODELS
 
 
@@ -498,6 +499,7 @@ SAME = {
     "negative bits": negative_bits,
     **OPTIONS,
     **COMPRESSED,
+    **MIXED,
     "adversaries": adversaries,
     "copies": copies,
     "compiled": compiled,

@@ -189,6 +189,9 @@ fn flows_ddp_on_three_ranks() {
         "optimizer in backward",
         "top-k, error feedback",
         "8 bits per channel, exact",
+        "mixed precision",
+        "mixed precision, float16",
+        "mixed precision, uneven inputs",
     ];
     let mut several = Several::new();
     several.add(Part::Cpp, &[], "ddp.py", &cases);
@@ -214,7 +217,7 @@ fn flows_ddp_and_its_memory() {
     if is_skipped() {
         return;
     }
-    let programs = [("ddp.py", 105), ("ddp_alone.py", 26), ("forks.py", 8)];
+    let programs = [("ddp.py", 131), ("ddp_alone.py", 26), ("forks.py", 8)];
     let mut several = Several::new();
     for (name, _) in programs {
         several.add(Part::Cpp, &[], name, &[]);

@@ -30,7 +30,8 @@ inline flow_buffer real_elements(const at::Tensor& tensor) {
 }
 
 inline void copy_elements(const at::Tensor& to, const at::Tensor& from) {
-    if (has_layout(to, from.strides()) && to.is_neg() == from.is_neg() && to.is_conj() == from.is_conj()) {
+    const bool is_alike = to.scalar_type() == from.scalar_type() && has_layout(to, from.strides());
+    if (is_alike && to.is_neg() == from.is_neg() && to.is_conj() == from.is_conj()) {
         std::memcpy(to.data_ptr(), from.const_data_ptr(), from.nbytes());
     } else {
         to.copy_(from);

@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include "backend.h"
+#include "cast.h"
 #include "reducer.h"
 
 namespace {
@@ -110,6 +111,13 @@ void sum_in(const ReducerPtr& reducer, const std::optional<GroupPtr>& group) {
     reducer->sum_in([backend = backend_of(*group)] { return backend->duplicate(); });
 }
 
+// The reducer's parameters as this type.
+std::vector<Tensor> casts(const ReducerPtr& reducer, at::ScalarType type) {
+    std::vector<Tensor> made;
+    for (const auto& param : reducer->params()) made.push_back(Cast::apply(param, type, reducer, made.size()));
+    return made;
+}
+
 using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
 
 // In the order of bindings.Stats and bindings.BucketStats.
@@ -127,6 +135,8 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.class_<InPlaceReducer>("InPlaceReducer")
         .def(torch::init(&in_place_reducer))
         .def("follow_hook", &InPlaceReducer::follow_hook)
+        .def("reduce_as", &InPlaceReducer::reduce_as)
+        .def("casts", &casts)
         .def("sum_in", &sum_in)
         .def("tell_hook", &InPlaceReducer::tell_hook)
         .def("leave", &InPlaceReducer::leave)

@@ -39,13 +39,13 @@ public:
         for (size_t index = 0; index < params.size(); ++index) {
             const auto& param = params[index];
             const bool is_sparse = TorchReducer::expects_sparse(*torch_, index);
-            gradients_.push_back({param, layout_of(param), is_sparse, !is_sparse && param.nbytes() >= kMinShared});
+            gradients_.push_back({param, layout_of(param), is_sparse});
         }
         for (size_t index = 0; index < params.size(); ++index) {
             const auto& node = TorchReducer::grad_accumulators(*torch_)[index];
             hooks_.emplace_back(node, node->add_post_hook(std::make_unique<Hook>(this, index)));
         }
-        share_lengths();
+        send_as(std::nullopt);
     }
 
     ~InPlaceReducer() override {
@@ -58,15 +58,33 @@ public:
     void follow_hook(std::optional<at::ScalarType> type) {
         std::lock_guard<std::recursive_mutex> lock(mutex_);
         has_hook_ = true;
-        sent_as_ = type;
-        unshare_lengths();
-        for (auto& gradient : gradients_) {
-            gradient.is_large = gradient.is_large && sent_type(gradient.param.scalar_type()) == gradient.param.scalar_type();
-            gradient.place.reset();
-        }
-        share_lengths();
-        buckets_.clear();
-        if (expects_) begin();
+        send_as(type);
+    }
+
+    // Has gradients sent as `type` from now on, of parameters that forward and backward have as `computed`.
+    void reduce_as(at::ScalarType type, std::optional<at::ScalarType> computed) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        computed_as_ = computed;
+        send_as(type);
+    }
+
+    // Returns the parameters.
+    std::vector<at::Tensor> params() const { return TorchReducer::params(*torch_); }
+
+    // In backward, when the gradient of a parameter that was cast comes: keeps it until it is reduced where it is, and returns nothing.
+    // Else returns it as what the parameter is.
+    at::Tensor take(size_t index, at::Tensor incoming) {
+        std::lock_guard<std::recursive_mutex> lock(mutex_);
+        auto& gradient = gradients_[index];
+        const auto type = gradient.param.scalar_type();
+        // Of several forwards.
+        const auto earlier = std::exchange(gradient.taken, {});
+        if (earlier.defined()) return earlier.to(type).add_(incoming.to(type));
+        if (!can_take(gradient, incoming)) return incoming.to(type);
+        // Torch's Reducer notes it of a parameter that has a gradient.
+        if (is_dynamic()) TorchReducer::local_used_map(*torch_).data_ptr<int32_t>()[index] = 1;
+        gradient.taken = std::move(incoming);
+        return {};
     }
 
     // Sums gradients up from now on in the group that `new_group` makes, of all ranks or of some, when these call it; without it each
@@ -209,13 +227,15 @@ private:
         // It is the sum of entries, which all ranks gather at the end of backward.
         bool is_sparse;
         // It is a piece of its bucket. Small ones are one piece together.
-        bool is_large;
+        bool is_large = false;
         size_t bucket = 0;
         size_t piece = 0;
         // Shared memory for it; of large ones only where it was needed.
         at::Tensor place;
         // The tensor that is reduced in this backward: the gradient itself, or its place.
         at::Tensor reduced;
+        // What came for a parameter that was cast, and is not yet accumulated.
+        at::Tensor taken;
         // The number of hooks that are still to come before it is ready.
         int hooks = 1;
         bool is_ready = false;
@@ -258,6 +278,9 @@ private:
 
     struct Watch;
 
+    // Of a parameter, torch's Reducer's and this one's.
+    static constexpr size_t kOwnHooks = 2;
+
     std::string here() const { return c10::str("rank ", flow_rank(memory_.get()), ": "); }
 
     bool is_dynamic() const { return TorchReducer::finds_unused(*torch_) && !TorchReducer::is_static(*torch_); }
@@ -283,7 +306,7 @@ private:
     // Has backward compute large gradients in shared memory.
     void share_lengths() {
         for (const auto& gradient : gradients_) {
-            if (gradient.is_large) lengths_.insert(gradient.param.nbytes());
+            if (gradient.is_large) lengths_.insert(bytes_of(gradient));
         }
         if (auto* const allocator = GradientAllocator::get()) {
             for (const auto length : lengths_) allocator->add(length, memory_);
@@ -299,6 +322,25 @@ private:
 
     // Returns the type that gradients of this type are sent as.
     at::ScalarType sent_type(at::ScalarType own) const { return sent_as_.value_or(own); }
+
+    // Returns the type in which backward computes a gradient.
+    at::ScalarType computed_type(const Gradient& gradient) const { return computed_as_.value_or(gradient.param.scalar_type()); }
+
+    size_t bytes_of(const Gradient& gradient) const { return gradient.param.numel() * c10::elementSize(computed_type(gradient)); }
+
+    void send_as(std::optional<at::ScalarType> type) {
+        sent_as_ = type;
+        unshare_lengths();
+        for (auto& gradient : gradients_) {
+            const auto computed = computed_type(gradient);
+            gradient.is_large = !gradient.is_sparse && bytes_of(gradient) >= kMinShared &&
+                                sent_type(gradient.param.scalar_type()) == computed;
+            gradient.place.reset();
+        }
+        share_lengths();
+        buckets_.clear();
+        if (expects_) begin();
+    }
 
     // Begins a reduction.
     void begin() {
@@ -413,6 +455,31 @@ private:
         }
     }
 
+    // Whether a gradient that nobody else uses can be reduced where it is.
+    bool can_stay(const Gradient& gradient, const at::Tensor& own) const {
+        return gradient.is_large && own.scalar_type() == computed_type(gradient) && own.layout() == at::kStrided && own.is_cpu() &&
+               !own.requires_grad() && !own.is_neg() && !own.is_conj() && !own._is_zerotensor() && has_layout(own, gradient.layout) &&
+               flow_is_shared(memory_.get(), own.const_data_ptr(), own.nbytes());
+    }
+
+    // Whether a gradient of a parameter that was cast will be all that comes, so that none is accumulated, and nobody else sees it.
+    bool can_take(const Gradient& gradient, const at::Tensor& incoming) const {
+        using namespace torch::autograd;
+        const auto& node = hooks_[&gradient - gradients_.data()].first;
+        const bool has_hooks = !node->pre_hooks().empty() || !impl::hooks(gradient.param).empty() ||
+                               impl::post_acc_grad_hooks(gradient.param) || node->post_hooks().size() > kOwnHooks || !is_last(gradient);
+        // autograd.grad, or a backward with inputs, for which gradients may be more than accumulated.
+        const auto* const executed = get_current_graph_task_exec_info();
+        const bool is_partial = executed && !executed->empty();
+        if (!expects_ || has_hook_ || has_hooks || is_partial || gradient.param.grad().defined() || incoming.use_count() > 1 ||
+            !can_stay(gradient, incoming)) {
+            return false;
+        }
+        // What it is a view of goes with it, and would look like another user.
+        if (incoming.is_view()) incoming.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+        return incoming.storage().use_count() == 1;
+    }
+
     // Returns the number of ranks that gradients are divided by: of all, of those that sum them up, or of those that have not joined.
     size_t number_of_ranks() const {
         if (!sums_) return 1;
@@ -429,6 +496,14 @@ private:
         auto& grad = gradient.param.mutable_grad();
         // A sign's, say, is zeros that have no memory.
         if (grad.defined() && grad._is_zerotensor()) grad.reset();
+        auto taken = std::exchange(gradient.taken, {});
+        if (taken.defined() && grad.defined()) grad = grad + taken;
+        if (taken.defined() && !grad.defined()) {
+            auto& bucket = buckets_[gradient.bucket];
+            bucket.in_place += taken.nbytes();
+            if (divides_first(bucket)) at::mul_out(taken, taken, at::native::wrapped_scalar_tensor(1.0 / static_cast<double>(divisor_)));
+            return taken;
+        }
         if (!grad.defined()) return nothing_of(gradient);
         const auto type = gradient.param.scalar_type();
         TORCH_CHECK(grad.scalar_type() == type, here(), "the gradient of ", name_of(gradient), " is ", grad.scalar_type(),
@@ -440,9 +515,7 @@ private:
         }
         TORCH_CHECK(grad.layout() == at::kStrided && grad.is_cpu(), here(), "the gradient of ", name_of(gradient), " is ", grad.layout(),
                     " on ", grad.device(), ": only modules that are said to be sparse may have sparse gradients");
-        const bool stays = incoming && gradient.is_large && !grad.requires_grad() && !grad.is_neg() && !grad.is_conj() &&
-                           has_layout(grad, gradient.layout) && is_exclusive(grad, *incoming) && is_last(gradient) &&
-                           flow_is_shared(memory_.get(), grad.const_data_ptr(), grad.nbytes());
+        const bool stays = incoming && can_stay(gradient, grad) && is_exclusive(grad, *incoming) && is_last(gradient);
         auto reduced = stays ? grad : place_of(gradient);
         if (stays) buckets_[gradient.bucket].in_place += grad.nbytes();
         if (has_hook_) {
@@ -452,7 +525,7 @@ private:
         } else if (divides_first(buckets_[gradient.bucket])) {
             at::mul_out(reduced, grad.detach(), at::native::wrapped_scalar_tensor(1.0 / static_cast<double>(divisor_)));
         } else if (!stays) {
-            copy_elements(reduced, grad);
+            copy_elements(reduced, grad.detach());
         }
         return reduced;
     }
@@ -588,12 +661,16 @@ private:
             grad = reduced;
         } else if (!grad.defined()) {
             at::NoGradGuard no_grad;
-            const bool is_place = gradient.place.is_same(reduced);
             const auto type = gradient.param.scalar_type();
-            grad = is_place ? torch::autograd::utils::clone_obey_contract(reduced.to(type), gradient.param) : reduced;
+            if (reduced.scalar_type() != type) {
+                grad = reduced.to(type);
+            } else {
+                const bool is_place = gradient.place.is_same(reduced);
+                grad = is_place ? torch::autograd::utils::clone_obey_contract(reduced, gradient.param) : reduced;
+            }
         } else if (grad.const_data_ptr() == reduced.const_data_ptr()) {
             grad.unsafeGetTensorImpl()->bump_version();
-        } else if (grad.requires_grad() || grad.scalar_type() != reduced.scalar_type()) {
+        } else if (grad.requires_grad()) {
             grad.copy_(reduced);
         } else {
             copy_elements(grad, reduced);
@@ -602,7 +679,10 @@ private:
     }
 
     void release() {
-        for (auto& gradient : gradients_) gradient.reduced.reset();
+        for (auto& gradient : gradients_) {
+            gradient.reduced.reset();
+            gradient.taken.reset();
+        }
     }
 
     // An error of this rank is one of all ranks: none waits for gradients that will not come.
@@ -645,9 +725,12 @@ private:
     std::vector<Gradient> gradients_;  // as torch's Reducer numbers parameters
     std::vector<Bucket> buckets_;
     bool has_rebuilt_bucket_ = false;
-    // There is a communication hook. What it sends gradients as, if not as what they are.
+    // There is a communication hook.
     bool has_hook_ = false;
+    // What gradients are sent as, if not as what they are.
     std::optional<at::ScalarType> sent_as_;
+    // What backward computes them as, if not as what parameters are.
+    std::optional<at::ScalarType> computed_as_;
     bool tells_hook_ = false;
     // The backward that is expected, or under way: gradients that are ready, and the next bucket to launch.
     bool expects_ = false;
