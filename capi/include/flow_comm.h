@@ -230,6 +230,10 @@ int flow_progress(const flow_group *group);
 /* Waits for all launched buckets. */
 int flow_finish_buckets(const flow_group *group);
 
+/* How many seconds ago this rank saw that the bucket which it launched last by this number was reduced. Below 0 if it is not, or there
+ * is none. */
+double flow_bucket_age(const flow_group *group, uint32_t number);
+
 #ifdef __cplusplus
 }
 #endif

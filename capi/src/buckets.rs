@@ -1,7 +1,7 @@
 //! Reductions of shared memory that do not wait.
 
 use std::ffi::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use flow_comm::{ProcessGroup, Segments};
 
@@ -26,6 +26,8 @@ pub unsafe extern "C" fn flow_launch_bucket(
     launched: *mut bool,
 ) -> c_int {
     // SAFETY: the caller's promise.
+    let handle = unsafe { group.as_ref() };
+    // SAFETY: the caller's promise.
     let group = unsafe { member(group) };
     on("flow_launch_bucket", group, |group| {
         // SAFETY: the caller's promise.
@@ -36,7 +38,12 @@ pub unsafe extern "C" fn flow_launch_bucket(
         let pieces = pieces.iter().map(|piece| unsafe { piece.elements() });
         let segments = segments(group, number, pieces.collect::<Result<_>>()?)?;
         let op = reduce_op(op)?;
-        launched.set(group.launch_bucket(&segments, op)?);
+        let is_launched = group.launch_bucket(&segments, op)?;
+        launched.set(is_launched);
+        if let Some(handle) = handle.filter(|_| is_launched) {
+            let mut buckets = handle.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+            buckets.insert(number, segments);
+        }
         Ok(())
     })
 }
@@ -87,4 +94,18 @@ pub unsafe extern "C" fn flow_finish_buckets(group: *const Group) -> c_int {
     // SAFETY: the caller's promise.
     let group = unsafe { member(group) };
     on("flow_finish_buckets", group, |group| Ok(group.finish_buckets()?))
+}
+
+/// Does what `flow_comm.h` says.
+///
+/// # Safety
+///
+/// The group is null or lives.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flow_bucket_age(group: *const Group, number: u32) -> f64 {
+    // SAFETY: the caller's promise.
+    let Some(group) = (unsafe { group.as_ref() }) else { return -1.0 };
+    let buckets = group.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+    let reduced = buckets.get(&number).and_then(|segments| segments.finished());
+    reduced.map_or(-1.0, |reduced| reduced.elapsed().as_secs_f64())
 }

@@ -1,15 +1,21 @@
 //! Joining, sub-groups, timeouts.
 
+use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
+use std::sync::{Arc, Mutex};
 
 use flow_comm::env::{Membership, Rendezvous};
-use flow_comm::{DEFAULT_TIMEOUT, Error, Label, ProcessGroup};
+use flow_comm::{DEFAULT_TIMEOUT, Error, Label, ProcessGroup, Segments};
 
 use crate::arguments::{Place, duration, list, optional_text, reference, text};
 use crate::status::{Failure, Result, call};
 
 /// The C type `flow_group`.
-pub struct Group(pub ProcessGroup);
+pub struct Group {
+    pub group: ProcessGroup,
+    /// The last bucket of each number.
+    pub buckets: Mutex<HashMap<u32, Arc<Segments>>>,
+}
 
 /// The C type `flow_membership`.
 #[repr(C)]
@@ -30,7 +36,7 @@ pub struct Member {
 /// It is null or lives.
 pub unsafe fn member<'a>(group: *const Group) -> Result<&'a ProcessGroup> {
     // SAFETY: the caller's promise.
-    unsafe { reference(group, "group") }.map(|Group(group)| group)
+    unsafe { reference(group, "group") }.map(|group| &group.group)
 }
 
 /// Runs the body of the C function of this name, with its group.
@@ -48,7 +54,7 @@ fn cannot_join(rank: usize, reason: String) -> Failure {
 }
 
 fn handle(group: ProcessGroup) -> *mut Group {
-    Box::into_raw(Box::new(Group(group)))
+    Box::into_raw(Box::new(Group { group, buckets: Mutex::default() }))
 }
 
 impl Member {

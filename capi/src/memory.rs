@@ -154,5 +154,5 @@ pub unsafe extern "C" fn flow_is_shared(
 ) -> bool {
     // SAFETY: the caller's promise.
     let group = unsafe { arguments::reference(group, "group") };
-    group.is_ok_and(|Group(group)| group.arena().offset_of(data.cast(), bytes).is_some())
+    group.is_ok_and(|group| group.group.arena().offset_of(data.cast(), bytes).is_some())
 }

@@ -69,6 +69,8 @@ class BucketStats(NamedTuple):
     parameters: list
     in_place: int
     ready_at: float
+    ready_to_done: float
+    behind_backward: float
 
 
 class Stats(NamedTuple):
@@ -78,6 +80,11 @@ class Stats(NamedTuple):
     buckets: list
     backward: float
     exposed: float
+
+    def hidden(self):
+        """The share of the reductions' time during which backward still ran: 0 to 1."""
+        total = sum(bucket.ready_to_done for bucket in self.buckets)
+        return sum(bucket.behind_backward for bucket in self.buckets) / total if total else 1.0
 
 
 class InPlaceReducer:

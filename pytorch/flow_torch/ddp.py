@@ -339,8 +339,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def stats(self):
         """Times and bytes of the last backward that reduced gradients in place, as `Ddp::stats` of Flow's Rust crates has them: `backwards`,
-        `buckets` with `bytes`, `parameters`, `in_place` and `ready_at`, and in seconds `backward` and `exposed`. None where torch's Reducer
-        does everything."""
+        `buckets` with `bytes`, `parameters` and `in_place`, and in seconds `ready_at`, `ready_to_done` and `behind_backward`; in seconds
+        `backward` and `exposed`; `hidden()`. None where torch's Reducer does everything."""
         return None if self._in_place is None else self._in_place.stats()
 
     def _get_ddp_logging_data(self):

@@ -225,10 +225,36 @@ def statistics():
     row = 150 * 4
     expected = {"table.weight": (2 * (row + 8), 0), "unused.weight": (0, 0), "large.weight": (150 * row, 150 * row), "small.weight": (2 * row, 0)}
     sizes = {name: (bucket.bytes, bucket.in_place) for name, bucket in of_bucket.items()}
-    times = [bucket.ready_at for bucket in stats.buckets]
+    rounding = 1e-9
+    is_timed = all(
+        0 <= bucket.ready_at <= stats.backward
+        and 0 <= bucket.behind_backward <= bucket.ready_to_done > 0
+        and bucket.ready_at + bucket.ready_to_done <= stats.backward + stats.exposed + rounding
+        and bucket.ready_at + bucket.behind_backward <= stats.backward + rounding
+        for bucket in stats.buckets
+    )
+    is_timed = is_timed and 0 <= stats.hidden() <= 1
     net.register_comm_hook(None, lambda state, bucket: None)
     is_torchs = net.stats() is None
-    return before == 0 and stats.backwards == 3 and sizes == expected and 0 <= max(times) <= stats.backward and stats.exposed > 0 and is_torchs
+    return before == 0 and stats.backwards == 3 and sizes == expected and is_timed and stats.exposed > 0 and is_torchs
+
+
+def reductions_behind_backward():
+    """The first bucket is reduced while backward runs: each rank has launched it when both come to the second layer from the end, and has done
+    its share when both come to the third. That it is over, a rank may note later, if it gets no processor then: not in all backwards."""
+    net = flow_torch.DistributedDataParallel(layers(4), bucket_cap_mb=1e-4)
+    for _ in range(2):
+        backward(net, data())
+    other, found = dist.new_group(), []
+    for layer in net.module[4], net.module[2]:
+        layer.weight.register_hook(lambda _: dist.barrier(group=other))
+    for _ in range(20):
+        backward(net, data())
+        stats = net.stats()
+        first = stats.buckets[0]
+        assert 0 < first.behind_backward <= first.ready_to_done and stats.hidden() > 0
+        found.append(first.behind_backward == first.ready_to_done and first.ready_at + first.ready_to_done < stats.backward)
+    return any(found)
 
 
 def workers():
@@ -414,6 +440,7 @@ CASES = [
     *(replaced_parameters, parameter_replaced_on_one_rank, parameter_that_was_frozen, layer_that_was_added),
     *(module_that_was_replaced, layers_that_have_moved),
     *(missing_in_a_static_graph, gradients_with_a_graph, distributed_autograd, workers, memory, callback_of_a_root, statistics),
+    reductions_behind_backward,
     *(statistics_for_a_buffer_hook, module_that_goes_in_its_backward),
 ]
 

@@ -118,13 +118,16 @@ std::vector<Tensor> casts(const ReducerPtr& reducer, at::ScalarType type) {
     return made;
 }
 
-using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double>;
+using BucketTuple = std::tuple<int64_t, std::vector<std::string>, int64_t, double, double, double>;
 
 // In the order of bindings.Stats and bindings.BucketStats.
 std::tuple<int64_t, std::vector<BucketTuple>, double, double> stats(const ReducerPtr& reducer) {
     const auto own = reducer->stats();
     std::vector<BucketTuple> buckets;
-    for (const auto& bucket : own.buckets) buckets.emplace_back(bucket.bytes, *bucket.parameters, bucket.in_place, bucket.ready_at);
+    for (const auto& bucket : own.buckets) {
+        buckets.emplace_back(bucket.bytes, *bucket.parameters, bucket.in_place, bucket.ready_at, bucket.ready_to_done,
+                             bucket.behind_backward);
+    }
     return {own.backwards, std::move(buckets), own.backward, own.exposed};
 }
 

@@ -258,8 +258,9 @@ private:
         // Bytes that are sent, and of these those of gradients that are reduced where they are.
         size_t bytes = 0;
         size_t in_place = 0;
-        // When all were ready.
+        // When all were ready, and when they were reduced.
         Clock::time_point ready;
+        Clock::time_point done;
     };
 
     struct Hook final : torch::autograd::FunctionPostHook {
@@ -563,6 +564,7 @@ private:
         // What one rank does not use, none does. A rank that has joined does not know what the others use.
         const bool is_unused = TorchReducer::skips_unused(*torch_) && !bucket.is_used && !is_uneven_;
         bool launched = true;
+        bucket.done = bucket.ready;
         if (is_unused || !sums_) {
             bucket.bytes = 0;
         } else if (!bucket.pieces.empty()) {
@@ -579,8 +581,21 @@ private:
         }
         if (!sums_) return;
         check(flow_finish_buckets(summing_.get()));
+        note_done();
         for (const auto& gradient : gradients_) {
-            if (gradient.is_sparse) buckets_[gradient.bucket].bytes += sum_sparse_gradient(gradient.reduced);
+            if (!gradient.is_sparse) continue;
+            auto& bucket = buckets_[gradient.bucket];
+            bucket.bytes += sum_sparse_gradient(gradient.reduced);
+            bucket.done = Clock::now();
+        }
+    }
+
+    // Buckets that were launched are reduced, since some time; the age of one that was not is that of an earlier backward's.
+    void note_done() {
+        for (size_t number = 0; number < buckets_.size(); ++number) {
+            const std::chrono::duration<double> age(flow_bucket_age(summing_.get(), static_cast<uint32_t>(number)));
+            auto& done = buckets_[number].done;
+            if (age.count() >= 0) done = std::max(done, Clock::now() - std::chrono::duration_cast<Clock::duration>(age));
         }
     }
 
@@ -643,7 +658,9 @@ private:
         std::lock_guard<std::mutex> lock(stats_mutex_);
         stats_ = {stats_.backwards + 1, {}, since(began_, backward_end), since(backward_end, Clock::now())};
         for (const auto& bucket : buckets_) {
-            stats_.buckets.push_back({bucket.bytes, bucket.names, bucket.in_place, since(began_, bucket.ready)});
+            const auto behind = since(bucket.ready, std::min(bucket.done, backward_end));
+            stats_.buckets.push_back({bucket.bytes, bucket.names, bucket.in_place, since(began_, bucket.ready),
+                                      since(bucket.ready, bucket.done), std::max(behind, 0.0)});
         }
     }
 

@@ -17,6 +17,10 @@ struct BucketStats {
     size_t in_place;
     // When its last gradient came.
     double ready_at;
+    // For so long after that its reduction went on, until this rank saw that it was over.
+    double ready_to_done;
+    // The part of that during which backward still ran.
+    double behind_backward;
 };
 
 // The last backward that reduced gradients in place. Times are in seconds.
