@@ -1,7 +1,9 @@
-"""Communication hooks that compress gradients on CPUs, for both classes of DistributedDataParallel and over any backend.
+"""Communication hooks that compress gradients on CPUs, or measure them, for both classes of DistributedDataParallel and over any backend.
 
-PyTorch has no top-k, and quantizes on GPUs only.
+PyTorch has no top-k and no noise scale, and quantizes on GPUs only.
 """
+
+import threading
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,75 @@ def quantization_perchannel_hook(process_group, bucket, bucket_size=512):
     if bucket.buffer().device.type != "cpu":
         return quantization_hooks.quantization_perchannel_hook(process_group, bucket, bucket_size)
     return _quantized(process_group, bucket, min(bucket_size, bucket.buffer().numel()))
+
+
+class NoiseScale:
+    """Measures the gradient noise scale: the number of samples up to which a batch twice as large lets training take about half the steps.
+    It is from S. McCandlish, J. Kaplan, D. Amodei, "An Empirical Model of Large-Batch Training", 2018, appendix A.1.
+
+    Each rank's gradient is that of a small batch, and their mean that of a large one. Of a batch of `B` samples, the mean of `|gradient|^2` is
+    `|G|^2 + S / B`: `G` is the true gradient, and `S` the sum of the variances of its elements in one sample. Two sizes give both, and the noise
+    scale is `S / |G|^2`.
+
+    `batch` is the number of a rank's samples in each step, over which its loss is a mean. `decay` is how much each step weighs, as a share of
+    the next one: with 1 all weigh the same. In `join` the result is of no use, nor are sparse gradients part of it.
+    """
+
+    def __init__(self, batch, decay=0.99):
+        if batch < 1 or not 0 < decay <= 1:
+            raise ValueError(f"NoiseScale: a batch has 1 sample or more, and decay is above 0 and at most 1, not {batch} and {decay}")
+        self.batch, self.decay = batch, decay
+        # Of the squares of this rank's gradients, and of the squares of the means. Callbacks may run in other threads.
+        self._own = self._mean = None
+        self._lock = threading.Lock()
+
+    def around(self, hook):
+        """The hook that averages gradients as `hook` does, and measures. `hook` averages over all ranks."""
+
+        def measured(state, bucket):
+            if bucket.index() == 0:
+                self._fade()
+            self._add("_own", bucket.buffer())
+            return hook(state, bucket).then(self._averaged)
+
+        return measured
+
+    def samples(self, process_group=None):
+        """The noise scale of the steps so far, in samples. All ranks call this, between two steps. It is a ratio of estimates: of few steps it
+        may be negative, or far off."""
+        group = _group(process_group)
+        ranks = group.size()
+        if ranks == 1:
+            raise RuntimeError("NoiseScale: one rank has no other batch to compare its own with: start two ranks or more")
+        if self._mean is None:
+            raise RuntimeError("NoiseScale: no gradients were averaged: call this after a step with the hook that around() returns")
+        own = self._own.clone()
+        dist.all_reduce(own, group=group)
+        own, mean = own.item() / ranks, self._mean.item()
+        small, large = self.batch, self.batch * ranks
+        gradient = (large * mean - small * own) / (large - small)
+        noise = (own - mean) / (1 / small - 1 / large)
+        return noise / gradient if gradient else float("nan")
+
+    def _averaged(self, future):
+        mean = future.value()
+        self._add("_mean", mean)
+        return mean
+
+    def _add(self, name, gradients):
+        if gradients.layout != torch.strided:
+            return
+        square = torch.linalg.vector_norm(gradients.detach(), dtype=torch.float64).square()
+        with self._lock:
+            before = getattr(self, name)
+            setattr(self, name, square if before is None else before + square)
+
+    def _fade(self):
+        with self._lock:
+            if self._own is not None:
+                self._own = self._own * self.decay
+            if self._mean is not None:
+                self._mean = self._mean * self.decay
 
 
 def _quantized(process_group, bucket, channel):

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_common import gradients, layers, train
+from ddp_common import data, gradients, layers, train
 from ddp_options import uneven_inputs
 from flow_torch import comm_hooks
 
@@ -121,6 +122,51 @@ def quantized_exactly(hook):
     return run
 
 
+def noise_scale(hook, batch=8, decay=0.5):
+    """Gradients are the hook's, and the noise scale is that of a simulation with all ranks' gradients. In torch's class nothing measures."""
+
+    def run(way):
+        net, world, result = way.wrap(layers(), bucket_cap_mb=0.1), dist.get_world_size(), []
+        noise = comm_hooks.NoiseScale(batch, decay)
+        is_measured = way.group is None
+        net.register_comm_hook(way.group, noise.around(hook) if is_measured else hook)
+        copy = layers()
+        copy.load_state_dict(net.module.state_dict())
+        own = mean = 0
+        for _ in range(4):
+            net.zero_grad()
+            given = data()
+            net(given).square().mean().backward()
+            result += gradients(net)
+            copy.zero_grad()
+            copy(given).square().mean().backward()
+            alone = torch.cat([gradient.double().flatten() for gradient in gradients(copy)])
+            everywhere = [torch.empty_like(alone) for _ in range(world)]
+            dist.all_gather(everywhere, alone)
+            own = own * decay + sum(gradient.square().sum() for gradient in everywhere) / world
+            mean = mean * decay + (sum(everywhere) / world).square().sum()
+        if is_measured:
+            expected = (own - mean) / (1 / batch - 1 / (batch * world)) / ((batch * world * mean - batch * own) / (batch * world - batch))
+            tolerance = 1e-5 if hook is default_hooks.allreduce_hook else 0.05
+            found = noise.samples()
+            assert abs(found / expected - 1) < tolerance, f"{found} is not {expected}"
+        return result
+
+    return run
+
+
+def noise_of_a_known_size(way):
+    """Each element's gradient has a mean of 1 and a variance of 4 in a sample."""
+    net, batch = way.wrap(Given()), 4
+    noise = comm_hooks.NoiseScale(batch, decay=1)
+    net.register_comm_hook(way.group, noise.around(default_hooks.allreduce_hook))
+    for _ in range(100):
+        net(1 + 2 * torch.randn(LENGTH) / batch**0.5).backward()
+        net.zero_grad()
+    assert 3.7 < noise.samples(way.group) < 4.3
+    return [torch.ones(1)]
+
+
 def wrong_arguments(way):
     """Each is an error, at once or in backward."""
 
@@ -136,11 +182,16 @@ def wrong_arguments(way):
         net(torch.arange(3)).sum().backward()
 
     hook = comm_hooks.quantization_perchannel_hook
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     errors = {
         "above 0 and at most 1, not 0": lambda: comm_hooks.TopKState(way.group, 0),
         "above 0 and at most 1, not 1.5": lambda: comm_hooks.TopKState(way.group, 1.5),
         "its state is a TopKState, not NoneType": lambda: backward(lambda net: net.register_comm_hook(None, comm_hooks.top_k_hook)),
         "a channel has 1 element or more, not 0": lambda: backward(lambda net: quantized(hook, bucket_size=0)(net, way.group)),
+        "a batch has 1 sample or more": lambda: comm_hooks.NoiseScale(0),
+        "at most 1, not 9 and 2": lambda: comm_hooks.NoiseScale(9, 2),
+        "no gradients were averaged": lambda: comm_hooks.NoiseScale(9).samples(way.group),
+        "one rank has no other batch": lambda: comm_hooks.NoiseScale(9).samples(alone),
         "sparse gradients are not compressed": lambda: backward(lambda net: quantized(hook)(net, way.group), is_sparse=True),
     }
     for words, call in errors.items():
@@ -162,5 +213,8 @@ COMPRESSED = {
     "8 bits per channel, exact": quantized_exactly(CHANNEL),
     "uneven inputs, top-k": uneven_inputs(top_k(0.01), in_place=False),
     "uneven inputs, 8 bits per channel": uneven_inputs(quantized(CHANNEL), in_place=False),
+    "noise scale": noise_scale(default_hooks.allreduce_hook),
+    "noise scale around 8 bits": noise_scale(CHANNEL),
+    "noise of a known size": noise_of_a_known_size,
     "wrong arguments of hooks": wrong_arguments,
 }
