@@ -14,7 +14,7 @@ def _autoload():
 import torch
 import torch.distributed as dist
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "is_shared"]
+__all__ = ["DiLoCo", "DistributedDataParallel", "SyncBatchNorm", "is_shared"]
 
 _CPU = torch.device("cpu")
 
@@ -73,6 +73,7 @@ if _is_supported:
     from . import library
     from .batchnorm import SyncBatchNorm
     from .ddp import DistributedDataParallel
+    from .diloco import DiLoCo
 
 if _is_supported and not hasattr(dist.Backend, "FLOW"):
     from . import complex_numbers, replaced

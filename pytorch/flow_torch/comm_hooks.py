@@ -28,7 +28,7 @@ class TopKState:
         """The largest elements of a flat gradient and of what earlier ones have left, and their places."""
         # Where no rank uses the parameter, what came would be lost: this rank's gradient is zeros there.
         is_used = gradient.any()
-        flat = gradient.to(_wide(gradient.dtype), copy=True)
+        flat = gradient.to(wide(gradient.dtype), copy=True)
         if is_used and parameter in self.errors:
             flat += self.errors[parameter]
         count = max(1, -int(-flat.numel() * self.share // 1)) if flat.numel() else 0
@@ -59,7 +59,7 @@ def top_k_hook(state, bucket):
         start += gradient.numel()
 
     def add(gathered):
-        total = torch.zeros(buffer.numel(), dtype=_wide(buffer.dtype), device=buffer.device)
+        total = torch.zeros(buffer.numel(), dtype=wide(buffer.dtype), device=buffer.device)
         # One rank after the other, so that all ranks add in the same order.
         for found, where in zip(*gathered):
             total.index_add_(0, where, found)
@@ -75,7 +75,8 @@ def quantization_pertensor_hook(process_group, bucket):
     """
     if bucket.buffer().device.type != "cpu":
         return quantization_hooks.quantization_pertensor_hook(process_group, bucket)
-    return _quantized(process_group, bucket, bucket.buffer().numel())
+    buffer = _buffer(bucket)
+    return quantized_mean(_group(process_group), buffer, buffer.numel())
 
 
 def quantization_perchannel_hook(process_group, bucket, bucket_size=512):
@@ -84,7 +85,7 @@ def quantization_perchannel_hook(process_group, bucket, bucket_size=512):
         raise ValueError(f"quantization_perchannel_hook: a channel has 1 element or more, not {bucket_size}")
     if bucket.buffer().device.type != "cpu":
         return quantization_hooks.quantization_perchannel_hook(process_group, bucket, bucket_size)
-    return _quantized(process_group, bucket, min(bucket_size, bucket.buffer().numel()))
+    return quantized_mean(_group(process_group), _buffer(bucket), bucket_size)
 
 
 class NoiseScale:
@@ -156,12 +157,13 @@ class NoiseScale:
                 self._mean = self._mean * self.decay
 
 
-def _quantized(process_group, bucket, channel):
-    buffer, group = _buffer(bucket), _group(process_group)
+def quantized_mean(group, buffer, channel):
+    """A future of the mean of all ranks' tensors, of one dimension, which are sent in 8 bits, each `channel` elements with their range."""
     length = buffer.numel()
+    channel = min(channel, length)
     # The last element once more: zeros would widen the last channel's range.
     padding = buffer[-1:].expand(-length % channel if length else 0)
-    rows = torch.cat([buffer, padding]).to(_wide(buffer.dtype)).view(-1, max(channel, 1))
+    rows = torch.cat([buffer, padding]).to(wide(buffer.dtype)).view(-1, max(channel, 1))
     # aminmax of rows is ten times as slow.
     smallest, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     step = (largest - smallest) / _BYTES
@@ -206,6 +208,6 @@ def _buffer(bucket):
     return buffer
 
 
-def _wide(dtype):
+def wide(dtype):
     """The type in which elements are sent and added up."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flow_torch
 from ddp_common import WIDTH, Branches, Flow, Torch, data, dense_gradients, gradients, layers, table, train, words
+from ddp_diloco import DILOCO
 from ddp_hooks import COMPRESSED
 from ddp_options import OPTIONS, SKIPPED, local_sgd, registered
 
@@ -500,6 +501,7 @@ SAME = {
     **OPTIONS,
     **COMPRESSED,
     **MIXED,
+    **DILOCO,
     "adversaries": adversaries,
     "copies": copies,
     "compiled": compiled,

@@ -217,7 +217,7 @@ fn flows_ddp_and_its_memory() {
     if is_skipped() {
         return;
     }
-    let programs = [("ddp.py", 134), ("ddp_alone.py", 27), ("forks.py", 8)];
+    let programs = [("ddp.py", 142), ("ddp_alone.py", 27), ("forks.py", 8)];
     let mut several = Several::new();
     for (name, _) in programs {
         several.add(Part::Cpp, &[], name, &[]);
