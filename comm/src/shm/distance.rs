@@ -30,7 +30,7 @@ impl Distance {
     /// each, as that takes a tenth as long as a small operation.
     pub fn measure(&mut self, control: &Control, round: u64) {
         self.calls = self.calls.wrapping_add(1);
-        if self.calls % 8 != 0 {
+        if !self.calls.is_multiple_of(8) {
             return;
         }
         let line = &control.descriptor(round, 1).0[0];
