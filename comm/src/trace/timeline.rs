@@ -1,8 +1,9 @@
 //! `FLOW_TRACE=DIR`: everything that a rank did, as one file that Perfetto and Chrome show.
 //!
 //! Operations and phases are kept in memory. They are written when the rank leaves the job, that is
-//! when its last group is dropped, and at the first failure of a group.
+//! when its last group is dropped or the process exits, and at the first failure of a group.
 
+use std::ffi::c_int;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -25,6 +26,11 @@ const MAX_EVENTS: usize = 1_000_000;
 /// Threads in the file: the program's, and communication.
 const PROGRAM: u32 = 0;
 const COMMUNICATION: u32 = 1;
+
+unsafe extern "C" {
+    /// C's: calls `function` when the process exits.
+    fn atexit(function: extern "C" fn()) -> c_int;
+}
 
 static ON: AtomicBool = AtomicBool::new(false);
 /// Groups that this process is in.
@@ -97,6 +103,8 @@ pub fn join(info: RankInfo) {
         return;
     }
     TIMELINE.get_or_init(|| {
+        // SAFETY: `write_at_exit` may be called at any time, and by any thread.
+        unsafe { atexit(write_at_exit) };
         let timeline = Timeline { info: info.clone(), events: Vec::new(), dropped: 0 };
         ForkSafe::new(Mutex::new(timeline))
     });
@@ -120,6 +128,13 @@ pub fn enter_group() {
 /// Notes that a group is dropped.
 pub fn leave_group() {
     if GROUPS.fetch_sub(1, Ordering::AcqRel) == 1 {
+        write();
+    }
+}
+
+/// Writes the file of a program that ends in a group: one that Python or a library keeps, for instance.
+extern "C" fn write_at_exit() {
+    if GROUPS.load(Ordering::Acquire) > 0 {
         write();
     }
 }

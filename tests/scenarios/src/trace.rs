@@ -28,8 +28,9 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario("an_operation_has_one_number", numbers, &[launched(2), by_hand(&[1, 1])]),
     scenario("each_join_has_a_name", names, &[launched(2)]),
     process("each_rank_writes_what_it_did_and_when", work, TWO).checked_by(each_writes),
+    process("a_rank_that_exits_in_a_group_writes", exits, TWO).checked_by(each_writes_its_sum),
     process("a_forked_process_leaves_the_timeline_alone", fork_and_work, &[by_hand(&[2])])
-        .checked_by(parents_write),
+        .checked_by(each_writes_its_sum),
     process("operations_over_nccl_are_written", work_on_gpu, &[by_hand(&[2]).on_fake_cuda()])
         .checked_by(nccl_is_written),
     process("a_rank_that_sees_a_failure_writes_what_failed", fails, TWO)
@@ -176,7 +177,7 @@ fn fork_and_work() -> Result<()> {
     Ok(())
 }
 
-fn parents_write(test: &Test) {
+fn each_writes_its_sum(test: &Test) {
     assert_eq!(traced(test), [true, true]);
     for rank in [0, 1] {
         let events = events(test.folder.path(), rank);
@@ -200,6 +201,12 @@ fn work() -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn exits() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    sum(&group)?;
+    std::process::exit(0);
 }
 
 fn work_on_gpu() -> Result<()> {
