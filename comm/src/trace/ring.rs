@@ -118,8 +118,11 @@ impl Ring {
         if id == RecordId::NONE || slot.stamp.load(Ordering::Acquire) != id.0 {
             return None;
         }
-        let [sequence, bytes, what, queued, started, done] =
-            [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started, &slot.done]
+        // Before `started`, which [`RecordSlot::finish_at`] corrects before it says that the operation
+        // is over.
+        let done = slot.done.load(Ordering::Acquire);
+        let [sequence, bytes, what, queued, started] =
+            [&slot.sequence, &slot.bytes, &slot.what, &slot.queued, &slot.started]
                 .map(|word| word.load(Ordering::Relaxed));
         fence(Ordering::Acquire);
         let is_under_way = done & UNDER_WAY != 0;
