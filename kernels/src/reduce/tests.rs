@@ -8,15 +8,14 @@ use crate::types::Element;
 
 /// The instruction sets that this machine can run.
 fn instruction_sets() -> Vec<InstructionSet> {
-    let mut sets = vec![InstructionSet::Baseline];
-    #[cfg(target_arch = "x86_64")]
-    {
-        sets.extend(is_x86_feature_detected!("avx2").then_some(InstructionSet::Avx2));
-        sets.extend(
-            (InstructionSet::detect() == InstructionSet::Avx512).then_some(InstructionSet::Avx512),
-        );
-    }
-    sets
+    let sets = [
+        Some(InstructionSet::Baseline),
+        #[cfg(target_arch = "x86_64")]
+        is_x86_feature_detected!("avx2").then_some(InstructionSet::Avx2),
+        #[cfg(target_arch = "x86_64")]
+        (InstructionSet::detect() == InstructionSet::Avx512).then_some(InstructionSet::Avx512),
+    ];
+    sets.into_iter().flatten().collect()
 }
 
 /// An element whose reduction is known, and whose bits can be compared (all NaNs are equal).
