@@ -17,7 +17,7 @@ use flow_store::fork::ForkSafe;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::block_allocator::{BlockAllocator, PAGE, size_class};
+use super::block_allocator::BlockAllocator;
 
 /// The most that a process maps, all mappings together: a quarter of the address space.
 const ADDRESS_SPACE: usize = 1 << 45;
@@ -39,6 +39,8 @@ pub struct Arena {
     len: usize,
     region: Range<usize>,
     blocks: ForkSafe<Mutex<BlockAllocator>>,
+    /// Whether the system takes pages back. qemu's user mode says that it does, and does nothing.
+    takes_pages: bool,
     /// Raised when a collective failed: a peer may still write into blocks that were in use then,
     /// so these are not used again.
     quarantine: AtomicU32,
@@ -116,15 +118,33 @@ impl Arena {
         // SAFETY: the range was just mapped. Without this a core dump would walk the whole sparse
         // mapping.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
-        let region = index * region..(index + 1) * region;
-        let blocks = BlockAllocator::new(region.start + reserved.next_multiple_of(PAGE));
-        Ok(Self {
-            base: NonNull::new(base.cast()).ok_or("mmap returned a null address")?,
+        let base = NonNull::new(base.cast()).ok_or("mmap returned a null address")?;
+        Ok(Self::over(base, len, index * region..(index + 1) * region, reserved))
+    }
+
+    fn over(base: NonNull<u8>, len: usize, region: Range<usize>, reserved: usize) -> Self {
+        let blocks = BlockAllocator::new(region.start + reserved, rustix::param::page_size());
+        let mut arena = Self {
+            base,
             len,
             region,
             blocks: ForkSafe::new(Mutex::new(blocks)),
+            takes_pages: true,
             quarantine: AtomicU32::new(0),
-        })
+        };
+        arena.takes_pages = arena.finds_pages_taken();
+        arena
+    }
+
+    /// Tries it with the last page of this process' region, which nobody uses yet.
+    fn finds_pages_taken(&self) -> bool {
+        let page = rustix::param::page_size();
+        let offset = self.region.end - page;
+        let byte = self.at(offset);
+        // SAFETY: the byte is in the mapping, and no other process allocates from this region.
+        unsafe { byte.write_volatile(1) };
+        // SAFETY: as above.
+        self.discard(offset, page) && unsafe { byte.read_volatile() == 0 }
     }
 
     /// Returns the address of `offset`, which must be inside the mapping.
@@ -161,8 +181,8 @@ impl Arena {
         if bytes > self.region.len() {
             return None;
         }
-        let size = size_class(bytes);
         let mut blocks = self.blocks()?;
+        let size = blocks.size_class(bytes);
         // A block up to a quarter larger serves as well: close sizes share their memory.
         let (size, offset) = blocks
             .take_free(size..=size + size / 4)
@@ -176,7 +196,7 @@ impl Arena {
 
     /// Takes the beginning of free blocks that lie side by side; the rest stays free.
     fn split_free(&self, blocks: &mut BlockAllocator, size: usize) -> Option<(usize, usize)> {
-        let size = size.next_multiple_of(PAGE);
+        let size = size.next_multiple_of(blocks.page);
         let runs = blocks.free_runs();
         let &(length, offset) = runs.iter().filter(|&&(length, _)| length >= size).min()?;
         blocks.forget_pages();
@@ -195,7 +215,7 @@ impl Arena {
     /// Allocates as [`Arena::allocate`] does, all bytes zero.
     pub fn allocate_zeroed(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         let block = self.allocate(bytes)?;
-        if block.size < PAGE || !self.discard(block.offset, block.size) {
+        if !self.discard(block.offset, block.size) {
             // SAFETY: the block is ours alone and `size` bytes long.
             unsafe { std::ptr::write_bytes(self.at(block.offset), 0, block.size) };
         }
@@ -217,9 +237,7 @@ impl Arena {
         let Some(mut blocks) = self.blocks() else { return };
         blocks.live_bytes -= size;
         if born != self.quarantine.load(Ordering::Acquire) {
-            if size >= PAGE {
-                self.discard(offset, size);
-            }
+            self.discard(offset, size);
             return;
         }
         blocks.add_warm(size, offset);
@@ -230,12 +248,15 @@ impl Arena {
         }
     }
 
-    /// Gives the pages back to the system: they read as zeros afterwards.
+    /// Gives the pages of a block back to the system: they read as zeros afterwards. False where it
+    /// has no pages of its own, or the system does not take them.
     fn discard(&self, offset: usize, size: usize) -> bool {
-        // SAFETY: the range is page aligned (blocks of a page and more are), inside the mapping and
+        let start = self.at(offset).cast::<c_void>();
+        // SAFETY: the range is of whole pages (blocks of a page and more are), inside the mapping and
         // unused.
-        unsafe { rustix::mm::madvise(self.at(offset).cast::<c_void>(), size, Advice::LinuxRemove) }
-            .is_ok()
+        self.takes_pages
+            && size >= rustix::param::page_size()
+            && unsafe { rustix::mm::madvise(start, size, Advice::LinuxRemove) }.is_ok()
     }
 
     /// Returns None in a forked child.

@@ -4,13 +4,13 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::RangeInclusive;
 
-/// Alignment of blocks of a page and more; smaller ones are aligned to a cache line.
-pub const PAGE: usize = 4096;
+/// Alignment of blocks of less than a page; others are aligned to a page.
 const CACHE_LINE: usize = 64;
 
 /// The blocks of a region, by offset.
-#[derive(Default)]
 pub struct BlockAllocator {
+    /// The bytes of a page of memory: 4 KiB, or on some processors 16 or 64 KiB.
+    pub page: usize,
     /// Free blocks by size.
     free: BTreeMap<usize, FreeList>,
     /// The number of blocks that were ever freed: the time by which they age.
@@ -33,9 +33,25 @@ struct FreeList {
 }
 
 impl BlockAllocator {
-    /// Returns an allocator for the memory from offset `start` on.
-    pub fn new(start: usize) -> Self {
-        Self { used: start, ..Self::default() }
+    /// Returns an allocator for the memory from the first whole page after offset `start` on.
+    pub fn new(start: usize, page: usize) -> Self {
+        Self {
+            page,
+            free: BTreeMap::new(),
+            frees: 0,
+            used: start.next_multiple_of(page),
+            live_bytes: 0,
+            warm_free_bytes: 0,
+        }
+    }
+
+    /// Returns the size of the block for `bytes` bytes. There are eight classes between powers of two,
+    /// so that at most an eighth is lost. Sizes of a page and more are whole pages.
+    pub fn size_class(&self, bytes: usize) -> usize {
+        let bytes = bytes.max(CACHE_LINE);
+        let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
+        let size = bytes.next_multiple_of(step);
+        if size >= self.page { size.next_multiple_of(self.page) } else { size }
     }
 
     /// Takes a free block of one of these sizes, the smallest first: its size and offset.
@@ -55,7 +71,7 @@ impl BlockAllocator {
     /// Returns where free blocks of whole pages lie side by side: lengths and offsets.
     pub fn free_runs(&self) -> Vec<(usize, usize)> {
         let mut blocks: Vec<(usize, usize)> = Vec::new();
-        for (&size, list) in self.free.range(PAGE..) {
+        for (&size, list) in self.free.range(self.page..) {
             let warm = list.warm.iter().map(|&(_, offset)| offset);
             blocks.extend(warm.chain(list.cold.iter().copied()).map(|offset| (offset, size)));
         }
@@ -72,14 +88,15 @@ impl BlockAllocator {
 
     /// Takes all free blocks of whole pages off the lists.
     pub fn forget_pages(&mut self) {
-        for (size, list) in self.free.split_off(&PAGE) {
+        for (size, list) in self.free.split_off(&self.page) {
             self.warm_free_bytes -= size * list.warm.len();
         }
     }
 
     /// Takes a block of the part of the region that was never handed out, which ends at `end`.
     pub fn take_unused(&mut self, size: usize, end: usize) -> Option<(usize, usize)> {
-        let offset = if size >= PAGE { self.used.next_multiple_of(PAGE) } else { self.used };
+        let offset =
+            if size >= self.page { self.used.next_multiple_of(self.page) } else { self.used };
         self.used = offset.checked_add(size).filter(|&used| used <= end)?;
         Some((size, offset))
     }
@@ -88,7 +105,7 @@ impl BlockAllocator {
     pub fn cool_oldest(&mut self) -> Option<(usize, usize)> {
         let oldest = self
             .free
-            .range(PAGE..)
+            .range(self.page..)
             .filter_map(|(&size, list)| Some((list.warm.front()?.0, size)))
             .min();
         let (_, size) = oldest?;
@@ -112,28 +129,22 @@ impl BlockAllocator {
     }
 }
 
-/// Returns the size of the block for `bytes` bytes. There are eight classes between powers of two,
-/// so that at most an eighth is lost. Sizes of a page and more are whole pages.
-pub fn size_class(bytes: usize) -> usize {
-    let bytes = bytes.max(CACHE_LINE);
-    let step = (bytes.next_power_of_two() / 16).max(CACHE_LINE);
-    let size = bytes.next_multiple_of(step);
-    if size >= PAGE { size.next_multiple_of(PAGE) } else { size }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn classes_hold_what_was_asked_for_and_waste_little() {
-        for bytes in
-            (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789])
-        {
-            let size = size_class(bytes);
-            assert!(size >= bytes && size.is_multiple_of(CACHE_LINE));
-            assert!(size < PAGE || size.is_multiple_of(PAGE));
-            assert!(bytes < 64 * 1024 || size - bytes <= bytes / 8 + PAGE, "{bytes} -> {size}");
+        for page in [4 << 10, 16 << 10, 64 << 10] {
+            let blocks = BlockAllocator::new(0, page);
+            for bytes in
+                (1..10_000).chain([65_536, 65_537, 1 << 20, (1 << 20) + 1, 26_214_400, 123_456_789])
+            {
+                let size = blocks.size_class(bytes);
+                assert!(size >= bytes && size.is_multiple_of(CACHE_LINE));
+                assert!(size < page || size.is_multiple_of(page));
+                assert!(bytes < 64 * 1024 || size - bytes <= bytes / 8 + page, "{bytes} -> {size}");
+            }
         }
     }
 }

@@ -466,7 +466,7 @@ pub fn waits(group: &ProcessGroup) -> Result<()> {
 fn resident() -> Result<usize> {
     let pages = std::fs::read_to_string("/proc/self/statm")?;
     let pages: usize = pages.split(' ').nth(1).context("statm has two fields")?.parse()?;
-    Ok(pages * 4096)
+    Ok(pages * rustix::param::page_size())
 }
 
 /// All ranks' indices are those of the whole data set.

@@ -210,7 +210,7 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     // Blocks are of whole pages; small tensors are not in shared memory.
     ensure!(kept <= share + share / 10 && kept > share / 2, "{kept} bytes of state, not {share}");
     // Rank 0 also has what a group needs.
-    let fits = group.rank() == 0 || to_gather <= (1 + ranks) * CHUNK + 4096;
+    let fits = group.rank() == 0 || to_gather <= (1 + ranks) * CHUNK + rustix::param::page_size();
     ensure!(fits, "{to_gather} bytes to gather by");
     Ok(())
 }
