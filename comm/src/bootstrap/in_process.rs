@@ -21,6 +21,37 @@ impl World {
     pub fn in_process(size: usize) -> Result<Vec<Self>> {
         worlds(size).map_err(|reason| Error::Join { rank: 0, reason })
     }
+
+    /// Makes the ranks of a job of threads, which have these arenas and no store.
+    pub(crate) fn of_threads(
+        arenas: Vec<Arc<Arena>>,
+        name: &str,
+        host: &str,
+        spin: bool,
+    ) -> Result<Vec<Self>, String> {
+        let size = arenas.len();
+        let root = new_root(&arenas[0], size)?;
+        let world = |(rank, arena)| World {
+            rank,
+            size,
+            locals: (0..size).collect(),
+            arena,
+            spin,
+            root,
+            peers: (0..size).map(|_| thread_of(host)).collect(),
+            store: None,
+            origin: Origin::Threads,
+            prefix: format!("{name}/"),
+            name: name.into(),
+            launched: false,
+            waits: None,
+            transport: None,
+            server: None,
+            retired_blocks: Mutex::default(),
+            retired_buffers: Arc::default(),
+        };
+        Ok(arenas.into_iter().enumerate().map(world).collect())
+    }
 }
 
 fn worlds(size: usize) -> Result<Vec<World>, String> {
@@ -34,38 +65,18 @@ fn worlds(size: usize) -> Result<Vec<World>, String> {
     let arenas = map_arenas(size)?;
     let header = ArenaHeader::of(&arenas[0]);
     header.publish_processors();
-    let processors = header.processors();
-    let root = new_root(&arenas[0], size)?;
+    let spin = size <= header.processors();
+    let mut worlds = World::of_threads(arenas, &name, &host_name(), spin)?;
 
     let token = secret().map_err(|error| error.to_string())?;
     let address = Address::Unix(format!("flow-{}-{name}/", std::process::id()));
     let server = Server::start(&address, &token)
         .map_err(|error| format!("cannot serve a store: {error}"))?;
     let server = Arc::new(server);
-    let host = host_name();
-    let mut worlds = Vec::with_capacity(size);
-    for (rank, arena) in arenas.into_iter().enumerate() {
+    for world in &mut worlds {
         let store = Store::connect(&address, &token, STORE_TIMEOUT);
-        let store = store.map_err(|error| error.to_string())?;
-        worlds.push(World {
-            rank,
-            size,
-            locals: (0..size).collect(),
-            arena,
-            spin: size <= processors,
-            root,
-            peers: (0..size).map(|_| thread_of(&host)).collect(),
-            store: Some(store),
-            origin: Origin::Threads,
-            prefix: format!("{name}/"),
-            name: name.clone(),
-            launched: false,
-            waits: None,
-            transport: None,
-            server: Some(Arc::clone(&server)),
-            retired_blocks: Mutex::default(),
-            retired_buffers: Arc::default(),
-        });
+        world.store = Some(store.map_err(|error| error.to_string())?);
+        world.server = Some(Arc::clone(&server));
     }
     Ok(worlds)
 }

@@ -21,6 +21,8 @@ mod lane;
 mod machine_memory;
 mod member;
 mod members;
+#[cfg(test)]
+mod memory_order;
 mod mesh;
 mod messages;
 mod nccl;

@@ -147,6 +147,24 @@ impl Arena {
         self.discard(offset, page) && unsafe { byte.read_volatile() == 0 }
     }
 
+    /// Returns an arena for each of `regions` threads, over memory of this process alone, which stays
+    /// for good: Miri knows no memfd.
+    #[cfg(test)]
+    pub fn of_threads(regions: usize, region: usize) -> Vec<Arc<Self>> {
+        let len = regions * region;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: as in `map`.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE)
+        };
+        let base = NonNull::new(base.unwrap().cast()).unwrap();
+        let arena = |index| Self::over(base, len, index * region..(index + 1) * region, 0);
+        let arenas: Vec<_> = (0..regions).map(arena).map(Arc::new).collect();
+        // An arena that is dropped takes the memory of all with it.
+        arenas.iter().for_each(|arena| std::mem::forget(Arc::clone(arena)));
+        arenas
+    }
+
     /// Returns the address of `offset`, which must be inside the mapping.
     pub fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);

@@ -22,6 +22,8 @@ pub use record::Record;
 pub use recorder::record_cost;
 pub(crate) use recorder::{Recorder, Start};
 pub(crate) use registry::activity;
+#[cfg(test)]
+pub(crate) use ring::CAPACITY;
 pub(crate) use ring::RecordId;
 pub use timeline::{BucketTensors, Phase, Span, is_on, phase, wait};
 pub(crate) use timeline::{RankInfo, add_buckets, folder, join};
