@@ -114,8 +114,8 @@ class NoiseScale:
         def measured(state, bucket):
             if bucket.index() == 0:
                 self._fade()
-            self._add("_own", bucket.buffer())
-            return hook(state, bucket).then(self._averaged)
+            own = _square(bucket.buffer())
+            return hook(state, bucket).then(lambda future: self._averaged(own, future.value()))
 
         return measured
 
@@ -136,18 +136,13 @@ class NoiseScale:
         noise = (own - mean) / (1 / small - 1 / large)
         return noise / gradient if gradient else float("nan")
 
-    def _averaged(self, future):
-        mean = future.value()
-        self._add("_mean", mean)
+    def _averaged(self, own, mean):
+        square = _square(mean)
+        # Of a gradient that overflows, which all ranks see in its mean, a GradScaler makes nothing.
+        if square.isfinite():
+            with self._lock:
+                self._own, self._mean = own + (self._own or 0), square + (self._mean or 0)
         return mean
-
-    def _add(self, name, gradients):
-        if gradients.layout != torch.strided:
-            return
-        square = torch.linalg.vector_norm(gradients.detach(), dtype=torch.float64).square()
-        with self._lock:
-            before = getattr(self, name)
-            setattr(self, name, square if before is None else before + square)
 
     def _fade(self):
         with self._lock:
@@ -155,6 +150,12 @@ class NoiseScale:
                 self._own = self._own * self.decay
             if self._mean is not None:
                 self._mean = self._mean * self.decay
+
+
+def _square(gradients):
+    if gradients.layout != torch.strided:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(gradients.detach(), dtype=torch.float64).square()
 
 
 def quantized_mean(group, buffer, channel):

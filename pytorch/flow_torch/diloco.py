@@ -1,5 +1,7 @@
 """DiLoCo: ranks train alone for many steps, and an outer optimizer joins what they have learnt."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -45,8 +47,16 @@ class DiLoCo:
         for module in model_fragments:
             parts.append([own for own in module.parameters() if own.requires_grad and own not in known])
             known.update(parts[-1])
-        options = sync_every, should_quantize, fragment_sync_delay, fragment_update_alpha, outer_optimizer.defaults
-        self._check_alike((options, [[(tuple(own.shape), own.dtype) for own in part] for part in parts]), self._unfit(parts, known))
+        options = {
+            "sync_every": sync_every,
+            "should_quantize": should_quantize,
+            "fragment_sync_delay": fragment_sync_delay,
+            "fragment_update_alpha": fragment_update_alpha,
+            "outer_optimizer": outer_optimizer.defaults,
+        }
+        shapes = [f"fragment {index}: {own.dtype} {list(own.shape)}" for index, part in enumerate(parts) for own in part]
+        self._check_alike([*(f"{name} {value}" for name, value in options.items()), *shapes], self._unfit(parts, known))
+        self._modules, self._known = list(model_fragments), known
         self._fragments = [_Fragment(part, self._group) for part in parts]
         copies = {own: copy for fragment in self._fragments for own, copy in zip(fragment.own, fragment.common)}
         for group in outer_optimizer.param_groups:
@@ -65,6 +75,7 @@ class DiLoCo:
         is that one: what ranks have learnt since it began is left out. All ranks call this: before a checkpoint, and at the end."""
         for fragment in self._fragments:
             if fragment.exchange is None:
+                self._check_known()
                 fragment.begin(self._group, self._quantizes, self.steps)
             fragment.finish(self._group, self.outer_optimizer, 0.0)
 
@@ -84,6 +95,7 @@ class DiLoCo:
         for index, fragment in enumerate(self._fragments):
             turn = (index + 1) * self._sync_every // count
             if self.steps % self._sync_every == turn % self._sync_every:
+                self._check_known()
                 fragment.begin(self._group, self._quantizes, self.steps + self._delay)
             if fragment.exchange is not None and fragment.due == self.steps:
                 fragment.finish(self._group, self.outer_optimizer, self._alpha)
@@ -107,14 +119,25 @@ class DiLoCo:
             return "outer_optimizer has a state of other parameters: load it into DiLoCo.outer_optimizer"
         return None
 
+    def _check_known(self):
+        """Others each rank would train alone."""
+        for module in self._modules:
+            for name, own in module.named_parameters():
+                if own.requires_grad and own not in self._known:
+                    raise RuntimeError(
+                        f"DiLoCo: rank {self._group.rank()}: {name} of {type(module).__name__} requires a gradient, and did not when DiLoCo was made, "
+                        "or is another parameter: make a new DiLoCo on all ranks"
+                    )
+
     def _check_alike(self, own, unfit):
         described = [None] * self._group.size()
-        dist.all_gather_object(described, (repr(own), unfit), group=self._group)
+        dist.all_gather_object(described, (own, unfit), group=self._group)
         for rank, (its, reason) in enumerate(described):
             if reason is not None:
                 raise ValueError(f"DiLoCo: rank {rank}: {reason}")
-            if its != described[0][0]:
-                raise ValueError(f"DiLoCo: ranks differ: rank 0 has {described[0][0]}, rank {rank} has {its}")
+            for first, other in itertools.zip_longest(described[0][0], its, fillvalue="no such parameter"):
+                if first != other:
+                    raise ValueError(f"DiLoCo: ranks differ: rank 0 has {first}, rank {rank} has {other}")
 
 
 class _Fragment:

@@ -61,7 +61,7 @@ class Cast:
 
     def _check_unwritten(self):
         for part, name, own, cast in self._places:
-            if cast._version != 0 or part._parameters.get(name) is not cast:
+            if (not cast.is_inference() and cast._version != 0) or part._parameters.get(name) is not cast:
                 raise RuntimeError(
                     f"mixed_precision: forward has written to {name} of {type(part).__name__}: only a copy of it in {cast.dtype} has changed, "
                     "which is lost: write to parameters outside of forward"
@@ -94,6 +94,8 @@ class _ToType(torch.autograd.Function):
 
 class _Standing:
     """Casts stand in the parameters' places until this is called, or goes."""
+
+    _places = ()  # of one whose constructor the compiler has not run
 
     def __init__(self, places):
         self._places = [place for place in places if place[0]._parameters.get(place[1]) is place[2]]

@@ -101,11 +101,18 @@ def compiled(group):
         expect(f"compiled {function.__name__}", made(torch.ones(3)).tolist() == [2 * size + 1] * 3)
 
 
+def reduced(tensor):
+    factor = tensor.detach().clone()
+    dist.all_reduce(factor)
+    return (tensor * factor).sum()
+
+
 def watched():
     """Who looks at collectives sees them."""
     if hasattr(dist.group.WORLD, "new_group_of"):
         print("SKIPPED: neither CommDebugMode nor the profiler: they do not see the part in Python", flush=True)
         return
+    expect("in torch.func", torch.func.grad(reduced)(torch.ones(3)).tolist() == [dist.get_world_size()] * 3)
     with CommDebugMode() as mode:
         dist.all_reduce(torch.ones(3))
     expect(f"CommDebugMode: {mode.get_comm_counts()}", mode.get_total_counts() == 1)

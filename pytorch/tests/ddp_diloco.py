@@ -149,8 +149,18 @@ def refused(way):
         for step in range(4):
             train(net, optimizer, step, 0, torch.float32)
 
+    def thawed():
+        net = model()
+        net[0].requires_grad_(False)
+        optimizer = sgd(net.parameters())
+        with flow_torch.DiLoCo(None, [net], optimizer, nesterov(own for own in net.parameters() if own.requires_grad), sync_every=2):
+            net[0].requires_grad_(True)
+            for step in range(2):
+                train(net, optimizer, step, 0, torch.float32)
+
     for words, call in (
-        ("ranks differ: rank 0 has ((4,", lambda: made(sync_every=4 + rank)),
+        (f"rank {rank}: 0.weight of Sequential requires a gradient, and did not when DiLoCo was made", thawed),
+        ("ranks differ: rank 0 has sync_every 4, rank 1 has sync_every 5", lambda: made(sync_every=4 + rank)),
         ("rank 0: 0 model_fragments", lambda: made(lambda net: [])),
         ("rank 0: 3 model_fragments: there must be 1 or more, and not more than sync_every, 2", lambda: made(lambda net: [*net], sync_every=2)),
         ("rank 0: fragment 1 has no parameter", lambda: made(lambda net: [*net])),

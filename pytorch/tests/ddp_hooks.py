@@ -150,6 +150,9 @@ def noise_scale(hook, batch=8, decay=0.5):
             tolerance = 1e-5 if hook is default_hooks.allreduce_hook else 0.05
             found = noise.samples()
             assert abs(found / expected - 1) < tolerance, f"{found} is not {expected}"
+            # A step that overflows, as a GradScaler's do now and then.
+            (net(data()).square().mean() * float("inf")).backward()
+            assert abs(noise.samples() / found - 1) < 1e-9, f"{noise.samples()} after an overflow, and {found} before it"
         return result
 
     return run

@@ -314,7 +314,29 @@ def at_any_time(way):
             pass
         gc.collect()
         assert all(isinstance(own, nn.Parameter) for own in other.parameters())
+        with torch.inference_mode():
+            assert other(data()).dtype == torch.bfloat16
+        after_a_failure(way)
     return [torch.ones(1)]
+
+
+def after_a_failure(way):
+    """Nothing is left of a backward that has failed after it has computed the gradients of one of two forwards."""
+    net, fresh = wrapped(way, layers()), wrapped(way, layers())
+    fresh.module.load_state_dict(net.module.state_dict())
+    first, second = data(), data()
+    output = net(first)
+    output.register_hook(lambda _: 1 / 0)
+    try:
+        (output.float().sum() + 1000 * net(second).float().sum()).backward()
+        raise AssertionError("backward has not failed")
+    except ZeroDivisionError:
+        pass
+    net.zero_grad()
+    for module in net, fresh:
+        module(first).float().square().mean().backward()
+    for own, expected in zip(net.parameters(), fresh.parameters()):
+        assert torch.equal(own.grad, expected.grad), "a backward that has failed has left something"
 
 
 class Shaped(nn.Module):

@@ -148,7 +148,9 @@ public:
     // An all-reduce of few elements takes as long as the work, the options and the calls around it. Does without them, if nothing has to
     // come before, nobody records, and flow-comm can reduce the tensor where it lies.
     bool all_reduce_at_once(const Tensor& tensor, RedOp op) {
-        if (is_recorded() || !tensor.is_cpu() || tensor.layout() != at::kStrided || !tensor.is_contiguous()) return false;
+        if (is_recorded() || !tensor.is_cpu() || tensor.layout() != at::kStrided) return false;
+        // Those of torch.func have no storage.
+        if (!tensor.has_storage() || !tensor.is_contiguous()) return false;
         const auto code = reducible(tensor.scalar_type(), op);
         if (!code || !label(called_type(tensor), op).empty()) return false;
         return collectives_->run_at_once([&](const flow_group* group) {

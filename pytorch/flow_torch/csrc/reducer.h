@@ -144,6 +144,7 @@ public:
                 TORCH_CHECK(torch::autograd::impl::try_get_grad_accumulator(gradient.param) == hooks_[index].first, here(),
                             "the type of ", names_[index], " has changed since its module was wrapped: wrap it again");
                 gradient.is_ready = false;
+                gradient.taken.reset();
                 gradient.hooks = hooks_expected(index);
             }
             marked_unused_ = false;
