@@ -53,9 +53,11 @@ def _create(options, _):
 
 def _join_in_python(place, name, timeout):
     # They change torch.distributed, and torch's operators, so that they are not imported before they are needed.
-    from . import fallback, operators
+    from . import extension, fallback, operators
 
-    operators.install_without_cpp()
+    # Where other ranks lack the C++ part, this one may have it, with its operators.
+    if not extension.is_loaded():
+        operators.install_without_cpp()
     return fallback.join(place, name, timeout)
 
 
