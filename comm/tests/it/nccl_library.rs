@@ -58,7 +58,7 @@ fn compiled(name: &str, source: &str) -> PathBuf {
     let (source_file, library) = (folder.join(name).with_extension("c"), folder.join(name));
     std::fs::create_dir_all(library.parent().unwrap()).unwrap();
     std::fs::write(&source_file, source).unwrap();
-    let compiler = Command::new("cc")
+    let compiler = Command::new(std::env::var_os("CC").unwrap_or("cc".into()))
         .args(["-shared", "-fPIC", "-o"])
         .args([&library, &source_file])
         .output()
