@@ -39,13 +39,21 @@ bench *OPTIONS:
 gpu-check *OPTIONS:
     scripts/gpu-check {{OPTIONS}}
 
-# the Python package; options: --portable
+# the Python package; options: --portable, --aarch64
 wheel *OPTIONS:
     scripts/wheel {{OPTIONS}}
 
 # whether the promised Rust version compiles the workspace
 msrv:
     scripts/msrv
+
+# the tests of crates without libtorch, for aarch64 under qemu
+aarch64 *OPTIONS:
+    scripts/aarch64 {{OPTIONS}}
+
+# groups under Miri, with aarch64's order of memory
+memory-order *OPTIONS:
+    scripts/memory-order {{OPTIONS}}
 
 # licenses and sources of all dependencies, and known holes in them (cargo install cargo-deny)
 deny:

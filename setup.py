@@ -34,7 +34,12 @@ def binary(name):
 def copy_stripped(file, folder):
     folder.mkdir(parents=True, exist_ok=True)
     made = shutil.copy(file, folder)
-    subprocess.run(["strip", "--strip-unneeded", made], check=True)
+    subprocess.run([os.environ.get("STRIP", "strip"), "--strip-unneeded", made], check=True)
+
+
+def machine_of(file):
+    """The processor that an ELF file is for."""
+    return {62: "x86_64", 183: "aarch64"}.get(int.from_bytes(file.read_bytes()[18:20], "little"), platform.machine())
 
 
 class Packages(build_py):
@@ -73,7 +78,7 @@ class Wheel(bdist_wheel):
         binaries = [*Path(built.build_lib).glob("flow_torch/lib/**/*.so"), *Path(built.build_scripts).glob("flow-launch")]
         needed = [re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes()) for file in binaries]
         glibc = max(OLDEST_GLIBC, *(int(minor) for minors in needed for minor in minors))
-        return "py3", "none", f"manylinux_2_{glibc}_{platform.machine()}"
+        return "py3", "none", f"manylinux_2_{glibc}_{machine_of(binaries[-1])}"
 
 
 class Binary(Distribution):
