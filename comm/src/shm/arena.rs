@@ -233,10 +233,7 @@ impl Arena {
     /// Allocates as [`Arena::allocate`] does, all bytes zero.
     pub fn allocate_zeroed(self: &Arc<Self>, bytes: usize) -> Option<Block> {
         let block = self.allocate(bytes)?;
-        if !self.discard(block.offset, block.size) {
-            // SAFETY: the block is ours alone and `size` bytes long.
-            unsafe { std::ptr::write_bytes(self.at(block.offset), 0, block.size) };
-        }
+        self.clear(block.offset, block.size);
         Some(block)
     }
 
@@ -255,7 +252,7 @@ impl Arena {
         let Some(mut blocks) = self.blocks() else { return };
         blocks.live_bytes -= size;
         if born != self.quarantine.load(Ordering::Acquire) {
-            self.discard(offset, size);
+            self.clear(offset, size);
             return;
         }
         blocks.add_warm(size, offset);
@@ -263,6 +260,14 @@ impl Arena {
             let Some((size, offset)) = blocks.cool_oldest() else { break };
             // Under the lock: nobody can be handed the block while its pages go.
             self.discard(offset, size);
+        }
+    }
+
+    /// Makes all bytes of an unused block zero.
+    fn clear(&self, offset: usize, size: usize) {
+        if !self.discard(offset, size) {
+            // SAFETY: the range is inside the mapping, and in this process' region.
+            unsafe { std::ptr::write_bytes(self.at(offset), 0, size) };
         }
     }
 
