@@ -114,6 +114,22 @@ void flow_set_interrupt_check(bool (*is_interrupted)(void));
  * thread wait in its place. */
 void flow_interrupt(int32_t thread, bool wanted);
 
+/* Functions of CPython's that have these names. */
+typedef struct {
+    int (*PyGILState_Ensure)(void);
+    void (*PyGILState_Release)(int);
+    int (*PyErr_CheckSignals)(void);
+    void (*PyErr_Fetch)(void **, void **, void **);
+    void (*PyErr_Restore)(void *, void *, void *);
+} flow_python;
+
+/* In place of flow_set_interrupt_check, for Python that calls this library by ctypes: the main thread looks at Python's signals
+ * while it waits. What a signal's handler raises ends the wait, and is kept. Null is without effect. */
+void flow_watch_python(const flow_python *python);
+
+/* Raises in Python what was kept, if there is such. The caller holds the GIL: it is a function of a ctypes.PyDLL. */
+void flow_raise_interrupt(void);
+
 /* ---- groups ---- */
 
 /* Joins the ranks of the job, and waits for them. `membership` is null where the environment says which rank this is:

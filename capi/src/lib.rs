@@ -10,6 +10,7 @@
 //! | `collectives` | collectives |
 //! | `messages` | send and receive |
 //! | `interrupt` | what ends waits |
+//! | `python` | signals of Python's, which end waits |
 //! | `buckets` | reductions that do not wait |
 //!
 //! Nothing that C can pass makes these functions panic, and a panic of what they call is an error.
@@ -21,4 +22,5 @@ mod group;
 mod interrupt;
 mod memory;
 mod messages;
+mod python;
 mod status;

@@ -8,13 +8,14 @@ import datetime
 import os
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from . import rendezvous
-from .functions import Buffer, Membership, flow, list_of, number
+from . import buckets, rendezvous
+from .functions import REDUCTIONS, Buffer, Membership, flow, is_shared, list_of, number, watch_signals, without_result
 from .tensors import (
     alike,
     counts,
@@ -26,17 +27,18 @@ from .tensors import (
     label,
     of_one_type,
     only,
-    op_code,
     reduce_rows,
     reducible,
     room_for,
 )
-from .works import NO_TIME, Lane, Work, interruptibly, made, within
+from .works import NO_TIME, Lane, Work, made, within
 
 # Tags of monitored_barrier; programs' are smaller.
 ARRIVED, PASSED = 2**32 - 1, 2**32 - 2
 # The lane of all collectives; those of messages are called as their peers.
 COLLECTIVES = ("collectives",)
+
+dist.Reducer = buckets.Reducer
 
 
 def join(place, name, timeout):
@@ -45,7 +47,8 @@ def join(place, name, timeout):
     if place is not None:
         texts = {field: place[field].encode() for field in ("address", "token")}
         membership = ctypes.byref(Membership(**{**place, **texts}))
-    return ProcessGroup(interruptibly(made, "join", membership, name.encode(), timeout.total_seconds()), timeout)
+    watch_signals()
+    return ProcessGroup(made("join", membership, name.encode(), timeout.total_seconds()), timeout)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -60,7 +63,7 @@ class ProcessGroup(dist.ProcessGroup):
     def new_group_of(self, ranks, timeout):
         key = f"{','.join(map(str, ranks))}#{self._groups[tuple(ranks)]}"
         self._groups[tuple(ranks)] += 1
-        group = interruptibly(made, "new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
+        group = made("new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
         return ProcessGroup(group, timeout)
 
     def merge_remote_group(self, store, size, timeout, group_name=None, group_desc=None):
@@ -68,14 +71,31 @@ class ProcessGroup(dist.ProcessGroup):
         group._set_group_name(group_name or f"{self._name}:merge")
         return group
 
-    def is_shared(self, _):
-        return False
+    def is_shared(self, tensor):
+        return is_shared()(self._group, tensor.data_ptr(), tensor.nbytes)
 
     # Of PyTorch's for C++: here the group is its own backend.
     _device_types = [torch.device("cpu")]
 
     def supports_tensor_alloc(self, _):
-        return False
+        return True
+
+    def allocate_tensor(self, size, *, dtype, device):
+        """A tensor in shared memory, if there is room."""
+        shared = self.empty_shared(size, dtype)
+        return torch.empty(size, dtype=dtype, device=device) if shared is None else shared
+
+    def empty_shared(self, size, dtype):
+        """None if there is no room."""
+        self._check()
+        block, data, length = ctypes.c_void_p(), ctypes.c_void_p(), max(size * dtype.itemsize, 1)
+        try:
+            flow("alloc")(self._group, length, ctypes.byref(block), ctypes.byref(data))
+        except dist.DistBackendError:
+            return None
+        memory = (ctypes.c_char * length).from_address(data.value)
+        weakref.finalize(memory, without_result("free"), block).atexit = False
+        return torch.frombuffer(memory, dtype=dtype, count=size) if size else torch.empty(0, dtype=dtype)
 
     def _get_backend(self, device):
         if torch.device(device).type != "cpu":
@@ -120,32 +140,33 @@ class ProcessGroup(dist.ProcessGroup):
         tensor, opts = only(tensors), opts or c10d.AllreduceOptions()
         if tensor.layout == torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
-        code = reducible(dense(tensor), opts.reduceOp)
+        op = opts.reduceOp.op
+        code = reducible(dense(tensor), op)
 
         def run(group):
             with filled(tensor) as own:
                 if code is not None:
-                    flow("all_reduce")(group, elements(own, code), op_code(opts.reduceOp))
+                    flow("all_reduce")(group, elements(own, code), REDUCTIONS[op])
                 else:
                     rows = own.new_empty((self._size, own.numel()))
                     flow("all_gather")(group, elements(own), elements(rows))
-                    reduce_rows(opts.reduceOp, rows, own)
+                    reduce_rows(op, rows, own)
 
         return self._begin(run, tensors, opts, "all_reduce", tensor)
 
     def reduce(self, tensors, opts):
-        tensor, root = dense(only(tensors)), opts.rootRank
-        code = reducible(tensor, opts.reduceOp)
+        tensor, root, op = dense(only(tensors)), opts.rootRank, opts.reduceOp.op
+        code = reducible(tensor, op)
 
         def run(group):
             own = tensor.contiguous()
             if code is not None:
-                flow("reduce")(group, elements(own, code), op_code(opts.reduceOp), root)
+                flow("reduce")(group, elements(own, code), REDUCTIONS[op], root)
             else:
                 rows = own.new_empty((self._size if self._rank == root else 0, own.numel()))
                 flow("gather")(group, elements(own), elements(rows), root)
                 if self._rank == root:
-                    reduce_rows(opts.reduceOp, rows, own)
+                    reduce_rows(op, rows, own)
             if self._rank == root and own is not tensor:
                 tensor.copy_(own)
 
@@ -216,20 +237,21 @@ class ProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter(output, input_.contiguous, [output.numel()] * self._size, opts or c10d.ReduceScatterOptions())
 
     def _reduce_scatter(self, output, flat, lengths, opts):
-        code = reducible(output, opts.reduceOp)
+        op = opts.reduceOp.op
+        code = reducible(output, op)
 
         def run(group):
             all_ = flat()
             with filled(output) as own:
                 if code is not None:
-                    flow("reduce_scatter_v")(group, elements(all_, code), elements(own, code), list_of(lengths), op_code(opts.reduceOp))
+                    flow("reduce_scatter_v")(group, elements(all_, code), elements(own, code), list_of(lengths), REDUCTIONS[op])
                     return
                 rows = own.new_empty((self._size, own.numel()))
                 unit = elements(own.new_empty(1)).count
                 received = [own.numel() * unit] * self._size
                 sent = [length * unit for length in lengths]
                 flow("all_to_all_v")(group, elements(all_), list_of(sent), elements(rows), list_of(received))
-                reduce_rows(opts.reduceOp, rows, own)
+                reduce_rows(op, rows, own)
 
         return self._begin(run, [output], opts, "reduce_scatter", output)
 
@@ -362,18 +384,21 @@ class ProcessGroup(dist.ProcessGroup):
     def _begin(self, job, results, opts, operation="", tensor=None):
         """Begins a collective; `tensor` is one of those that it moves."""
         self._check()
-        elements = "" if tensor is None else label(tensor, getattr(opts, "reduceOp", None))
+        reduction = getattr(opts, "reduceOp", None)
+        elements = "" if tensor is None else label(tensor, reduction and reduction.op)
         work = Work(self._group, job, list(results), opts.timeout, operation, elements)
         if self._is_forked():  # it has no threads
             work.run()
             return work
-        if self._lanes.get(COLLECTIVES) is threading.current_thread():  # in a callback
-            work.run()
-            return work
-        self._put(COLLECTIVES, work)
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or not opts.asyncOp:
-            work.wait_until_ended()
+        with self._lock:
+            lane = self._lane(COLLECTIVES)
+            # In a callback as well.
+            is_here = in_backward or not opts.asyncOp or lane is threading.current_thread()
+            if not is_here:
+                lane.put(work)
+        if is_here:
+            lane.run_here(work)
         if in_backward and work.error is not None:
             raise work.error
         return work
@@ -391,19 +416,19 @@ class ProcessGroup(dist.ProcessGroup):
         if self._is_forked():
             work.run()
             return work
-        self._put(peer, work, receives=peer[0] != "to")
+        with self._lock:
+            self._lane(peer, receives=peer[0] != "to").put(work)
         return work
 
     def _is_forked(self):
         return os.getpid() != self._process
 
-    def _put(self, key, work, receives=False):
-        with self._lock:
-            self._check()  # again: another thread may destroy it
-            if key not in self._lanes:
-                self._close_idle_lanes()
-                self._lanes[key] = Lane(receives)
-            self._lanes[key].put(work)
+    def _lane(self, key, receives=False):
+        self._check()  # again: another thread may destroy it
+        if key not in self._lanes:
+            self._close_idle_lanes()
+            self._lanes[key] = Lane(receives)
+        return self._lanes[key]
 
     def _close_idle_lanes(self):
         """Closes idle lanes of messages with tags: programs may use any number of these, each for a short time."""

@@ -6,7 +6,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from . import library
+from . import extension, library
 
 # flow_comm.h's codes of types, of reductions and of errors.
 DTYPES = {
@@ -15,8 +15,10 @@ DTYPES = {
         [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
     )
 }
-REDUCTIONS = [dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
-TIMEOUT = 5
+REDUCTIONS = {
+    op: code for code, op in enumerate(getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"))
+}
+TIMEOUT, INTERRUPTED = 5, 11
 
 
 class Buffer(ctypes.Structure):
@@ -59,6 +61,7 @@ ARGUMENTS = {
     "send": [_group, Buffer, _root, _tag],
     "recv": [_group, Buffer, _root, _tag],
     "recv_any": [_group, Buffer, _tag, _counts],
+    "alloc": [_group, _count, _made, _made],
 }
 
 
@@ -80,19 +83,35 @@ def number(name):
 
 
 @functools.cache
-def leave():
-    """flow_leave"""
-    function = library.load().flow_leave
+def without_result(name):
+    """The function `flow_NAME`, of a group, or of memory, which cannot fail."""
+    function = getattr(library.load(), f"flow_{name}")
     function.argtypes, function.restype = [_group], None
     return function
 
 
 @functools.cache
-def interrupt():
-    """flow_interrupt"""
-    function = library.load().flow_interrupt
-    function.argtypes, function.restype = [ctypes.c_int32, ctypes.c_bool], None
+def is_shared():
+    """flow_is_shared"""
+    function = library.load().flow_is_shared
+    function.argtypes, function.restype = [_group, ctypes.c_void_p, _count], ctypes.c_bool
     return function
+
+
+@functools.cache
+def watch_signals():
+    """Has the main thread run signals' handlers while it waits in a function. What they raise, the function raises."""
+    names = "PyGILState_Ensure", "PyGILState_Release", "PyErr_CheckSignals", "PyErr_Fetch", "PyErr_Restore"
+    functions = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names]
+    library.load().flow_watch_python((ctypes.c_void_p * len(functions))(*functions))
+
+
+def _raise_interrupt():
+    """Raises what a signal's handler has raised. The C++ part keeps that itself, where it is loaded."""
+    if extension.is_loaded():
+        torch.ops.flow.rethrow_interrupt()
+    else:
+        ctypes.PyDLL(None).flow_raise_interrupt()
 
 
 @functools.cache
@@ -106,6 +125,8 @@ def _check(code, _, __):
     if code == 0:
         return
     message = _message()().decode(errors="replace")
+    if code == INTERRUPTED:
+        _raise_interrupt()
     if code == TIMEOUT:
         message += " (the timeout is an argument of init_process_group, new_group and wait)"
     raise dist.DistBackendError(message)

@@ -26,7 +26,7 @@ def only(values):
 
 
 def dense(tensor):
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         raise RuntimeError(
             f"flow: only dense CPU tensors can be communicated here, not {tensor.layout} ones on {tensor.device}"
         )
@@ -80,18 +80,14 @@ def divide(joined, tensors):
         tensor.copy_(part.view(tensor.shape))
 
 
-def op_code(op):
-    return next((code for code, known in enumerate(REDUCTIONS) if op == known), None)
-
-
 def reducible(tensor, op):
     """The code of the type as which flow-comm can reduce this one, if there is any."""
-    if any(op == bitwise for bitwise in BITWISE) and (tensor.is_floating_point() or tensor.is_complex()):
+    if op in BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
         raise RuntimeError(f"flow: only integers have bitwise reductions, not {tensor.dtype}")
-    if op_code(op) is None:
+    if op not in REDUCTIONS:
         return None
     # Of bytes with and without sign the bits of sums and products are the same.
-    if tensor.dtype == torch.int8 and (op == OPS.SUM or op == OPS.PRODUCT):
+    if tensor.dtype == torch.int8 and op in (OPS.SUM, OPS.PRODUCT):
         return UINT8
     return DTYPES.get(tensor.dtype)
 
@@ -107,14 +103,13 @@ def label(tensor, op=None):
     name = str(dtype).removeprefix("torch.").removeprefix("float8_").removeprefix("float4_")
     if op is None:
         return name
-    reduction = next((text for known, text in NAMES.items() if op == known), "own")
-    return f"{name}, {reduction}"
+    return f"{name}, {NAMES.get(op, 'own')}"
 
 
 def reduce_rows(op, rows, result):
     """Reduces the rows, in their order, into one tensor."""
     table = COMBINE_BOOL if rows.dtype == torch.bool else COMBINE
-    combine = next((function for known, function in table.items() if op == known), None)
+    combine = table.get(op)
     if combine is None:
         raise RuntimeError(f"flow: this reduction is not supported for {rows.dtype}")
     total = rows[0]

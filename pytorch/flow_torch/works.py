@@ -1,6 +1,5 @@
 """Operations of the part in Python, and the threads that run them."""
 
-import concurrent.futures
 import contextlib
 import ctypes
 import datetime
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from . import library, replaced
-from .functions import flow, interrupt, leave
+from .functions import flow, without_result
 
 NO_TIME = datetime.timedelta(0)
 # Operations of which flow-comm's has another name: its ranks may have blocks of different lengths.
@@ -29,7 +28,7 @@ class Group:
     def __init__(self, handle):
         self._as_parameter_ = handle
         # At the end of the process threads may still wait in it.
-        weakref.finalize(self, leave(), handle).atexit = False
+        weakref.finalize(self, without_result("leave"), handle).atexit = False
 
 
 def made(function, *arguments):
@@ -40,31 +39,6 @@ def made(function, *arguments):
 
 def abort(group):
     flow("abort")(group, b"it was interrupted while it waited")
-
-
-def interruptibly(function, *arguments):
-    """Calls a function that waits in flow-comm. On the main thread, which handles signals, another thread makes the call: an exception that
-    a handler raises ends that."""
-    if threading.current_thread() is not threading.main_thread():
-        return function(*arguments)
-    outcome = concurrent.futures.Future()
-
-    def call():
-        try:
-            outcome.set_result(function(*arguments))
-        except Exception as error:
-            outcome.set_exception(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    try:
-        concurrent.futures.wait([outcome])
-    except BaseException:
-        interrupt()(thread.native_id, True)
-        concurrent.futures.wait([outcome])
-        interrupt()(thread.native_id, False)
-        raise
-    return outcome.result()
 
 
 def within(group, timeout):
@@ -119,11 +93,19 @@ class Work(dist.Work):
         super().__init__()
         self.operation, self.elements = operation, elements
         self.group, self.job, self.results, self._timeout, self.lane = group, job, results, timeout, None
-        self.error, self.source, self.ended = None, -1, threading.Event()
+        # Without the event, which a lane gives it, it runs before somebody has it.
+        self.error, self.source, self.ended = None, -1, None
+        self.over = self.future = None
+        self.process = os.getpid()
+
+    def put_into(self, lane):
+        self.lane, self.ended = lane, threading.Event()
+        self._make_future()
+
+    def _make_future(self):
         # The second, as only an error that a callback raises is one for C++ as well.
         self.over = torch.futures.Future()
         self.future = self.over.then(self.outcome)
-        self.process = os.getpid()
 
     def run(self):
         self.run_job()
@@ -138,13 +120,14 @@ class Work(dist.Work):
 
     def end(self):
         self.job = None
-        self.ended.set()
-        self.over.set_result(None)
+        if self.ended is not None:
+            self.ended.set()
+            self.over.set_result(None)
 
     def wait_until_ended(self, timeout=None):
         """Whether it has ended in so many seconds. A signal's handler may raise an exception meanwhile."""
         try:
-            return self.ended.wait(timeout)
+            return self.ended is None or self.ended.wait(timeout)
         except BaseException:
             abort(self.group)
             raise
@@ -155,6 +138,10 @@ class Work(dist.Work):
         return self.results
 
     def wait(self, timeout=NO_TIME):
+        if self.ended is None:
+            if self.error is not None:
+                raise self.error
+            return True
         if os.getpid() != self.process and not self.ended.is_set():
             raise dist.DistBackendError("flow: this process was forked from a rank, and only there the operation can be waited for")
         if self.lane is threading.current_thread():  # a callback
@@ -169,10 +156,16 @@ class Work(dist.Work):
         return True
 
     def get_future(self):
+        if self.future is None and self.error is None:
+            self.future = torch.futures.Future()
+            self.future.set_result(self.results)
+        elif self.future is None:
+            self._make_future()
+            self.over.set_result(None)
         return self.future
 
     def is_completed(self):
-        return self.future.done()
+        return self.ended is None or self.future.done()
 
     def is_success(self):
         return self.is_completed() and self.error is None
@@ -201,19 +194,50 @@ class Lane(threading.Thread):
     def __init__(self, receives=False):
         super().__init__(name="flow", daemon=True)
         self.receives, self.operations, self.last_ended, self.last_group = receives, queue.SimpleQueue(), None, None
+        # Whoever runs an operation has the turn, and its group is here.
+        self.turn, self.runner, self.running = threading.Lock(), None, None
         self.start()
         Lane.all.add(self)
 
     def put(self, work):
-        work.lane, self.last_ended, self.last_group = self, work.ended, weakref.ref(work.group)
+        work.put_into(self)
+        self.last_ended, self.last_group = work.ended, weakref.ref(work.group)
         self.operations.put(work)
+
+    def run_here(self, work):
+        """Runs an operation on this thread, after those before it. With a core for each rank that is faster than to hand it to another."""
+        if self.runner == threading.get_ident():
+            raise dist.DistBackendError("flow: a signal's handler that comes in an operation cannot begin another one in its group")
+        while True:
+            if self is not threading.current_thread():  # in a callback
+                self.wait_until_idle()
+            with self.in_turn(work):
+                if self is threading.current_thread() or self.is_idle():
+                    work.run()
+                    return
+
+    @contextlib.contextmanager
+    def in_turn(self, work):
+        """One thread at a time runs operations."""
+        try:
+            self.turn.acquire()
+        except BaseException:  # of a signal's handler
+            self.interrupt()
+            raise
+        self.runner, self.running = threading.get_ident(), work.group
+        try:
+            yield
+        finally:
+            self.runner = self.running = None
+            self.turn.release()
 
     def is_idle(self):
         return self.last_ended is None or self.last_ended.is_set()
 
     def run(self):
         while (work := self.operations.get()) is not None:
-            work.run_job()
+            with self.in_turn(work):
+                work.run_job()
             # Before the operation ends: until then a callback that waits for it stays, and so the end of the process waits for this thread.
             is_in_time = stays.begin()
             work.ended.set()
@@ -225,7 +249,9 @@ class Lane(threading.Thread):
 
     def run_up_to(self, last):
         while not last.ended.is_set() and (work := self.operations.get()) is not None:
-            work.run()
+            with self.in_turn(work):
+                work.run_job()
+            work.end()
 
     def close(self):
         """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread. Nothing is put
@@ -258,7 +284,7 @@ class Lane(threading.Thread):
 
     def interrupt(self):
         """Has the group fail if an operation is under way."""
-        group = None if self.is_idle() else self.last_group()
+        group = self.running if self.is_idle() else self.last_group()
         if group is not None:
             abort(group)
 

@@ -168,5 +168,6 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("wait_for(Future(Any) future) -> ()", torch::CppFunction::makeFromBoxedFunction<&wait_for>());
     // For `_pybind11_conduit_v1_`, by which a Reducer of Python's is found.
     library.def("reducer_type", [] { return reinterpret_cast<int64_t>(&typeid(c10d::Reducer)); });
+    library.def("rethrow_interrupt", &rethrow_interrupt);
     library.def("use_interrupt_check", [] { flow_set_interrupt_check(is_interrupted); });
 }
