@@ -1,8 +1,13 @@
 """The benches of PyTorch over Flow, for `scripts/bench`."""
 
 import json
+import os
+import pathlib
+import statistics
+import subprocess
+import tempfile
 
-from measure import BUSY_LOOPS, MIB, PEERS, RELEASE, ROOT, busy_loops, row, run, size_name, torchrun_command
+from measure import BUSY_LOOPS, LIMIT_S, MIB, PEERS, RELEASE, ROOT, busy_loops, fail, row, run, size_name, torchrun_command
 
 SIZES = [4, 1 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB, 25 * MIB, 100 * MIB, 256 * MIB]
 LARGE = [size for size in SIZES if size >= MIB]
@@ -11,11 +16,14 @@ SHARDED = ["wide", "GPT block"]
 BUSY_SIZES = [4, 64 << 10, MIB, 25 * MIB]
 BUSY_MODELS = ["mlp", "wide"]
 QUICK = ["--blocks", 3]
+PARTS_MODELS = ["tiny", "mlp", "lenet", "wide", "mobilenet"]
+PARTS_CLASSES = ["PyTorch's DDP", "flow_torch's DDP"]
 
 
 def one_round(figures, python, is_quick):
     figures.add_lines("flow", run(RELEASE / "flow-bench", "limit", "--json", "--sizes", ",".join(map(str, LARGE)))[0])
     measure(figures, "flow, backend", python, is_quick, SIZES, STEP_TO_REACH, SHARDED)
+    measure_parts(figures, python, blocks=3 if is_quick else 11)
     for loops in BUSY_LOOPS:
         with busy_loops(loops):
             measure(figures, f"flow, backend, {loops}", python, is_quick, BUSY_SIZES, BUSY_MODELS, ["-"])
@@ -29,6 +37,39 @@ def measure(figures, who, python, is_quick, *names):
         key = who, line["way"], line["name"]
         figures.add(key, line["median_us"])
         figures.add((*key, "ratio"), line["ratio"])
+
+
+def measure_parts(figures, python, blocks):
+    """Both parts, in two jobs that take turns; without a compiler it is the part in Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        (path / "0").touch()
+        parts = {"flow, C++ part": {}, "flow, part in Python": {"CXX": "/nonexistent/c++", "FLOW_CACHE": folder}}
+        jobs = {}
+        for number, (who, variables) in enumerate(parts.items()):
+            command = torchrun_command(python, 2, PEERS / "parts.py", folder, number, ",".join(PARTS_MODELS), blocks)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "pytorch"), **variables}
+            jobs[who] = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            printed = {who: job.communicate(timeout=LIMIT_S)[0] for who, job in jobs.items()}
+        finally:
+            for job in jobs.values():
+                job.kill()
+        if any(job.returncode for job in jobs.values()):
+            fail("steps over one of flow_torch's parts failed")
+    for line, other in zip(*(map(json.loads, lines.splitlines()) for lines in printed.values())):
+        for who, own in zip(parts, (line, other)):
+            figures.add((who, line["way"], line["model"]), statistics.median(own["medians_us"]))
+        speeds = [cpp / python for cpp, python in zip(line["medians_us"], other["medians_us"])]
+        figures.add(("flow, part in Python", line["way"], line["model"], "ratio"), statistics.median(speeds))
+
+
+def parts_rows(figures):
+    for model in PARTS_MODELS:
+        for way in PARTS_CLASSES:
+            cpp, python = (figures.median(f"flow, {part}", way, model) for part in ("C++ part", "part in Python"))
+            ratio = figures.median("flow, part in Python", way, model, "ratio")
+            yield row(f"{way}, {model}, the part in Python, against that in C++", python, cpp, at_least=0.7, ratio=ratio)
 
 
 def rows(figures, name, shown, ways, who="flow, backend"):
@@ -62,6 +103,7 @@ def table(figures):
         yield from step_rows(figures, model, at_least)
         own, local = (median(way, f"DDP {model}") for way in ("flow_torch", "local"))
         yield row(f"PyTorch's step, {model}, flow_torch's DDP, against a step without", own, local)
+    yield from parts_rows(figures)
     for model in SHARDED:
         name, shown = f"FSDP2 {model}", f"PyTorch's step, fully_shard of {model}"
         ways = {"flow": ("ordinary memory", 1), "flow, shared memory": ("memory from the group", 2.8)}

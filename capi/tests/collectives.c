@@ -210,6 +210,45 @@ static volatile bool is_interrupted;
 
 static bool interrupted(void) { return is_interrupted; }
 
+/* What stands for Python: its main thread is this one. */
+static bool has_signal;
+static void *raised;
+
+static int ensure(void) { return 7; }
+static void release(int state) { CHECK(state == 7); }
+static int check_signals(void) { return has_signal ? -1 : 0; }
+static void fetch(void **type, void **value, void **place) {
+    has_signal = false;
+    *type = *value = *place = &has_signal;
+}
+static void restore(void *type, void *value, void *place) {
+    CHECK(type == value && value == place);
+    raised = value;
+}
+
+static void signals_of_python(void) {
+    const size_t ranks[2] = {0, 1};
+    flow_group *apart;
+    OK(flow_new_group_of(group, ranks, 2, "python", &apart));
+    if (rank == 1) {
+        const flow_python python = {ensure, release, check_signals, fetch, restore};
+        flow_watch_python(NULL);
+        flow_watch_python(&python);
+        flow_raise_interrupt();
+        CHECK(raised == NULL);
+        has_signal = true;
+        FAILS(FLOW_ERROR_INTERRUPTED, "rank 1 was interrupted", flow_barrier(apart));
+        flow_raise_interrupt();
+        CHECK(raised == &has_signal);
+        raised = NULL;
+        flow_raise_interrupt();
+        CHECK(raised == NULL); /* it was raised */
+    }
+    OK(flow_barrier(group));
+    FAILS(FLOW_ERROR_POISONED, "rank 1 was interrupted", flow_barrier(apart));
+    flow_leave(apart);
+}
+
 static void interrupts(void) {
     const size_t ranks[2] = {0, 1};
     flow_group *apart;
@@ -327,6 +366,7 @@ int main(int count, char **words) {
         arguments();
         labels();
         interrupts();
+    signals_of_python();
         interrupts_of_a_child();
         groups();
     }

@@ -45,12 +45,13 @@ def keep_freed_memory():
 class Reducer(dist.Reducer):
     """DistributedDataParallel's. It allocates its buckets when it is made and, if it can, once more when it knows the order of gradients."""
 
-    def __init__(self, parameters, indices, sizes, group, *others):
+    def __init__(self, *arguments, **options):
+        group = options["process_group"] if "process_group" in options else arguments[3]
         # Of another backend's group there is nothing to do.
         self._has_rebuilt = not hasattr(group, "empty_shared")
         self._memory = contextlib.nullcontext() if self._has_rebuilt else InSharedMemory(group)
         with self._memory:
-            super().__init__(parameters, indices, sizes, group, *others)
+            super().__init__(*arguments, **options)
 
     def _rebuild_buckets(self):
         with contextlib.nullcontext() if self._has_rebuilt else self._memory:

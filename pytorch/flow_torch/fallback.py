@@ -25,6 +25,7 @@ from .tensors import (
     filled,
     joined,
     label,
+    number_of,
     of_one_type,
     only,
     reduce_rows,
@@ -140,7 +141,7 @@ class ProcessGroup(dist.ProcessGroup):
         tensor, opts = only(tensors), opts or c10d.AllreduceOptions()
         if tensor.layout == torch.sparse_coo:
             return self._all_reduce_sparse(tensor, opts)
-        op = opts.reduceOp.op
+        op = number_of(opts.reduceOp)
         code = reducible(dense(tensor), op)
 
         def run(group):
@@ -155,7 +156,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin(run, tensors, opts, "all_reduce", tensor)
 
     def reduce(self, tensors, opts):
-        tensor, root, op = dense(only(tensors)), opts.rootRank, opts.reduceOp.op
+        tensor, root, op = dense(only(tensors)), opts.rootRank, number_of(opts.reduceOp)
         code = reducible(tensor, op)
 
         def run(group):
@@ -237,7 +238,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter(output, input_.contiguous, [output.numel()] * self._size, opts or c10d.ReduceScatterOptions())
 
     def _reduce_scatter(self, output, flat, lengths, opts):
-        op = opts.reduceOp.op
+        op = number_of(opts.reduceOp)
         code = reducible(output, op)
 
         def run(group):
@@ -385,7 +386,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Begins a collective; `tensor` is one of those that it moves."""
         self._check()
         reduction = getattr(opts, "reduceOp", None)
-        elements = "" if tensor is None else label(tensor, reduction and reduction.op)
+        elements = "" if tensor is None else label(tensor, reduction and number_of(reduction))
         work = Work(self._group, job, list(results), opts.timeout, operation, elements)
         if self._is_forked():  # it has no threads
             work.run()
@@ -394,7 +395,7 @@ class ProcessGroup(dist.ProcessGroup):
         with self._lock:
             lane = self._lane(COLLECTIVES)
             # In a callback as well.
-            is_here = in_backward or not opts.asyncOp or lane is threading.current_thread()
+            is_here = in_backward or not opts.asyncOp or lane.is_own()
             if not is_here:
                 lane.put(work)
         if is_here:

@@ -15,9 +15,9 @@ DTYPES = {
         [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
     )
 }
-REDUCTIONS = {
-    op: code for code, op in enumerate(getattr(dist.ReduceOp, name) for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"))
-}
+OPS = dist.ReduceOp
+# By the number of PyTorch's: its own objects take long to look up.
+REDUCTIONS = {int(op): code for code, op in enumerate((OPS.SUM, OPS.AVG, OPS.PRODUCT, OPS.MIN, OPS.MAX))}
 TIMEOUT, INTERRUPTED = 5, 11
 
 

@@ -1,22 +1,18 @@
 """Tensors as flow_comm.h's functions get them."""
 
-import contextlib
-
 import torch
-import torch.distributed as dist
 
 from . import complex_numbers
-from .functions import DTYPES, REDUCTIONS, Buffer, list_of
+from .functions import DTYPES, OPS, REDUCTIONS, Buffer, list_of
 
-OPS = dist.ReduceOp
 UINT8 = DTYPES[torch.uint8]
-BITWISE = {OPS.BAND: torch.bitwise_and, OPS.BOR: torch.bitwise_or, OPS.BXOR: torch.bitwise_xor}
-NAMES = {
-    **{OPS.SUM: "sum", OPS.AVG: "avg", OPS.PRODUCT: "prod", OPS.MIN: "min", OPS.MAX: "max"},
-    **{OPS.BAND: "band", OPS.BOR: "bor", OPS.BXOR: "bxor"},
-}
-COMBINE = {OPS.SUM: torch.add, OPS.PRODUCT: torch.mul, OPS.MIN: torch.minimum, OPS.MAX: torch.maximum, **BITWISE}
-COMBINE_BOOL = {**COMBINE, OPS.SUM: torch.logical_or, OPS.PRODUCT: torch.logical_and}
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = (
+    int(op) for op in (OPS.SUM, OPS.AVG, OPS.PRODUCT, OPS.MIN, OPS.MAX, OPS.BAND, OPS.BOR, OPS.BXOR)
+)
+BITWISE = {BAND: torch.bitwise_and, BOR: torch.bitwise_or, BXOR: torch.bitwise_xor}
+NAMES = {SUM: "sum", AVG: "avg", PRODUCT: "prod", MIN: "min", MAX: "max", BAND: "band", BOR: "bor", BXOR: "bxor"}
+COMBINE = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum, **BITWISE}
+COMBINE_BOOL = {**COMBINE, SUM: torch.logical_or, PRODUCT: torch.logical_and}
 
 
 def only(values):
@@ -46,13 +42,18 @@ def alike(tensors, own):
             raise ValueError(f"flow: inputs and outputs must have as many elements, not {tensor.numel()} and {own.numel()}")
 
 
-@contextlib.contextmanager
-def filled(tensor):
+class filled:
     """The tensor, or a contiguous copy that is copied back."""
-    own = tensor.contiguous()
-    yield own
-    if own is not tensor:
-        tensor.copy_(own)
+
+    def __init__(self, tensor):
+        self._tensor, self._own = tensor, tensor.contiguous()
+
+    def __enter__(self):
+        return self._own
+
+    def __exit__(self, error, *_):
+        if error is None and self._own is not self._tensor:
+            self._tensor.copy_(self._own)
 
 
 def elements(tensor, code=None):
@@ -80,6 +81,11 @@ def divide(joined, tensors):
         tensor.copy_(part.view(tensor.shape))
 
 
+def number_of(op):
+    """The number of a ReduceOp."""
+    return int(op.op)
+
+
 def reducible(tensor, op):
     """The code of the type as which flow-comm can reduce this one, if there is any."""
     if op in BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
@@ -87,7 +93,7 @@ def reducible(tensor, op):
     if op not in REDUCTIONS:
         return None
     # Of bytes with and without sign the bits of sums and products are the same.
-    if tensor.dtype == torch.int8 and op in (OPS.SUM, OPS.PRODUCT):
+    if tensor.dtype == torch.int8 and op in (SUM, PRODUCT):
         return UINT8
     return DTYPES.get(tensor.dtype)
 
@@ -96,8 +102,7 @@ def label(tensor, op=None):
     """Returns the label that ranks must agree on, and that errors name, where elements move as bytes or as parts: their type, and the
     reduction if there is one. Empty if flow-comm knows both."""
     dtype = complex_numbers.called_type(tensor)
-    code = DTYPES.get(tensor.dtype) if op is None else reducible(tensor, op)
-    if code is not None and code == DTYPES.get(dtype):
+    if dtype in DTYPES and (op is None or op in REDUCTIONS):
         return ""
     # The longest, with a reduction, has as many bytes as a label may have.
     name = str(dtype).removeprefix("torch.").removeprefix("float8_").removeprefix("float4_")

@@ -96,10 +96,9 @@ class Work(dist.Work):
         # Without the event, which a lane gives it, it runs before somebody has it.
         self.error, self.source, self.ended = None, -1, None
         self.over = self.future = None
-        self.process = os.getpid()
 
     def put_into(self, lane):
-        self.lane, self.ended = lane, threading.Event()
+        self.lane, self.ended, self.process = lane, threading.Event(), os.getpid()
         self._make_future()
 
     def _make_future(self):
@@ -112,11 +111,14 @@ class Work(dist.Work):
         self.end()
 
     def run_job(self):
+        had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
         try:
-            with torch.no_grad():
-                self.job(with_label(within(self.group, self._timeout), self.operation, self.elements))
+            self.job(with_label(within(self.group, self._timeout), self.operation, self.elements))
         except Exception as error:
             self.error = error
+        finally:
+            torch.set_grad_enabled(had_gradients)
 
     def end(self):
         self.job = None
@@ -127,7 +129,7 @@ class Work(dist.Work):
     def wait_until_ended(self, timeout=None):
         """Whether it has ended in so many seconds. A signal's handler may raise an exception meanwhile."""
         try:
-            return self.ended is None or self.ended.wait(timeout)
+            return self.ended.wait(timeout)
         except BaseException:
             abort(self.group)
             raise
@@ -144,7 +146,7 @@ class Work(dist.Work):
             return True
         if os.getpid() != self.process and not self.ended.is_set():
             raise dist.DistBackendError("flow: this process was forked from a rank, and only there the operation can be waited for")
-        if self.lane is threading.current_thread():  # a callback
+        if self.lane.is_own():  # a callback
             self.lane.run_up_to(self)
         if not self.wait_until_ended(timeout.total_seconds() if timeout > NO_TIME else None):
             cause = f"an operation, with those before it, has not ended in the {timeout.total_seconds():g} s of its wait()"
@@ -157,7 +159,7 @@ class Work(dist.Work):
 
     def get_future(self):
         if self.future is None and self.error is None:
-            self.future = torch.futures.Future()
+            self.future = torch._C.Future([])
             self.future.set_result(self.results)
         elif self.future is None:
             self._make_future()
@@ -194,7 +196,7 @@ class Lane(threading.Thread):
     def __init__(self, receives=False):
         super().__init__(name="flow", daemon=True)
         self.receives, self.operations, self.last_ended, self.last_group = receives, queue.SimpleQueue(), None, None
-        # Whoever runs an operation has the turn, and its group is here.
+        # Whoever runs an operation has the turn, and meanwhile its group is here.
         self.turn, self.runner, self.running = threading.Lock(), None, None
         self.start()
         Lane.all.add(self)
@@ -206,52 +208,57 @@ class Lane(threading.Thread):
 
     def run_here(self, work):
         """Runs an operation on this thread, after those before it. With a core for each rank that is faster than to hand it to another."""
+        if self.is_own():  # in a callback: it is this thread's turn
+            return work.run()
         if self.runner == threading.get_ident():
             raise dist.DistBackendError("flow: a signal's handler that comes in an operation cannot begin another one in its group")
         while True:
-            if self is not threading.current_thread():  # in a callback
-                self.wait_until_idle()
-            with self.in_turn(work):
-                if self is threading.current_thread() or self.is_idle():
-                    work.run()
-                    return
+            self.wait_until_idle()
+            self.begin_turn(work)
+            try:
+                if self.is_idle():
+                    return work.run()
+            finally:
+                self.end_turn()
 
-    @contextlib.contextmanager
-    def in_turn(self, work):
-        """One thread at a time runs operations."""
+    def begin_turn(self, work):
+        """One thread at a time runs operations, and callbacks in which others may begin."""
         try:
             self.turn.acquire()
         except BaseException:  # of a signal's handler
             self.interrupt()
             raise
         self.runner, self.running = threading.get_ident(), work.group
-        try:
-            yield
-        finally:
-            self.runner = self.running = None
-            self.turn.release()
+
+    def end_turn(self):
+        self.runner = self.running = None
+        self.turn.release()
+
+    def is_own(self):
+        """Whether this thread is the lane's."""
+        return self.ident == threading.get_ident()
 
     def is_idle(self):
         return self.last_ended is None or self.last_ended.is_set()
 
     def run(self):
         while (work := self.operations.get()) is not None:
-            with self.in_turn(work):
-                work.run_job()
+            self.begin_turn(work)
+            work.run_job()
+            self.running = None
             # Before the operation ends: until then a callback that waits for it stays, and so the end of the process waits for this thread.
             is_in_time = stays.begin()
             work.ended.set()
             if not is_in_time:
                 threading.Event().wait()
             work.end()
+            self.end_turn()
             del work  # and with it, perhaps, the group's last user
             stays.end()
 
     def run_up_to(self, last):
         while not last.ended.is_set() and (work := self.operations.get()) is not None:
-            with self.in_turn(work):
-                work.run_job()
-            work.end()
+            work.run()
 
     def close(self):
         """Runs what there is; but receives fail, as nobody may ever send, and one that is under way is left to this thread. Nothing is put
@@ -259,7 +266,7 @@ class Lane(threading.Thread):
         if self.receives:
             self.fail_receives()
         self.operations.put(None)
-        if self.receives or self is threading.current_thread():
+        if self.receives or self.is_own():
             return
         try:
             self.join()
