@@ -1,6 +1,7 @@
 //! The programs with global tensors give the shapes and the values of OneFlow's documents.
 
 use flow_tests::{Process, TEST_TIMEOUT, launch, launcher, runs_apart};
+use serde_json::{Value, json};
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Kind, Tensor};
 
@@ -200,6 +201,58 @@ fn tensors_get_another_sbp() {
             assert_eq!(ends.collect::<Vec<_>>(), locals[..ranks], "{name}: {output}");
             assert_eq!(matrix(&output, name.trim()), *expected, "{name}");
         }
+    }
+}
+
+/// What each rank has before and after, and what it took: lines of JSON.
+#[test]
+fn boxing_gives_each_rank_its_part() {
+    let (all, rows, columns) = (
+        json!([[1, 2], [3, 4]]),
+        [json!([[1, 2]]), json!([[3, 4]])],
+        [json!([[1], [3]]), json!([[2], [4]])],
+    );
+    let terms = [all.clone(), json!([[10, 20], [30, 40]])];
+    let sum = json!([[11, 22], [33, 44]]);
+    let copies = [all.clone(), all.clone()];
+    let zeros = json!([[0, 0], [0, 0]]);
+    let padded = [json!([[1, 2], [0, 0]]), json!([[0, 0], [3, 4]])];
+    for ranks in [2, 4] {
+        let output = launch(ranks, "global", &["boxing"]);
+        let lines: Vec<Value> =
+            output.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines.len(), 14, "{output}");
+        for (from, to, before, after, by, bytes) in [
+            ("S(0)", "B", &rows, copies.clone(), "all-gather", 16),
+            ("B", "S(0)", &copies, rows.clone(), "slice", 0),
+            ("P", "B", &terms, [sum.clone(), sum.clone()], "all-reduce", 32),
+            ("P", "S(0)", &terms, [json!([[11, 22]]), json!([[33, 44]])], "reduce-scatter", 16),
+            ("S(0)", "S(1)", &rows, columns.clone(), "all-to-all", 8),
+            ("S(0)", "P", &rows, padded.clone(), "to partial", 0),
+            ("B", "P", &copies, [all.clone(), zeros.clone()], "to partial", 0),
+        ] {
+            for rank in 0..2 {
+                let expected = json!({
+                    "rank": rank, "from": from, "to": to, "before": before[rank], "after": after[rank], "by": [by], "bytes": bytes,
+                });
+                assert!(
+                    lines.iter().any(|line| floats(line) == floats(&expected)),
+                    "{expected}: {output}"
+                );
+            }
+        }
+    }
+}
+
+/// The same with all numbers in floating point.
+fn floats(value: &Value) -> Value {
+    match value {
+        Value::Number(number) => json!(number.as_f64()),
+        Value::Array(values) => values.iter().map(floats).collect(),
+        Value::Object(fields) => {
+            fields.iter().map(|(name, value)| (name.clone(), floats(value))).collect()
+        }
+        other => other.clone(),
     }
 }
 

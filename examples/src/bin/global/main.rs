@@ -5,6 +5,7 @@
 //!
 //! Each program says where its tensors lie (placement) and how (SBP); the rest is as on one device.
 
+mod boxing;
 mod creation;
 mod data_parallel;
 mod hybrid;
@@ -42,6 +43,8 @@ enum Command {
     Creation,
     /// Gives tensors another SBP; 2 ranks
     ToGlobal,
+    /// What ranks have before and after a tensor gets another SBP, as JSON; 2 ranks
+    Boxing,
     /// The product, where the data are split; 2 ranks
     DataParallel,
     /// The product, where the model is split; 2 ranks
@@ -66,6 +69,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         Command::Matmul => (matmul::run, 1),
         Command::Creation => (creation::run, 2),
         Command::ToGlobal => (to_global::run, 2),
+        Command::Boxing => (boxing::run, 2),
         Command::DataParallel => (data_parallel::run, 2),
         Command::ModelParallel => (model_parallel::run, 2),
         Command::TwoPlacements => (two_placements::run, 2),
