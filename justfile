@@ -51,6 +51,14 @@ msrv:
 aarch64 *OPTIONS:
     scripts/aarch64 {{OPTIONS}}
 
+# README, docs/, rustdoc and the Python packages as a site; --check opens every page in chromium
+docs *OPTIONS:
+    scripts/docs {{OPTIONS}}
+
+# docs/boxing.svg, docs/buckets.svg and docs/restart.svg, from runs
+pictures *NAMES:
+    scripts/pictures {{NAMES}}
+
 # groups under Miri, with aarch64's order of memory
 memory-order *OPTIONS:
     scripts/memory-order {{OPTIONS}}

@@ -7,8 +7,10 @@
 //! | `parts` | ranks that lack something; programs that ask for gloo |
 //! | `several` | programs that share a job |
 //! | `machines` | how ranks on several machines meet |
+//! | `from_others` | the programs of docs/from-others.md |
 //! | `wheel` | the wheel, installed, under each launcher and library |
 
+mod from_others;
 mod machines;
 mod parts;
 mod several;

@@ -1,0 +1,72 @@
+//! The Python programs of docs/from-others.md train one model: with the libraries that the page is
+//! about, as far as these are here, and with Flow.
+
+use std::fs;
+
+use flow_harness::python::have;
+use flow_harness::root;
+
+use crate::several::Several;
+use crate::{Part, is_skipped};
+
+/// A program of a section of the page, before the change and after it.
+struct Change {
+    section: String,
+    before: String,
+    after: String,
+}
+
+/// One for each section that has a Python program: a diff, or a program that stays as it is.
+fn changes() -> Vec<Change> {
+    let page = fs::read_to_string(root().join("docs/from-others.md")).unwrap();
+    page.split("\n## ").skip(1).filter_map(change).collect()
+}
+
+fn change(section: &str) -> Option<Change> {
+    let mut blocks = section.split("```").skip(1).step_by(2);
+    let program = blocks.find(|block| block.contains("import torch\n"))?;
+    let (language, text) = program.split_once('\n')?;
+    let side = |sign| match language {
+        "diff" => side(text, sign),
+        _ => text.to_owned(),
+    };
+    let section = section.lines().next()?.to_owned();
+    Some(Change { section, before: side('-'), after: side('+') })
+}
+
+/// The lines of a diff that have this sign or none.
+fn side(diff: &str, sign: char) -> String {
+    let is_of = |line: &&str| line.is_empty() || line.starts_with([' ', sign]);
+    let lines = diff.lines().filter(is_of);
+    lines.map(|line| format!("{}\n", line.get(1..).unwrap_or_default())).collect()
+}
+
+#[test]
+fn programs_of_other_libraries_train_as_before() {
+    if is_skipped() {
+        return;
+    }
+    let changes = changes();
+    let named: Vec<&str> = changes.iter().map(|change| &change.section[..]).collect();
+    assert_eq!(named, ["torchrun", "accelerate", "DeepSpeed", "Horovod"]);
+    let mut programs = vec![("over gloo", &changes[0].before)];
+    for change in &changes {
+        if change.section != "accelerate" || have("accelerate") {
+            programs.push((&change.section, &change.after));
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let libraries = root().join(".python-libraries");
+    let mut several = Several::new();
+    for (name, program) in &programs {
+        let file = folder.path().join(format!("{name}.py"));
+        fs::write(&file, format!("import sys\nsys.path.append({libraries:?})\n{program}")).unwrap();
+        several.add(Part::Cpp, &[("GLOO_SOCKET_IFNAME", "lo")], file.to_str().unwrap(), &[]);
+    }
+    let printed = several.launched(2);
+    let first = &printed[0].stdout;
+    assert!(first.starts_with("rank 0: 0.") && first.contains("\nrank 1: 0."), "{printed:?}");
+    for ((name, _), finished) in programs.iter().zip(&printed) {
+        assert_eq!(finished.stdout, *first, "{name}: {finished:?}");
+    }
+}
