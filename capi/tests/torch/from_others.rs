@@ -59,7 +59,7 @@ fn programs_of_other_libraries_train_as_before() {
     let libraries = root().join(".python-libraries");
     let mut several = Several::new();
     for (name, program) in &programs {
-        let file = folder.path().join(format!("{name}.py"));
+        let file = folder.path().join(format!("train {name}.py"));
         fs::write(&file, format!("import sys\nsys.path.append({libraries:?})\n{program}")).unwrap();
         several.add(Part::Cpp, &[("GLOO_SOCKET_IFNAME", "lo")], file.to_str().unwrap(), &[]);
     }
