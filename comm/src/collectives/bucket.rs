@@ -2,11 +2,13 @@
 //! without waiting for the others.
 //!
 //! Launching publishes where the gradients lie. For each bucket that all ranks have launched, rank
-//! r then reduces slice r over all ranks' gradients. It writes the result into all of them. Over
+//! r then reduces slice r over all ranks' gradients. It writes the result into all of them; where
+//! ranks get parts, each reduces its own, and writes into memory that is its alone. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
 //! reduced everywhere. Between them a thread of the leader transfers.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::hierarchical::{Hierarchical, InterNodeBucket};
@@ -154,7 +156,10 @@ impl BucketQueue {
             } else if !self.rounds.locals_arrived(queued.round) {
                 break;
             }
-            self.reduce(queued)?;
+            match queued.bucket.segments.destinations() {
+                None => self.reduce(queued)?,
+                Some(destinations) => self.reduce_parts(queued, &destinations)?,
+            }
             queued.reduced = true;
             self.rounds.done(queued.round);
         }
@@ -242,6 +247,28 @@ impl BucketQueue {
                 }
             }
             begin += length;
+        }
+        Ok(())
+    }
+
+    /// Reduces this rank's parts of a bucket, each to its destination.
+    fn reduce_parts(
+        &self,
+        queued: &QueuedBucket,
+        destinations: &[(Range<usize>, *mut u8)],
+    ) -> Result<()> {
+        let LaunchedBucket { operation, segments, .. } = &queued.bucket;
+        let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
+        for (places, (part, destination)) in pieces.into_iter().zip(destinations) {
+            if part.is_empty() {
+                continue;
+            }
+            let offset = part.start * segments.dtype.size();
+            let from: Vec<*const u8> =
+                places.into_iter().map(|place| place.wrapping_add(offset).cast_const()).collect();
+            // SAFETY: all ranks have arrived, so their gradients are there and hold still. The
+            // destination is as long as the part, and this rank's alone.
+            unsafe { reduce_all(operation, &from, &[*destination], part.len()) };
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Buckets of gradients: pieces of memory that are reduced as one during backward, without waiting.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -19,8 +20,43 @@ impl Member {
     /// Returns a bucket of gradients for [`Member::launch_bucket`]: pieces of these lengths, in
     /// elements.
     pub fn segments(&self, bucket: u32, dtype: DType, lengths: Vec<usize>) -> Result<Segments> {
+        self.new_segments(bucket, dtype, lengths, None)
+    }
+
+    /// Returns a bucket as [`Member::segments`] does, of which each rank gets other elements: this one
+    /// gets `parts`, a range of each piece. The parts of all ranks cover each piece once.
+    /// [`Segments::set_destination`] says where they go. The ranks are on one machine.
+    pub fn scattered_segments(
+        &self,
+        bucket: u32,
+        dtype: DType,
+        lengths: Vec<usize>,
+        parts: Vec<Range<usize>>,
+    ) -> Result<Segments> {
+        let fit = parts.iter().zip(&lengths).all(|(part, &length)| {
+            part.is_empty() || (part.start <= part.end && part.end <= length)
+        });
+        if !fit || parts.len() != lengths.len() {
+            let reason =
+                format!("the parts {parts:?} are not of pieces of the lengths {lengths:?}");
+            return Err(self.caller().argument("scattered_segments", reason));
+        }
+        if self.local_world_size() != self.world_size() {
+            let reason = "the group has ranks on several machines".to_owned();
+            return Err(self.caller().argument("scattered_segments", reason));
+        }
+        self.new_segments(bucket, dtype, lengths, Some(parts))
+    }
+
+    fn new_segments(
+        &self,
+        bucket: u32,
+        dtype: DType,
+        lengths: Vec<usize>,
+        parts: Option<Vec<Range<usize>>>,
+    ) -> Result<Segments> {
         self.parts(&"segments")?;
-        Segments::new(self.arena(), bucket, dtype, lengths)
+        Segments::new(self.arena(), bucket, dtype, lengths, parts)
             .ok_or_else(|| self.system("segments", no_room("a bucket", self.core().world.rank)))
     }
 

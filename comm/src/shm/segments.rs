@@ -1,5 +1,6 @@
 //! Pieces of the arena that are reduced as one: a bucket of gradients.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -21,6 +22,9 @@ pub struct Segments {
     /// Elements of each piece, and of all together.
     pub(crate) lengths: Vec<usize>,
     pub(crate) total: usize,
+    /// The elements of each piece that this rank gets reduced, if each rank gets others; all get all
+    /// otherwise.
+    parts: Option<Vec<Range<usize>>>,
     /// A digest of the lengths.
     digest: u64,
     /// The step in which the bucket is reduced, the same on all ranks.
@@ -35,6 +39,8 @@ pub struct Segments {
 struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
+    /// The memory of this rank's parts, if it gets parts.
+    destinations: Vec<Option<Owner>>,
     under_way: bool,
     /// The time at which this rank saw that the last reduction was over.
     finished: Option<Instant>,
@@ -42,27 +48,37 @@ struct PlacedPieces {
 
 type Owner = Box<dyn AsMut<[u8]> + Send>;
 
+impl PlacedPieces {
+    /// Lets go of all memory.
+    fn clear(&mut self) {
+        self.owners.fill_with(|| None);
+        self.destinations.fill_with(|| None);
+    }
+}
+
 impl Segments {
     /// Pieces of these lengths, in elements, which have no place yet; None if this rank's region is
-    /// full.
+    /// full. `parts`: the elements of each piece that this rank gets, unless all ranks get all.
     pub(crate) fn new(
         arena: &Arc<Arena>,
         bucket: u32,
         dtype: DType,
         lengths: Vec<usize>,
+        parts: Option<Vec<Range<usize>>>,
     ) -> Option<Self> {
         let total = lengths.iter().try_fold(0usize, |total, &length| total.checked_add(length))?;
         total.checked_mul(dtype.size())?;
         let table = arena.allocate_zeroed(lengths.len() * 8)?;
         let pieces = Mutex::new(PlacedPieces {
             owners: lengths.iter().map(|_| None).collect(),
+            destinations: lengths.iter().map(|_| None).collect(),
             under_way: false,
             finished: None,
         });
         let digest = digest(&lengths);
         let step = AtomicU32::new(0);
         let queued = AtomicU64::new(0);
-        Some(Self { bucket, dtype, lengths, total, digest, step, queued, table, pieces })
+        Some(Self { bucket, dtype, lengths, total, parts, digest, step, queued, table, pieces })
     }
 
     /// Says in which step, from 1 on, the bucket is launched next: ranks whose steps differ get an
@@ -108,11 +124,28 @@ impl Segments {
         true
     }
 
+    /// Says that this rank's part of piece `index` is reduced into `memory`, which no other rank uses,
+    /// and whose address must not change. The memory is dropped as that of a piece. False if there is
+    /// no such part, or the memory is not as long; also false if the bucket is being reduced.
+    pub fn set_destination(&self, index: usize, memory: impl AsMut<[u8]> + Send + 'static) -> bool {
+        let part = self.parts.as_ref().and_then(|parts| parts.get(index));
+        let Some(part) = part else { return false };
+        let mut owner: Owner = Box::new(memory);
+        let memory = (*owner).as_mut();
+        let is_aligned = memory.as_ptr().addr().is_multiple_of(self.dtype.size());
+        let mut pieces = self.placed();
+        if pieces.under_way || memory.len() != part.len() * self.dtype.size() || !is_aligned {
+            return false;
+        }
+        pieces.destinations[index] = Some(owner);
+        true
+    }
+
     /// Lets go of the memory of all pieces, unless they are being reduced.
     pub fn clear(&self) {
         let mut pieces = self.placed();
         if !pieces.under_way {
-            pieces.owners.fill_with(|| None);
+            pieces.clear();
         }
     }
 
@@ -127,13 +160,14 @@ impl Segments {
         self.total * self.dtype.size()
     }
 
-    /// Returns the all-reduce of the pieces, as all ranks must agree on it.
+    /// Returns the reduction of the pieces, as all ranks must agree on it.
     pub(crate) fn operation(&self, reduce: ReduceOp) -> OpDescriptor {
+        let kind = if self.parts.is_some() { Kind::ReduceScatterV } else { Kind::AllReduce };
         OpDescriptor {
             bucket: Some(self.bucket),
             step: self.step.load(Ordering::Relaxed),
             digest: self.digest,
-            ..OpDescriptor::new(Kind::AllReduce, self.dtype, self.total).reduce(reduce)
+            ..OpDescriptor::new(kind, self.dtype, self.total).reduce(reduce)
         }
     }
 
@@ -146,6 +180,20 @@ impl Segments {
                 self.arena().at(offset)
             })
             .collect()
+    }
+
+    /// Returns the parts of all pieces that this rank gets, and where; None if all ranks get all.
+    pub(crate) fn destinations(&self) -> Option<Vec<(Range<usize>, *mut u8)>> {
+        let parts = self.parts.as_ref()?;
+        let mut pieces = self.placed();
+        let mut destinations = Vec::with_capacity(parts.len());
+        for (part, owner) in parts.iter().zip(&mut pieces.destinations) {
+            let memory = owner
+                .as_mut()
+                .map_or(std::ptr::null_mut(), |owner| (**owner).as_mut().as_mut_ptr());
+            destinations.push((part.clone(), memory));
+        }
+        Some(destinations)
     }
 
     /// Returns where all ranks read the offsets of the pieces.
@@ -172,7 +220,9 @@ impl Segments {
     /// pieces are in place.
     pub(crate) fn begin(&self) -> bool {
         let mut pieces = self.placed();
-        if pieces.under_way || !pieces.owners.iter().all(Option::is_some) {
+        let parts = self.parts.iter().flatten().zip(&pieces.destinations);
+        let have_places = parts.into_iter().all(|(part, place)| part.is_empty() || place.is_some());
+        if pieces.under_way || !have_places || !pieces.owners.iter().all(Option::is_some) {
             return false;
         }
         pieces.under_way = true;
@@ -191,7 +241,7 @@ impl Segments {
         let mut pieces = self.placed();
         pieces.under_way = false;
         pieces.finished = Some(Instant::now());
-        pieces.owners.fill_with(|| None);
+        pieces.clear();
     }
 
     fn placed(&self) -> MutexGuard<'_, PlacedPieces> {

@@ -20,6 +20,12 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
     scenario("a_bucket_that_was_given_up_harms_nothing", aborted, &[launched(2), in_process(2)]),
     scenario("a_bucket_whose_rank_has_left_harms_nothing", left, &[launched(2), in_process(2)]),
+    scenario(
+        "ranks_get_parts_of_scattered_buckets",
+        scattered,
+        &[launched(2), launched(3), in_process(3)],
+    ),
+    scenario("parts_of_buckets_that_are_refused", refused_parts, &[launched(2), by_hand(&[1, 1])]),
     scenario("several_are_reduced_beside_each_other", several, THREE),
     scenario("they_come_after_collectives_that_were_started_before", in_turn, THREE),
 ];
@@ -67,6 +73,109 @@ fn pieces(group: &ProcessGroup) -> Result<()> {
         segments.wait(group)?;
         ensure!(group.launch_bucket(&segments, ReduceOp::Sum).is_err(), "its pieces are gone");
     }
+    Ok(())
+}
+
+/// Memory of this rank's own for a part, which it sends when the bucket lets go of it.
+struct Part(Vec<f32>, Sender<Vec<f32>>);
+
+impl AsMut<[u8]> for Part {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0[..].bytes_mut()
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let _ = self.1.send(std::mem::take(&mut self.0));
+    }
+}
+
+/// Each rank gets the sums of its own parts of random pieces, and no other memory changes.
+fn scattered(group: &ProcessGroup) -> Result<()> {
+    let ranks = group.world_size();
+    let mut state = 7_u64;
+    let mut below = |limit: usize| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize % limit
+    };
+    for case in 0..60 {
+        let mut lengths = Vec::new();
+        let mut parts = Vec::new();
+        for _ in 0..=below(5) {
+            let length = [0, 1, below(300), 20_000 + below(50_000)][below(4)];
+            // All ranks draw alike: where each rank's part ends.
+            let mut ends: Vec<usize> = (1..ranks).map(|_| below(length + 1)).collect();
+            ends.sort_unstable();
+            ends.insert(0, 0);
+            ends.push(length);
+            parts.push(ends[group.rank()]..ends[group.rank() + 1]);
+            lengths.push(length);
+        }
+        let element = |rank: usize, index: usize| ((rank + 1) * (index % 11 + case)) as f32;
+        let segments = group.scattered_segments(3, DType::F32, lengths.clone(), parts.clone())?;
+        let (sender, receiver) = channel();
+        for (index, (&length, part)) in lengths.iter().zip(&parts).enumerate() {
+            let mut piece = group.alloc_shared::<f32>(length)?;
+            for (at, number) in piece.iter_mut().enumerate() {
+                *number = element(group.rank(), at);
+            }
+            ensure!(segments.set_piece(index, Piece(piece, 0)));
+            ensure!(segments.set_destination(index, Part(vec![-1.0; part.len()], sender.clone())));
+        }
+        let segments = Arc::new(segments);
+        ensure!(group.launch_bucket(&segments, ReduceOp::Sum)?);
+        segments.wait(group)?;
+        for part in &parts {
+            let reduced = receiver.recv_timeout(Duration::from_secs(60))?;
+            for (number, at) in reduced.iter().zip(part.clone()) {
+                let sum: f32 = (0..ranks).map(|rank| element(rank, at)).sum();
+                ensure!(*number == sum, "case {case}: element {at} is {number}, not {sum}");
+            }
+            ensure!(reduced.len() == part.len(), "case {case}: {} of {part:?}", reduced.len());
+        }
+    }
+    Ok(())
+}
+
+/// Parts that are none, destinations that do not fit, and ranks of which only some want parts.
+fn refused_parts(group: &ProcessGroup) -> Result<()> {
+    let parts = |lengths: &[usize], parts: &[[usize; 2]]| {
+        let parts = parts.iter().map(|&[start, end]| start..end).collect();
+        group.scattered_segments(0, DType::F32, lengths.to_vec(), parts)
+    };
+    if group.local_world_size() < group.world_size() {
+        let error = parts(&[4], &[[0, 2]]).err().context("ranks on several machines")?;
+        ensure!(error.to_string().contains("has ranks on several machines"), "{error}");
+        return Ok(());
+    }
+    for wrong in [&[[0, 5]][..], &[[0, 2], [2, 4]], &[]] {
+        let error = parts(&[4], wrong).err().context("no such parts")?;
+        ensure!(error.to_string().contains("not of pieces of the lengths [4]"), "{error}");
+    }
+    let segments = parts(&[4, 4], &[[0, 2], [0, 0]])?;
+    let (sender, _receiver) = channel();
+    let part = |length: usize| Part(vec![0.0; length], sender.clone());
+    ensure!(!segments.set_destination(2, part(0)), "there is no piece 2");
+    ensure!(!segments.set_destination(0, part(3)), "too long");
+    for index in 0..2 {
+        ensure!(segments.set_piece(index, Piece(filled(group, 4, 1.0)?, 0)));
+    }
+    let segments = Arc::new(segments);
+    let error = group.launch_bucket(&segments, ReduceOp::Sum).err().context("no destination")?;
+    ensure!(error.to_string().contains("not all its pieces are placed"), "{error}");
+    ensure!(!bucket(group, &[4], 1.0)?.set_destination(0, part(4)), "all ranks get all");
+
+    let segments = if group.rank() == 0 {
+        ensure!(segments.set_destination(0, part(2)));
+        segments
+    } else {
+        bucket(group, &[4, 4], 1.0)?
+    };
+    group.launch_bucket(&segments, ReduceOp::Sum)?;
+    let error = group.finish_buckets().err().context("ranks do not agree")?;
+    let text = error.to_string();
+    ensure!(text.contains("all_reduce") && text.contains("reduce_scatter"), "{text}");
     Ok(())
 }
 
