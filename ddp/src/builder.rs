@@ -11,6 +11,7 @@ use crate::bucket::comm_hook::CommHook;
 use crate::buffers::BufferCommHook;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
+use crate::fsdp::grad_shards::GradShards;
 use crate::mixed_precision::MixedPrecision;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::options::{Delayed, Options};
@@ -50,6 +51,8 @@ pub struct DdpBuilder {
     pub(crate) buffer_comm_hook: Option<Box<dyn BufferCommHook>>,
     pub(crate) optimizer: Option<OptimizerChoice>,
     pub(crate) zero: Option<Arc<Parts>>,
+    /// Where this rank's parts of gradients go, in an `Fsdp`.
+    pub(crate) kept: Option<Arc<GradShards>>,
     pub(crate) mixed_precision: MixedPrecision,
 }
 
@@ -94,6 +97,7 @@ impl DdpBuilder {
             buffer_comm_hook: None,
             optimizer: None,
             zero: None,
+            kept: None,
             mixed_precision: MixedPrecision::default(),
         }
     }

@@ -50,6 +50,14 @@ pub enum Error {
         /// The fault, and what would be right.
         reason: String,
     },
+    /// A model that an [`Fsdp`](crate::Fsdp) cannot train, or a use of one that is wrong.
+    #[error("rank {rank}: Fsdp: {reason}")]
+    Fsdp {
+        /// This rank.
+        rank: usize,
+        /// The fault, and what would be right.
+        reason: String,
+    },
     /// Ranks reduce the gradients of different parameters; every rank gets this.
     #[error(
         "rank {rank}: the parameters whose gradients are reduced differ between ranks: {difference}"

@@ -70,10 +70,15 @@ impl GradReducer {
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let parameters = numbered(parameters);
         let made =
-            reduce_path(&own, &settings, &first, options.op).and_then(|(path, allocator)| {
+            reduce_path(&own, &settings, &first, options.op, None).and_then(|(path, allocator)| {
                 let comm_hook = Box::new(AllReduce);
-                let reduction =
-                    Reduction { options, comm_hook, optimizer: None, buffers: Vec::new() };
+                let reduction = Reduction {
+                    options,
+                    comm_hook,
+                    optimizer: None,
+                    kept: None,
+                    buffers: Vec::new(),
+                };
                 let reducer = Reducer::new(own.clone(), path, parameters, Vec::new(), reduction)?;
                 Ok(Self { reducer, _allocator: allocator })
             });

@@ -25,6 +25,7 @@ use crate::backward_state::BackwardState;
 use crate::bucket::ReducePath;
 use crate::bucket::comm_hook::CommHook;
 use crate::error::{Error, Result};
+use crate::fsdp::grad_shards::GradShards;
 use crate::in_backward::InBackward;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::options::Options;
@@ -42,6 +43,8 @@ pub(crate) struct Reduction {
     pub comm_hook: Box<dyn CommHook>,
     /// Applies the gradients in backward.
     pub optimizer: Option<InBackward>,
+    /// Keeps this rank's parts of the gradients.
+    pub kept: Option<Arc<GradShards>>,
     /// The model's buffers, by identity: those of layers that communicate.
     pub buffers: Vec<usize>,
 }
@@ -64,6 +67,7 @@ pub(crate) struct Reducer {
     /// The model's, by identity.
     buffers: Vec<usize>,
     optimizer: Option<InBackward>,
+    kept: Option<Arc<GradShards>>,
     /// The hook gives ranks gradients of their own.
     apart: Option<Apart>,
 }
@@ -77,7 +81,7 @@ impl Reducer {
         frozen: Vec<Parameter>,
         reduction: Reduction,
     ) -> Result<Arc<Self>> {
-        let Reduction { options, comm_hook, optimizer, buffers } = reduction;
+        let Reduction { options, comm_hook, optimizer, kept, buffers } = reduction;
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let tensors = parameters.iter().chain(&frozen).map(|parameter| &parameter.tensor);
         let apart = (!comm_hook.is_same_on_all_ranks()).then(|| Apart::new(tensors));
@@ -96,6 +100,7 @@ impl Reducer {
             comm_hook: ForkSafe::new(Mutex::new(comm_hook)),
             buffers,
             optimizer,
+            kept,
             apart,
         }))
     }

@@ -17,6 +17,7 @@ use crate::builder::DdpBuilder;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
+use crate::fsdp::grad_shards::GradShards;
 use crate::in_backward::InBackward;
 use crate::low_precision::LowPrecision;
 use crate::mixed_precision::MixedPrecision;
@@ -133,7 +134,9 @@ impl DdpBuilder {
         if !self.broadcast_buffers {
             buffers.clear();
         }
-        broadcast_all(&group, &parameters, &buffers)?;
+        // All ranks of an Fsdp have rank 0's parameters in common.
+        let to_broadcast = if self.kept.is_some() { &[][..] } else { &parameters };
+        broadcast_all(&group, to_broadcast, &buffers)?;
         agree(&group, sync_batchnorm::renew(&identities, &group))?;
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
@@ -151,6 +154,7 @@ impl DdpBuilder {
                 options: self.options,
                 comm_hook: self.comm_hook,
                 optimizer,
+                kept: self.kept,
                 buffers: identities,
             };
             WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
@@ -343,8 +347,13 @@ impl WrappedParts {
             .collect();
         let broadcast = CoalescedBroadcast::new(&own, to_broadcast)?;
         held.retain(HeldBuffer::is_held);
-        let (path, allocator) =
-            reduce_path(&own, settings, &parameters[0].1, reduction.options.op)?;
+        let (path, allocator) = reduce_path(
+            &own,
+            settings,
+            &parameters[0].1,
+            reduction.options.op,
+            reduction.kept.clone(),
+        )?;
         let (trained, frozen) = by_training(numbered(parameters));
         let reducer = Reducer::new(own, path, trained, frozen, reduction)?;
         let hooks = reducer.install_hooks()?;
@@ -362,11 +371,12 @@ pub(crate) fn reduce_path(
     settings: &Settings,
     like: &Tensor,
     op: ReduceOp,
+    kept: Option<Arc<GradShards>>,
 ) -> Result<(Arc<dyn ReducePath>, Allocator)> {
     if let Some(cuda) = cuda_group(group, like)? {
         return Ok((Arc::new(CudaPath::new(group, cuda, op)), None));
     }
-    let path = Arc::new(CpuPath::new(group, settings, op)?);
+    let path = Arc::new(CpuPath::new(group, settings, op, kept)?);
     Ok((path, ArenaAllocatorGuard::install(group.arena_handle())))
 }
 

@@ -5,10 +5,13 @@ use std::sync::Arc;
 use flow_comm::{ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
 
+use super::grad_bytes::GradBytes;
+use super::kept::KeptParts;
 use super::pending::Pending;
 use super::progress::Progress;
 use super::{BackwardEvent, Bucket, ReducePath};
 use crate::error::{Error, Result, dtype, failed, job_rank};
+use crate::fsdp::grad_shards::GradShards;
 use crate::grad_layout::GradLayout;
 use crate::parameter::Parameter;
 use crate::settings::Settings;
@@ -19,17 +22,25 @@ pub(crate) struct CpuPath {
     group: ProcessGroup,
     progress: Arc<Progress>,
     in_place: bool,
+    kept: Option<Arc<GradShards>>,
 }
 
 impl CpuPath {
-    /// Returns the path of a group, and starts the thread that reduces, if there is to be one.
-    pub fn new(group: &ProcessGroup, settings: &Settings, op: ReduceOp) -> Result<Self> {
+    /// Returns the path of a group, and starts the thread that reduces, if there is to be one. `kept`:
+    /// where this rank's parts of gradients go, if it gets no others.
+    pub fn new(
+        group: &ProcessGroup,
+        settings: &Settings,
+        op: ReduceOp,
+        kept: Option<Arc<GradShards>>,
+    ) -> Result<Self> {
         let progress = Progress::choose(group, settings.progress_thread, op);
         let progress = progress.map_err(|error| Error::Model {
             rank: job_rank(group),
             reason: format!("cannot start a thread: {error}"),
         })?;
-        Ok(Self { group: group.clone(), progress: Arc::new(progress), in_place: settings.in_place })
+        let progress = Arc::new(progress);
+        Ok(Self { group: group.clone(), progress, in_place: settings.in_place, kept })
     }
 }
 
@@ -80,6 +91,8 @@ struct CpuBucket {
     /// Which gradients of this backward were copied to their places.
     copied: Vec<bool>,
     kind: Kind,
+    /// This rank's parts, if it gets no others.
+    kept: Option<KeptParts>,
 }
 
 impl CpuBucket {
@@ -96,14 +109,20 @@ impl CpuBucket {
                 .map_err(|error| failed(group, error.to_string()))?;
             places.push(member.layout.in_own_order(&place));
         }
+        let kept = path.kept.as_ref().map(|shards| KeptParts::new(shards, members, kind));
+        let segments = match &kept {
+            Some(kept) => group.scattered_segments(number, dtype, lengths, kept.ranges())?,
+            None => group.segments(number, dtype, lengths)?,
+        };
         Ok(Self {
             places,
-            segments: Arc::new(group.segments(number, dtype, lengths)?),
+            segments: Arc::new(segments),
             progress: Arc::clone(&path.progress),
             in_place: path.in_place,
             layouts: members.iter().map(|member| member.layout.clone()).collect(),
             copied: vec![false; members.len()],
             kind,
+            kept,
         })
     }
 
@@ -146,6 +165,9 @@ impl Bucket for CpuBucket {
     }
 
     fn launch(&mut self) -> flow_comm::Result<Pending> {
+        if let Some(kept) = &mut self.kept {
+            kept.place(&self.segments);
+        }
         self.progress.launch(&self.segments)
     }
 
@@ -154,11 +176,14 @@ impl Bucket for CpuBucket {
     }
 
     fn gradient(&self, slot: usize) -> Option<&Tensor> {
-        self.reduced_grad(slot)
+        self.copied[slot].then(|| &self.places[slot])
     }
 
     fn reduced_grad(&self, slot: usize) -> Option<&Tensor> {
-        self.copied[slot].then(|| &self.places[slot])
+        match &self.kept {
+            Some(kept) => kept.apart(slot),
+            None => self.gradient(slot),
+        }
     }
 
     fn bytes(&self) -> usize {
@@ -171,14 +196,8 @@ impl Bucket for CpuBucket {
 
     fn reset(&mut self, _: bool) {
         self.segments.clear();
-    }
-}
-
-/// The memory of a contiguous CPU tensor; empty for other tensors.
-pub(crate) struct GradBytes(pub Tensor);
-
-impl AsMut<[u8]> for GradBytes {
-    fn as_mut(&mut self) -> &mut [u8] {
-        flow_autograd::bytes_mut(&mut self.0).unwrap_or_default()
+        if let Some(kept) = &mut self.kept {
+            kept.clear();
+        }
     }
 }

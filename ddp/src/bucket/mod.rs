@@ -5,7 +5,9 @@ pub(crate) mod assignment;
 pub(crate) mod comm_hook;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+pub(crate) mod grad_bytes;
 mod hook_progress;
+mod kept;
 pub(crate) mod pending;
 mod progress;
 pub(crate) mod sparse;
@@ -57,7 +59,8 @@ pub(crate) trait Bucket: Send {
     /// if it is the parameter's own `.grad`.
     fn gradient(&self, slot: usize) -> Option<&Tensor>;
 
-    /// Returns the reduced gradient of a slot; None if it is the parameter's own `.grad`.
+    /// Returns the reduced gradient of a slot; None if it is the parameter's own `.grad`. Of a bucket
+    /// whose ranks keep parts, this rank's; None if it is where it stays.
     fn reduced_grad(&self, slot: usize) -> Option<&Tensor>;
 
     /// Returns the number of bytes that are communicated.

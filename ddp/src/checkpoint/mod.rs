@@ -30,6 +30,7 @@ use tch::nn::VarStore;
 
 use crate::data::sampler_state::{SamplerState, Stateful};
 use crate::ddp::Ddp;
+use crate::fsdp::shared_parameters::all_ranks_have_loaded;
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
 use sums::SUMS;
@@ -316,6 +317,7 @@ impl<S> Checkpoint<S> {
             tch::no_grad(|| variable.f_copy_(&self.model[name]))
                 .map_err(|error| error.to_string())?;
         }
+        all_ranks_have_loaded();
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use flow_comm::{DType, JOIN_NOTICE, ProcessGroup, ReduceOp, Segments};
 use tch::{Kind, Tensor};
 
 use super::options::JoinOptions;
-use crate::bucket::cpu::GradBytes;
+use crate::bucket::grad_bytes::GradBytes;
 use crate::error::{Error, Result, job_rank};
 
 /// The first number of a rank's notice is this if the rank has ended, or else one more than the

@@ -1,6 +1,7 @@
-//! Gradients that the optimizer applies as soon as they are reduced:
+//! Gradients that are taken as soon as they are reduced. The optimizer applies them:
 //! [`DdpBuilder::optimizer_in_backward`](crate::DdpBuilder::optimizer_in_backward) and
-//! [`DdpBuilder::hook_with_zero_step`](crate::DdpBuilder::hook_with_zero_step).
+//! [`DdpBuilder::hook_with_zero_step`](crate::DdpBuilder::hook_with_zero_step). Or this rank keeps its
+//! parts of them: [`Fsdp`](crate::Fsdp).
 
 use flow_comm::trace;
 
@@ -13,7 +14,7 @@ impl Backward<'_> {
     /// and of the one that fills. Ranks whose backwards may differ do not wait: one that lacks a
     /// gradient launches its buckets at the end, and what comes before may be waiting for this rank.
     pub fn apply_reduced(&mut self) -> Result<()> {
-        if self.reducer.optimizer.is_none() {
+        if self.reducer.optimizer.is_none() && self.reducer.kept.is_none() {
             return Ok(());
         }
         while self.state.applied < self.state.next {
@@ -38,8 +39,14 @@ impl Backward<'_> {
     }
 
     /// Makes `.grad` of a parameter the reduced gradient, and has the optimizer apply it, if there is
-    /// one.
+    /// one; or keeps this rank's part of it.
     pub fn hand_back(&self, index: usize) -> Result<()> {
+        if let Some(kept) = &self.reducer.kept {
+            let (bucket, slot) = self.state.slots[index];
+            let part = self.state.buckets[bucket].memory.reduced_grad(slot);
+            let kept = kept.keep(&self.state.parameters[index], part);
+            return kept.map_err(|error| self.torch_error(error));
+        }
         self.state
             .write_back(index, &**self.reducer.path, self.reducer.options.bucket_view)
             .map_err(|error| self.torch_error(error))?;

@@ -20,6 +20,11 @@ impl Reducer {
                  that have ended do not run",
             ));
         }
+        if self.kept.is_some() {
+            return Err(self.not_joined(
+                "it is that of an Fsdp, whose ranks step parts: give all ranks as many inputs",
+            ));
+        }
         if let Some(optimizer) = &self.optimizer {
             return Err(self.not_joined(&format!(
                 "build without {}: the optimizer of a rank that has ended would take no steps",

@@ -6,7 +6,7 @@ use flow_tensor::TensorCollectives;
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::error;
-use super::shards::ShardedParameter;
+use super::sharded_parameter::ShardedParameter;
 use crate::error::{Error, Result, job_rank};
 
 /// Bytes of each rank that are gathered at once. On the CPU they are to stay in a cache until they are

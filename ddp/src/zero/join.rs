@@ -127,6 +127,11 @@ impl Joinable for ZeroRedundancyOptimizer {
                     .to_owned();
             return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
         }
+        if self.parts.is_of_fsdp() {
+            let reason =
+                "the optimizer of an Fsdp cannot join: give all ranks as many inputs".to_owned();
+            return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
+        }
         let mut joined = self.joined.borrow_mut();
         if joined.is_some() {
             let reason = "the optimizer is in a join already: give it to one, once".to_owned();

@@ -5,7 +5,8 @@
 //! |---|---|
 //! | `mod.rs` | [`ZeroRedundancyOptimizer`] |
 //! | `partition.rs` | which rank has which elements |
-//! | `shards.rs` | the parameters, and this rank's parts with their optimizers |
+//! | `sharded_parameter.rs` | a parameter, and this rank's part with its optimizers |
+//! | `shards.rs` | all of them |
 //! | `gather.rs` | how ranks get what others have stepped |
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
 //! | `setting.rs` | learning rates and the like |
@@ -21,23 +22,26 @@ mod partition;
 mod parts;
 mod scaled;
 mod setting;
+pub(crate) mod sharded_parameter;
 mod shards;
 mod state;
 
 use std::cell::RefCell;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use flow_comm::{ProcessGroup, trace};
 use tch::Tensor;
-use tch::nn::{OptimizerConfig, VarStore};
+use tch::nn::{OptimizerConfig, VarStore, Variables};
 
 use self::error::{agree, failed};
 use self::gather::Gather;
 pub(crate) use self::parts::{Parts, ZeroInBackward};
 use self::setting::{Hyperparameter, JoinedSteps, Setting};
+use self::sharded_parameter::ShardedParameter;
 use self::shards::Shards;
 use crate::error::{Error, Result, job_rank};
+use crate::fsdp::grad_shards::GradShards;
 use crate::model_check::{describe, device_kind, first_mismatch};
 use crate::optimizer::TryBackwardStep;
 use crate::optimizer_choice::OptimizerChoice;
@@ -99,15 +103,28 @@ impl ZeroRedundancyOptimizer {
         config: impl OptimizerConfig + Send + 'static,
         learning_rate: f64,
     ) -> Result<Self> {
+        Self::with(&vs.variables_, group, OptimizerChoice::new(config, learning_rate), None)
+    }
+
+    /// Makes an optimizer as [`ZeroRedundancyOptimizer::new`] does. `kept`: where the gradients are, and
+    /// ranks have the parameters in common, if they are those of an [`Fsdp`](crate::Fsdp).
+    pub(crate) fn with(
+        store: &Arc<Mutex<Variables>>,
+        group: &ProcessGroup,
+        choice: OptimizerChoice,
+        kept: Option<Arc<GradShards>>,
+    ) -> Result<Self> {
         let rank = job_rank(group);
-        let choice = OptimizerChoice::new(config, learning_rate);
         let chosen = choice.describe();
         let made = chosen.and_then(|chosen| {
-            let shards = Shards::new(vs, &choice, group.rank(), group.world_size())?;
+            let mut shards = Shards::new(store, &choice, group.rank(), group.world_size())?;
+            if let Some(kept) = kept {
+                shards.take_kept(kept)?;
+            }
             Ok((shards, chosen))
         });
         let lines = match &made {
-            Ok((shards, chosen)) => lines(shards, chosen),
+            Ok((shards, chosen)) => lines(&shards.parameters, chosen),
             Err(reason) => vec![format!("an optimizer that cannot be made: {reason}")],
         };
         if let Some(difference) = first_mismatch(group, &lines)? {
@@ -115,7 +132,10 @@ impl ZeroRedundancyOptimizer {
         }
         let (shards, chosen) = made.map_err(|reason| failed(rank, reason))?;
         let own = group.duplicate()?;
-        let gather = agree(&own, Gather::new(&own, &shards.parameters))?;
+        let gather = match &shards.kept {
+            None => Some(agree(&own, Gather::new(&own, &shards.parameters))?),
+            Some(_) => None,
+        };
         let parts = Arc::new(Parts::new(own, chosen, shards, gather));
         Ok(Self { parts, joined: RefCell::default() })
     }
@@ -192,7 +212,11 @@ impl ZeroRedundancyOptimizer {
                  hook_with_zero_step, and clip before step"
             )));
         }
-        let clipped = self.parts.shards().clip_grad_norm(max);
+        let shards = self.parts.shards();
+        if let Some(kept) = &shards.kept {
+            return kept.clip_grad_norm(&self.parts.group, max);
+        }
+        let clipped = shards.clip_grad_norm(max);
         clipped.map_err(|reason| self.parts.failed(reason))
     }
 
@@ -273,16 +297,16 @@ impl TryBackwardStep for ZeroRedundancyOptimizer {
 }
 
 /// Describes what must be equal on all ranks, in lines.
-fn lines(shards: &Shards, chosen: &str) -> Vec<String> {
+pub(crate) fn lines(parameters: &[ShardedParameter], chosen: &str) -> Vec<String> {
     let mut lines = vec![
         chosen.to_owned(),
-        format!("a model on {}", device_kind(shards.parameters[0].tensor.device())),
+        format!("a model on {}", device_kind(parameters[0].tensor.device())),
     ];
-    let parameters = shards.parameters.iter();
     let named: Vec<(String, Tensor)> = parameters
+        .iter()
         .map(|parameter| (parameter.name.clone(), parameter.tensor.shallow_clone()))
         .collect();
-    for (line, parameter) in describe(&named, &[]).into_iter().zip(&shards.parameters) {
+    for (line, parameter) in describe(&named, &[]).into_iter().zip(parameters) {
         lines.push(format!("{line} group={}", parameter.group));
     }
     lines

@@ -22,7 +22,8 @@ pub(crate) struct Parts {
     /// What was chosen, in a line.
     pub chosen: String,
     shards: Mutex<Shards>,
-    gather: Mutex<Gather>,
+    /// None where ranks have the parameters in common.
+    gather: Mutex<Option<Gather>>,
     /// The whole state, if this rank has gathered it since the last step.
     consolidated: Mutex<Option<StateDict>>,
     /// A `Ddp` steps it.
@@ -31,7 +32,12 @@ pub(crate) struct Parts {
 
 impl Parts {
     /// Makes the parts of an optimizer, `chosen`, over the ranks of `group`.
-    pub fn new(group: ProcessGroup, chosen: String, shards: Shards, gather: Gather) -> Self {
+    pub fn new(
+        group: ProcessGroup,
+        chosen: String,
+        shards: Shards,
+        gather: Option<Gather>,
+    ) -> Self {
         Self {
             group,
             chosen,
@@ -52,6 +58,11 @@ impl Parts {
         self.consolidated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns whether it is the optimizer of an [`Fsdp`](crate::Fsdp).
+    pub fn is_of_fsdp(&self) -> bool {
+        self.shards().kept.is_some()
+    }
+
     /// Returns whether a `Ddp` steps it.
     pub fn is_in_backward(&self) -> bool {
         self.is_in_backward.load(Ordering::Relaxed)
@@ -62,7 +73,10 @@ impl Parts {
         if self.group.world_size() == 1 {
             return Ok(());
         }
-        self.gather.lock().unwrap_or_else(PoisonError::into_inner).run(&self.group)
+        match &mut *self.gather.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(gather) => gather.run(&self.group),
+            None => Ok(self.group.barrier()?),
+        }
     }
 
     /// Makes an error of this optimizer.
@@ -87,6 +101,9 @@ impl fmt::Debug for ZeroInBackward {
 impl ZeroInBackward {
     /// Takes the optimizer's steps over, of a model with these parameters.
     pub fn new(parts: &Arc<Parts>, parameters: &[(String, Tensor)]) -> Result<Self> {
+        if parts.is_of_fsdp() {
+            return Err(parts.failed("it is the optimizer of an Fsdp: call step after backward"));
+        }
         let known: HashMap<usize, usize> = {
             let shards = parts.shards();
             let tensors = shards.parameters.iter().map(|parameter| identity(&parameter.tensor));

@@ -60,7 +60,8 @@ impl ScaledOptimizer for &ZeroRedundancyOptimizer {
 }
 
 impl ZeroRedundancyOptimizer {
-    /// Returns all parameters, also those that other ranks step: clipping needs all gradients.
+    /// Returns all parameters, also those that other ranks step: clipping needs all gradients. Those of
+    /// an [`Fsdp`](crate::Fsdp) are this rank's parts.
     fn parameters_to_unscale(&self) -> Result<Vec<Tensor>> {
         self.parts.group.check("unscale")?;
         if self.parts.is_in_backward() {
@@ -70,6 +71,9 @@ impl ZeroRedundancyOptimizer {
             ));
         }
         let shards = self.parts.shards();
+        if let Some(kept) = &shards.kept {
+            return Ok(kept.parts());
+        }
         Ok(shards.parameters.iter().map(|parameter| parameter.tensor.shallow_clone()).collect())
     }
 
@@ -90,7 +94,7 @@ impl ZeroRedundancyOptimizer {
             return Ok(Found::Nothing);
         }
         let without = ranks_with_nothing(&self.parts.group, &found);
-        if !without.is_empty() {
+        if !without.is_empty() && !self.parts.is_of_fsdp() {
             return Err(self.parts.failed(format!(
                 "GradScaler: the ranks {without:?} have no gradients, and others have some: let all \
                  ranks run the same backward, and zero_grad() before it"

@@ -2,7 +2,8 @@
 
 use tch::{COptimizer, TchError};
 
-use super::shards::{ShardedParameter, Shards};
+use super::sharded_parameter::ShardedParameter;
+use super::shards::Shards;
 use crate::join::JoinContext;
 use crate::optimizer_choice::one_line;
 
@@ -34,8 +35,8 @@ impl Setting {
             return Err(format!("no parameter is in group {group}: Path::set_group puts it there"));
         }
         for parameter in shards.parameters.iter_mut().filter(|parameter| is_set(parameter)) {
-            if let Some(own) = &mut parameter.own {
-                self.set(&mut own.optimizer).map_err(one_line)?;
+            for chunk in parameter.own.iter_mut().flat_map(|own| &mut own.chunks) {
+                self.set(&mut chunk.optimizer).map_err(one_line)?;
             }
         }
         Ok(())

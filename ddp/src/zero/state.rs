@@ -1,19 +1,16 @@
 //! The state as a whole: gathered on a rank, and loaded.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use flow_autograd::{OptimizerState, StateDict};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::ZeroRedundancyOptimizer;
 use super::error::{agree, failed};
-use super::shards::{ShardedParameter, Shards};
+use super::sharded_parameter::COUNT;
+use super::shards::Shards;
 use crate::error::{Result, job_rank};
 use crate::model_check::gather_texts;
-
-/// The part of a state that counts steps. All others are like the parameter.
-const COUNT: &str = "step";
 
 /// A part of the state of one parameter.
 type Part<'a> = (usize, &'a str);
@@ -236,14 +233,6 @@ impl Shards {
             }
         }
         Ok(())
-    }
-}
-
-impl ShardedParameter {
-    /// Returns the elements that a rank has, in the order of memory.
-    pub fn elements_on(&self, rank: usize) -> Range<usize> {
-        let shard = self.shards.iter().find(|shard| shard.rank == rank);
-        shard.map_or(0..0, |shard| shard.elements.clone())
     }
 }
 
