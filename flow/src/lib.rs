@@ -46,7 +46,7 @@ pub use tch;
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
-        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, GradScaler,
+        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, Fsdp, GradScaler,
         OptimizerState, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
         convert_sync_batchnorm,
     };
@@ -65,6 +65,7 @@ pub mod prelude {
 #[doc = include_str!("../../docs/from-others.md")]
 #[doc = include_str!("../../docs/global.md")]
 #[doc = include_str!("../../docs/pipelines.md")]
+#[doc = include_str!("../../docs/sharded.md")]
 struct Docs;
 
 /// The programs in the READMEs compile.

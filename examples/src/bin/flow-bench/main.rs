@@ -21,6 +21,7 @@ mod optimizer_in_backward;
 mod overhead;
 mod pipeline;
 mod sbp;
+mod sharded;
 mod sizes;
 mod step;
 mod sync_batchnorm;
@@ -57,6 +58,8 @@ enum Command {
     CommHooks(comm_hooks::Options),
     /// A training step with Ddp, with Adam and with ZeroRedundancyOptimizer, on all ranks
     Zero(in_turn::Options),
+    /// A training step with Ddp and with Fsdp, on all ranks
+    Sharded(in_turn::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
     MixedPrecision(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
@@ -86,6 +89,7 @@ fn main() -> ExitCode {
         Command::Tune(options) => tune::run(options),
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Zero(options) => zero::run(options),
+        Command::Sharded(options) => sharded::run(options),
         Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),

@@ -7,6 +7,8 @@ mod compression;
 mod equivalence;
 mod failures;
 mod forks;
+mod fsdp;
+mod fsdp_misused;
 mod globals;
 mod helpers;
 mod hooks;
@@ -84,6 +86,9 @@ const EACH_TRANSPORT: &[Job] = &[CPU[0], CPU[1], GPUS[0], NODES[0]];
 const ON_HOSTS: &[Job] = &[CPU[0], CPU[1], NODES[0]];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
+/// On one machine.
+const AND_THREADS_OF_ONE: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], in_process(4)];
+
 const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
     scenario("mlp", equivalence::mlp, ALL_AND_NODES),
@@ -111,6 +116,13 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_memory", optimizer_in_backward::memory, IN_PLACE),
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
+    scenario("fsdp_random", fsdp::random, AND_THREADS_OF_ONE),
+    scenario("fsdp_batch_norm", fsdp::batch_norm, CPU),
+    scenario("fsdp_scaled", fsdp::scaled, CPU),
+    scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY),
+    scenario("fsdp_resumed", fsdp::resumed, CPU),
+    scenario("fsdp_misused", fsdp_misused::misused, CPU),
+    scenario("fsdp_on_nodes", fsdp_misused::on_nodes, &NODES),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
     scenario("zero_in_backward_misused", zero_misused::in_backward, ALL_AND_NODES),

@@ -1,0 +1,333 @@
+//! `Fsdp`, compared with tch's optimizer beside a `Ddp`.
+
+use anyhow::{Context, Result, ensure};
+use flow_autograd::OptimizerState;
+use flow_comm::ProcessGroup;
+use flow_ddp::{
+    Checkpoints, Ddp, DistributedSampler, Fsdp, GradScaler, MixedPrecision, ReduceOp,
+    TryBackwardStep, ZeroRedundancyOptimizer,
+};
+use tch::nn::{self, Adam, ModuleT, Optimizer, OptimizerConfig, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::helpers::{Draws, close, own_group, part, random_models, values};
+use crate::models::{batchnorm, device, store};
+use crate::optimizers::{
+    Config, LARGE, Parameters, configs, drop_gradients, same_bits, same_elements, same_state,
+};
+
+/// A model with a `Ddp` and tch's optimizer, and the same one with an `Fsdp`.
+struct Pair {
+    plain: Ddp<Parameters>,
+    optimizer: Optimizer,
+    plain_store: VarStore,
+    sharded: Fsdp<Parameters>,
+    own: ZeroRedundancyOptimizer,
+    own_store: VarStore,
+}
+
+impl Pair {
+    fn new(
+        group: &ProcessGroup,
+        kinds: &[(i64, Kind)],
+        config: Config,
+        find_unused: bool,
+    ) -> Result<Self> {
+        let [plain_store, own_store] = [store(), store()];
+        let plain = Ddp::builder(group)
+            .find_unused_parameters(find_unused)
+            .wrap(Parameters::new(&plain_store, kinds), &plain_store)?;
+        let sharded = Fsdp::builder(group)
+            .find_unused_parameters(find_unused)
+            .bucket_cap_mb(0.1)
+            .wrap(Parameters::new(&own_store, kinds), &own_store)?;
+        let optimizer = config.build(&plain_store, 0.1)?;
+        let own = sharded.optimizer(config, 0.1)?;
+        Ok(Self { plain, optimizer, plain_store, sharded, own, own_store })
+    }
+
+    /// Trains both with the same losses, and compares the weights.
+    fn step(&mut self, uses: &[(usize, f64)]) -> Result<()> {
+        self.optimizer.backward_step(&self.plain.loss(uses)?);
+        self.own.try_backward_step(&self.sharded.loss(uses)?)?;
+        same_bits(&self.own_store, &self.plain_store)
+    }
+}
+
+/// Random models: the weights have the same bits as with a `Ddp`, and so has the optimizer's state, with
+/// unused, frozen and tied parameters, groups, gradients of several backwards, and no elements. Where
+/// gradients are added to reduced ones, or clipped by a norm, they are close.
+pub fn random(group: &ProcessGroup) -> Result<()> {
+    random_models(group, 24, trained)
+}
+
+fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
+    let mut draws = Draws(seed);
+    let config = configs()[seed as usize % 6];
+    // Sums in another order.
+    let keeps = draws.below(4) == 0;
+    let max_norm = (draws.below(4) == 0).then_some(0.5);
+    let has_bits = !keeps && max_norm.is_none();
+    let mut kinds = vec![Kind::Float, Kind::Double];
+    if has_bits {
+        kinds.extend([Kind::BFloat16, Kind::Half]);
+        if matches!(config, Config::Sgd(_)) && draws.below(2) == 0 {
+            kinds.push(Kind::ComplexFloat);
+        }
+    }
+    let count = 1 + draws.below(8) as usize;
+    let model: Vec<(i64, Kind)> = (0..count)
+        .map(|_| {
+            let length = [1, 0, 10, 2 * LARGE, 20 * LARGE + 7][draws.below(5) as usize];
+            (length, kinds[draws.below(kinds.len() as u64) as usize])
+        })
+        .collect();
+    let find_unused = draws.below(2) == 0;
+    let micro_batches = draws.below(3);
+    let freezes = count > 1 && draws.below(2) == 0;
+    let mut pair = Pair::new(group, &model, config, find_unused)?;
+    for step in 0..6u32 {
+        let mut uses: Vec<(usize, f64)> = Vec::new();
+        for index in 0..count {
+            // All ranks draw alike, and each uses other ones.
+            let is_used = (0..group.world_size()).map(|_| draws.below(2) == 0).nth(group.rank());
+            if !find_unused || is_used == Some(true) {
+                uses.push((index, 0.25 + group.rank() as f64));
+            }
+        }
+        uses.push((count - 1, 1.0));
+        let learning_rate = 0.1 / f64::from(1 + step);
+        pair.optimizer.set_lr(learning_rate);
+        pair.own.set_lr(learning_rate)?;
+        if step == 1 && count > 1 {
+            pair.optimizer.set_weight_decay_group(1, 0.2);
+            pair.own.set_weight_decay_group(1, 0.2)?;
+        }
+        if freezes && (step == 2 || step == 4) {
+            let _ = pair.plain.0[0].set_requires_grad(step == 4);
+            pair.plain.refresh()?;
+            let _ = pair.sharded.0[0].set_requires_grad(step == 4);
+            pair.sharded.refresh()?;
+        }
+        if !keeps {
+            // Not zero_grad: it refuses views, which gradients of complex parameters are.
+            drop_gradients(&pair.plain_store)?;
+            pair.own.zero_grad()?;
+        }
+        for model in [&pair.plain, &*pair.sharded] {
+            for _ in 0..micro_batches {
+                model.without_sync(|model| anyhow::Ok(model.loss(&uses)?.f_backward()?))?;
+            }
+            model.loss(&uses)?.f_backward()?;
+        }
+        if let Some(max) = max_norm {
+            pair.optimizer.clip_grad_norm(max);
+            pair.own.clip_grad_norm(max)?;
+        }
+        pair.optimizer.step();
+        pair.own.step()?;
+        let what = || format!("step {step}, {config:?}, {model:?}, {uses:?}");
+        if !has_bits {
+            let expected = values(&pair.plain_store);
+            close(&values(&pair.own_store), &expected, 1e-4).with_context(what)?;
+            continue;
+        }
+        same_bits(&pair.own_store, &pair.plain_store).with_context(what)?;
+        let to = step as usize % group.world_size();
+        pair.own.consolidate_state_dict(to)?;
+        if group.rank() == to {
+            same_state(&pair.own.state()?, &pair.optimizer.state()?).with_context(what)?;
+        }
+    }
+    // Left as a model of this rank alone.
+    let before: Vec<Tensor> = pair.sharded.0.iter().map(|tensor| tensor.detach().copy()).collect();
+    let inner = pair.sharded.into_inner();
+    group.barrier()?;
+    for tensor in &inner.0 {
+        let _ = tch::no_grad(|| tensor.shallow_clone().g_add_scalar_(1.0 + group.rank() as f64));
+    }
+    group.barrier()?;
+    for (index, tensor) in inner.0.iter().enumerate() {
+        let expected = &before[index] + (1.0 + group.rank() as f64);
+        same_elements(&format!("w{index}"), tensor, &expected)?;
+    }
+    Ok(())
+}
+
+/// A model with buffers, in channels-last memory, and its losses.
+pub fn batch_norm(group: &ProcessGroup) -> Result<()> {
+    let [plain_store, own_store] = [store(), store()];
+    let new = |store: &VarStore| {
+        tch::manual_seed(7);
+        let model = batchnorm(&store.root());
+        for (name, mut tensor) in store.variables() {
+            if name.starts_with("conv") {
+                let memory = tensor.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
+                tensor.set_data(&memory.detach());
+            }
+        }
+        model
+    };
+    let plain = Ddp::new(new(&plain_store), &plain_store, group)?;
+    let builder = Fsdp::builder(group).static_graph(true);
+    let sharded = builder.wrap(new(&own_store), &own_store)?;
+    let mut optimizer = Adam::default().build(&plain_store, 0.01)?;
+    let own = sharded.optimizer(Adam::default(), 0.01)?;
+    for step in 0..5 {
+        tch::manual_seed(step);
+        let ranks = group.world_size() as i64;
+        let input = Tensor::randn([4 * ranks, 3, 8, 8], (Kind::Float, device()));
+        let labels = Tensor::randint(10, [4 * ranks], (Kind::Int64, device()));
+        let [input, labels] = [input, labels].map(|joined| part(&joined, group));
+        let loss = plain.forward_t(&input, true).cross_entropy_for_logits(&labels);
+        optimizer.backward_step(&loss);
+        let loss = sharded.try_forward_t(&input, true)?.cross_entropy_for_logits(&labels);
+        own.backward_step(&loss)?;
+        same_bits(&own_store, &plain_store).with_context(|| format!("step {step}"))?;
+    }
+    Ok(())
+}
+
+/// Mixed precision with a scaler, whose overflow on one rank is one of all.
+pub fn scaled(group: &ProcessGroup) -> Result<()> {
+    let half = MixedPrecision { param: Some(Kind::Half), ..Default::default() };
+    for config in configs() {
+        let [plain_store, own_store] = [store(), store()];
+        let new = |store: &VarStore| {
+            tch::manual_seed(3);
+            nn::seq_t()
+                .add(nn::linear(store.root() / "in", 8, LARGE / 8, Default::default()))
+                .add_fn(|x| x.relu())
+                .add(nn::linear(store.root() / "out", LARGE / 8, 3, Default::default()))
+        };
+        let builder = Ddp::builder(group).mixed_precision(half);
+        let plain = builder.wrap(new(&plain_store), &plain_store)?;
+        let builder = Fsdp::builder(group).mixed_precision(half);
+        let sharded = builder.wrap(new(&own_store), &own_store)?;
+        let mut optimizer = config.build(&plain_store, 0.01)?;
+        let mut own = sharded.optimizer(config, 0.01)?;
+        let mut scalers = [0, 1].map(|_| GradScaler::new(1024.0, 2.0, 0.5, 3));
+        for step in 0..6usize {
+            let overflows = step == 2 || step == 4;
+            let is_culprit = step % group.world_size() == group.rank();
+            let factor = if overflows && is_culprit { f64::INFINITY } else { 1e-2 };
+            let like = (Kind::Float, device());
+            let input = (Tensor::arange(16, like) + step as f64 + group.rank() as f64).sin();
+            let loss = |output: Tensor| (output.to_kind(Kind::Float) * factor).sum(Kind::Float);
+            let [first, second] = &mut scalers;
+            optimizer.zero_grad();
+            let output = plain.forward_t(&input.view([2, 8]), true);
+            first.scale(&loss(output)).f_backward()?;
+            let is_taken = first.step(&mut optimizer)?;
+            first.update()?;
+            ensure!(is_taken != overflows, "step {step}");
+            own.zero_grad()?;
+            let output = sharded.try_forward_t(&input.view([2, 8]), true)?;
+            second.scale(&loss(output)).f_backward()?;
+            ensure!(second.step(&mut own)? == is_taken, "step {step} of Fsdp");
+            second.update()?;
+            ensure!(first == second, "{first:?} is not {second:?}");
+            same_bits(&own_store, &plain_store).with_context(|| format!("step {step}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// Parameters and the optimizer's state are there once for all ranks, and no rank has a gradient as a
+/// whole.
+pub fn memory(group: &ProcessGroup) -> Result<()> {
+    const LAYERS: usize = 32;
+    const WIDTH: i64 = 512;
+    const MIB: usize = 1 << 20;
+    let model_bytes = LAYERS * (WIDTH * WIDTH) as usize * 4;
+    let ranks = group.world_size();
+    let store = store();
+    let mut net = nn::seq_t();
+    for layer in 0..LAYERS {
+        let path = store.root() / format!("fc{layer}");
+        let config = nn::LinearConfig { bias: false, ..Default::default() };
+        net = net.add(nn::linear(path, WIDTH, WIDTH, config)).add_fn(|x| x.tanh());
+    }
+    let before = shared_bytes(group)?;
+    let model = Fsdp::builder(group).bucket_cap_mb(2.0).wrap(net, &store)?;
+    let optimizer = model.optimizer(Adam::default(), 1e-3)?;
+    let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
+    for _ in 0..3 {
+        optimizer.zero_grad()?;
+        model.try_forward_t(&input, true)?.sum(Kind::Float).f_backward()?;
+        for tensor in store.trainable_variables() {
+            ensure!(!tensor.grad().defined(), "a gradient is left");
+        }
+        optimizer.step()?;
+    }
+    let bytes = shared_bytes(group)? - before;
+    // Parameters and two parts of Adam's state; and on each rank the gradients of some buckets.
+    let expected = 3 * model_bytes;
+    ensure!(bytes >= expected, "{bytes} bytes, not {expected}");
+    ensure!(bytes <= expected + ranks * 10 * MIB, "{bytes} bytes, not {expected}");
+    Ok(())
+}
+
+/// The bytes of memory that processes can share of all ranks: what is shared counts once.
+fn shared_bytes(group: &ProcessGroup) -> Result<usize> {
+    group.barrier()?;
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next());
+    let mut bytes = [kib.context("no Pss_Shmem in smaps_rollup")?.parse::<i64>()? << 10];
+    group.all_reduce(&mut bytes, ReduceOp::Sum)?;
+    Ok(bytes[0] as usize)
+}
+
+/// A training goes on from a checkpoint with an `Fsdp`, a `Ddp` or alone, and on fewer ranks.
+pub fn resumed(group: &ProcessGroup) -> Result<()> {
+    let model = [
+        (LARGE, Kind::Float),
+        (10, Kind::Double),
+        (0, Kind::Float),
+        (20 * LARGE, Kind::BFloat16),
+        (1, Kind::Float),
+    ];
+    let mut pid = [i64::from(std::process::id())];
+    group.broadcast(&mut pid, 0)?;
+    let folder = std::env::temp_dir().join(format!("flow-fsdp-{}", pid[0]));
+    let uses = |group: &ProcessGroup| -> Vec<(usize, f64)> {
+        (0..model.len()).map(|index| (index, 1.0 + group.rank() as f64)).collect()
+    };
+    let fewer = group.new_group(&(0..group.world_size() - 1).collect::<Vec<_>>())?;
+    let alone = own_group(group)?;
+    for (number, config) in configs().into_iter().enumerate() {
+        let mut pair = Pair::new(group, &model, config, false)?;
+        for _ in 0..2 {
+            pair.step(&uses(group))?;
+        }
+        let sampler = DistributedSampler::new(10, group);
+        let folder = folder.join(number.to_string());
+        let mut checkpoints = Checkpoints::open(&folder, group)?;
+        let from_fsdp = number % 2 == 0;
+        let optimizer: &dyn OptimizerState = if from_fsdp { &pair.own } else { &pair.optimizer };
+        checkpoints.save(1, &*pair.sharded, &pair.own_store, optimizer, &sampler, &())?;
+        drop(checkpoints);
+        group.barrier()?;
+        for part in [Some(group), fewer.as_ref(), Some(&alone).filter(|_| group.rank() == 0)] {
+            if let Some(part) = part {
+                let mut resumed = Pair::new(part, &model, config, false)?;
+                let mut checkpoints = Checkpoints::open(&folder, part)?;
+                let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
+                let mut sampler = DistributedSampler::new(10, part);
+                checkpoint.resume(&resumed.own_store, &mut resumed.own, &mut sampler)?;
+                checkpoint.resume(&resumed.plain_store, &mut resumed.optimizer, &mut sampler)?;
+                same_bits(&resumed.own_store, &pair.own_store)?;
+                for _ in 0..2 {
+                    resumed.step(&uses(part)).with_context(|| format!("{config:?}"))?;
+                }
+            }
+            group.barrier()?;
+        }
+    }
+    group.barrier()?;
+    if group.rank() == 0 {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    Ok(())
+}
