@@ -102,6 +102,13 @@ class Figures(dict):
                 for name in ("sbp", "ddp"):
                     self.add((who, name, line["model"]), line[f"{name}_ms"] * 1e3)
                 self.add((who, "sbp", line["model"], "ratio"), line["ddp_ms"] / line["sbp_ms"])
+            elif line["bench"] == "sharded":
+                key = who, "sharded", line["model"], line["optimizer"]
+                self.add((*key, "ddp"), line["ddp_ms"] * 1e3)
+                self.add((*key, "fsdp"), line["fsdp_ms"] * 1e3)
+                self.add((*key, "speedup"), line["speedup"])
+            elif line["bench"] == "fsdp2":
+                self.add((who, "fsdp2", line["model"], line["optimizer"], line["backend"]), line["step_ms"] * 1e3)
             elif line["bench"] == "sync_batchnorm":
                 for name in ("with", "without"):
                     self.add((who, f"{name} SyncBatchNorm", line["model"]), line[f"{name}_ms"] * 1e3)

@@ -1,0 +1,71 @@
+"""PyTorch's side of `flow-bench sharded`: steps with fully_shard over gloo and over flow, in turns, as JSON lines.
+
+Each linear layer is a unit, and what is left is one. A step is zero_grad, forward, backward, and Adam or SGD; the input is fixed.
+
+usage: PYTHONPATH=pytorch torchrun --nproc_per_node R sharded.py [--blocks N] MODEL...
+"""
+
+import argparse
+import json
+import statistics
+
+import needs_torch  # noqa: F401: first
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from models import MODELS
+from ranks import leave
+from timing import block
+
+OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+STEPS = 5
+
+
+def stepper(name, optimizer, group):
+    torch.manual_seed(0)
+    model, shape = MODELS[name]()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = OPTIMIZERS[optimizer](model.parameters(), lr=1e-6)  # all models stay alike: times depend on values
+    torch.manual_seed(dist.get_rank())
+    x, y = torch.randn(shape), torch.randint(0, 10, shape[:1])
+
+    def step():
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("models", nargs="+", choices=MODELS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {"gloo": dist.group.WORLD, "flow": dist.new_group(backend="flow")}
+    for model in arguments.models:
+        for optimizer in OPTIMIZERS:
+            steps = {backend: stepper(model, optimizer, group) for backend, group in groups.items()}
+            times = {backend: [] for backend in groups}
+            for _ in range(arguments.blocks):
+                for backend, step in steps.items():
+                    times[backend] += block(torch.device("cpu"), STEPS, step)
+            if dist.get_rank() == 0:
+                for backend, of_steps in times.items():
+                    ms = statistics.median(of_steps) * 1e3
+                    line = {"bench": "fsdp2", "model": model, "optimizer": optimizer, "backend": backend, "step_ms": ms}
+                    print(json.dumps(line), flush=True)
+    leave()
+
+
+main()
