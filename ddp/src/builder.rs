@@ -1,17 +1,16 @@
 //! Options of a [`Ddp`].
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use flow_comm::{ProcessGroup, ReduceOp};
-use tch::nn::OptimizerConfig;
+use tch::nn::{OptimizerConfig, Variables};
 
 use crate::bucket::assignment::Caps;
 use crate::bucket::comm_hook::CommHook;
 use crate::buffers::BufferCommHook;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
-use crate::fsdp::grad_shards::GradShards;
 use crate::mixed_precision::MixedPrecision;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::options::{Delayed, Options};
@@ -51,8 +50,8 @@ pub struct DdpBuilder {
     pub(crate) buffer_comm_hook: Option<Box<dyn BufferCommHook>>,
     pub(crate) optimizer: Option<OptimizerChoice>,
     pub(crate) zero: Option<Arc<Parts>>,
-    /// Where this rank's parts of gradients go, in an `Fsdp`.
-    pub(crate) kept: Option<Arc<GradShards>>,
+    /// The store of the parameters that ranks are to have in common, in an `Fsdp`.
+    pub(crate) sharded: Option<Arc<Mutex<Variables>>>,
     pub(crate) mixed_precision: MixedPrecision,
 }
 
@@ -97,7 +96,7 @@ impl DdpBuilder {
             buffer_comm_hook: None,
             optimizer: None,
             zero: None,
-            kept: None,
+            sharded: None,
             mixed_precision: MixedPrecision::default(),
         }
     }

@@ -206,6 +206,11 @@ impl Error {
         Self::Model { rank: job_rank(group), reason }
     }
 
+    /// Makes an error of an `Fsdp`.
+    pub(crate) fn fsdp(group: &ProcessGroup, reason: String) -> Self {
+        Self::Fsdp { rank: job_rank(group), reason }
+    }
+
     /// Returns an error of libtorch.
     pub(crate) fn torch(
         group: &ProcessGroup,

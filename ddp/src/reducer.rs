@@ -181,6 +181,11 @@ impl Reducer {
         }
     }
 
+    /// Returns where this rank's parts of the gradients are, if it keeps no others.
+    pub fn kept(&self) -> Option<&Arc<GradShards>> {
+        self.kept.as_ref()
+    }
+
     /// Returns the reducer's own group.
     pub fn group(&self) -> &ProcessGroup {
         &self.group

@@ -35,7 +35,9 @@ impl<M> Ddp<M> {
         }
         fit.map_err(|reason| Error::Model { rank, reason })?;
         let state = agree(group, reducer.trained_anew())?;
-        let broadcast = CoalescedBroadcast::new(group, unfrozen).map_err(Error::from);
+        // Ranks of an Fsdp have rank 0's already.
+        let to_broadcast = if reducer.kept().is_some() { Vec::new() } else { unfrozen };
+        let broadcast = CoalescedBroadcast::new(group, to_broadcast).map_err(Error::from);
         let mut broadcast = agree(group, broadcast)?;
         if !broadcast.is_empty() {
             agree(group, broadcast.run(group, 0).map_err(Error::from))?;

@@ -17,6 +17,7 @@ use crate::builder::DdpBuilder;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
+use crate::fsdp::builder as fsdp;
 use crate::fsdp::grad_shards::GradShards;
 use crate::in_backward::InBackward;
 use crate::low_precision::LowPrecision;
@@ -116,6 +117,7 @@ impl DdpBuilder {
                 return self.wrap_alone(model);
             }
             self.send_nothing();
+            self.sharded = None;
         }
         let settings =
             fit.and_then(|()| check_hooks(&parameters)).and_then(|()| Settings::from_env());
@@ -134,14 +136,16 @@ impl DdpBuilder {
         if !self.broadcast_buffers {
             buffers.clear();
         }
-        // All ranks of an Fsdp have rank 0's parameters in common.
-        let to_broadcast = if self.kept.is_some() { &[][..] } else { &parameters };
+        // All ranks of an Fsdp will have rank 0's parameters in common.
+        let to_broadcast = if self.sharded.is_some() { &[][..] } else { &parameters };
         broadcast_all(&group, to_broadcast, &buffers)?;
         agree(&group, sync_batchnorm::renew(&identities, &group))?;
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let are_equal = self.comm_hook.is_same_on_all_ranks();
+        let kept = self.sharded.as_ref().map(|store| fsdp::share(&own, store)).transpose()?;
+        let unshare = |_: &Error| kept.iter().for_each(|kept| kept.shared.unshare());
         let optimizer = match (&self.optimizer, &self.zero) {
             (None, None) => Ok(None),
             (Some(choice), _) => OptimizerInBackward::new(choice, &parameters, &own)
@@ -154,20 +158,21 @@ impl DdpBuilder {
                 options: self.options,
                 comm_hook: self.comm_hook,
                 optimizer,
-                kept: self.kept,
+                kept: kept.clone(),
                 buffers: identities,
             };
             WrappedParts::new(own.clone(), &settings, reduction, parameters, buffers)
         });
         // Also so that a rank whose first backward fails does not fail the group while nodes are
         // still being linked.
-        let WrappedParts { reducer, hooks, allocator, broadcast, held } = agree(&own, made)?;
+        let WrappedParts { reducer, hooks, allocator, broadcast, held } =
+            agree(&own, made).inspect_err(unshare)?;
         let low_precision = self
             .mixed_precision
             .param
             .map(|kind| LowPrecision::new(&own, kind, reducer.named_parameters(), are_equal))
             .transpose();
-        let low_precision = agree(&own, low_precision)?;
+        let low_precision = agree(&own, low_precision).inspect_err(unshare)?;
         Ok(Ddp {
             model,
             group,
@@ -191,6 +196,9 @@ impl DdpBuilder {
         check(parameters, buffers, &self.options, self.broadcast_buffers)?;
         self.described_optimizer()?;
         self.check_zero()?;
+        if let Some(store) = self.sharded.as_ref().filter(|_| self.group.world_size() > 1) {
+            fsdp::check(&self.group, store)?;
+        }
         if self.buffer_comm_hook.is_some() && !self.broadcast_buffers {
             return Err(
                 "buffer_comm_hook: ranks share no buffers: leave broadcast_buffers on".into()
@@ -285,7 +293,7 @@ impl DdpBuilder {
         let shared_by = shared_by.map(|hook| format!("{} {:?}", hook.name(), hook.location()));
         let mut lines = vec![format!(
             "options {:?}, broadcast_buffers: {}, forward_sync_buffers: {}, comm_hook: {}, \
-             buffer_comm_hook: {}, optimizer_in_backward: {}, hook_with_zero_step: {}, {:?}",
+             buffer_comm_hook: {}, optimizer_in_backward: {}, hook_with_zero_step: {}, Fsdp: {}, {:?}",
             self.options,
             self.broadcast_buffers,
             self.forward_sync_buffers,
@@ -293,6 +301,7 @@ impl DdpBuilder {
             shared_by.unwrap_or_else(|| "none".to_owned()),
             self.described_optimizer().ok().flatten().unwrap_or_else(|| "none".to_owned()),
             self.zero.as_ref().map_or("none", |zero| zero.chosen.as_str()),
+            self.sharded.is_some(),
             self.mixed_precision,
         )];
         match settings {

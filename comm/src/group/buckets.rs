@@ -33,9 +33,8 @@ impl Member {
         lengths: Vec<usize>,
         parts: Vec<Range<usize>>,
     ) -> Result<Segments> {
-        let fit = parts.iter().zip(&lengths).all(|(part, &length)| {
-            part.is_empty() || (part.start <= part.end && part.end <= length)
-        });
+        let fit =
+            parts.iter().zip(&lengths).all(|(part, &length)| part.is_empty() || part.end <= length);
         if !fit || parts.len() != lengths.len() {
             let reason =
                 format!("the parts {parts:?} are not of pieces of the lengths {lengths:?}");

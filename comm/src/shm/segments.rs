@@ -39,8 +39,8 @@ pub struct Segments {
 struct PlacedPieces {
     /// Keep the pieces' memory until it is reduced.
     owners: Vec<Option<Owner>>,
-    /// The memory of this rank's parts, if it gets parts.
-    destinations: Vec<Option<Owner>>,
+    /// The memory of this rank's parts, if it gets parts, and its address.
+    destinations: Vec<Option<(Owner, usize)>>,
     under_way: bool,
     /// The time at which this rank saw that the last reduction was over.
     finished: Option<Instant>,
@@ -132,12 +132,13 @@ impl Segments {
         let Some(part) = part else { return false };
         let mut owner: Owner = Box::new(memory);
         let memory = (*owner).as_mut();
-        let is_aligned = memory.as_ptr().addr().is_multiple_of(self.dtype.size());
+        let address = memory.as_mut_ptr().expose_provenance();
+        let is_aligned = address.is_multiple_of(self.dtype.size());
         let mut pieces = self.placed();
         if pieces.under_way || memory.len() != part.len() * self.dtype.size() || !is_aligned {
             return false;
         }
-        pieces.destinations[index] = Some(owner);
+        pieces.destinations[index] = Some((owner, address));
         true
     }
 
@@ -185,13 +186,11 @@ impl Segments {
     /// Returns the parts of all pieces that this rank gets, and where; None if all ranks get all.
     pub(crate) fn destinations(&self) -> Option<Vec<(Range<usize>, *mut u8)>> {
         let parts = self.parts.as_ref()?;
-        let mut pieces = self.placed();
+        let pieces = self.placed();
         let mut destinations = Vec::with_capacity(parts.len());
-        for (part, owner) in parts.iter().zip(&mut pieces.destinations) {
-            let memory = owner
-                .as_mut()
-                .map_or(std::ptr::null_mut(), |owner| (**owner).as_mut().as_mut_ptr());
-            destinations.push((part.clone(), memory));
+        for (part, destination) in parts.iter().zip(&pieces.destinations) {
+            let address = destination.as_ref().map_or(0, |&(_, address)| address);
+            destinations.push((part.clone(), std::ptr::with_exposed_provenance_mut(address)));
         }
         Some(destinations)
     }

@@ -30,7 +30,7 @@ use tch::nn::VarStore;
 
 use crate::data::sampler_state::{SamplerState, Stateful};
 use crate::ddp::Ddp;
-use crate::fsdp::shared_parameters::all_ranks_have_loaded;
+use crate::fsdp::shared_parameters;
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
 use sums::SUMS;
@@ -313,12 +313,14 @@ impl<S> Checkpoint<S> {
         if let Some(name) = self.model.keys().filter(|name| !variables.contains_key(*name)).min() {
             return Err(format!("it has {name}, and this model has not"));
         }
-        for (name, variable) in &mut variables {
-            tch::no_grad(|| variable.f_copy_(&self.model[name]))
-                .map_err(|error| error.to_string())?;
-        }
-        all_ranks_have_loaded();
-        Ok(())
+        let tensors: Vec<Tensor> = variables.values().map(Tensor::shallow_clone).collect();
+        shared_parameters::load(tensors.iter(), || {
+            for (name, variable) in &mut variables {
+                tch::no_grad(|| variable.f_copy_(&self.model[name]))
+                    .map_err(|error| error.to_string())?;
+            }
+            Ok(())
+        })
     }
 }
 

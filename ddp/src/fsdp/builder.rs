@@ -1,23 +1,21 @@
 //! Options of an [`Fsdp`], and how a model is wrapped.
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 
 use flow_comm::ProcessGroup;
 use tch::Device;
-use tch::nn::VarStore;
+use tch::nn::{VarStore, Variables};
 
 use super::Fsdp;
 use super::grad_shards::GradShards;
-use super::shared_parameters::SharedParameters;
+use super::shared_parameters::{SharedParameters, bytes_of};
 use crate::builder::DdpBuilder;
 use crate::ddp::Ddp;
-use crate::error::{Error, Result, job_rank};
+use crate::error::{Error, Result};
 use crate::mixed_precision::MixedPrecision;
-use crate::model_check::{agree, first_mismatch};
-use crate::zero::lines;
-use crate::zero::sharded_parameter::sharded_parameters;
+use crate::model_check::agree;
+use crate::zero::sharded_parameter::{ShardedParameter, sharded_parameters};
 
 impl Fsdp<()> {
     /// Options to choose before wrapping a model, of whatever type.
@@ -78,56 +76,51 @@ impl FsdpBuilder {
 
     /// Wraps a model whose variables are in `vs`: see [`Fsdp::new`].
     pub fn wrap<M>(mut self, model: M, vs: &VarStore) -> Result<Fsdp<M>> {
-        if self.ddp.group.world_size() > 1 {
-            self.ddp.kept = Some(self.share(vs)?);
-        }
-        let kept = self.ddp.kept.clone();
-        let ddp = self.ddp.wrap(model, vs)?;
         let store = Arc::clone(&vs.variables_);
-        Ok(Fsdp { ddp, store, kept, has_optimizer: AtomicBool::new(false) })
+        self.ddp.sharded = Some(Arc::clone(&store));
+        Ok(Fsdp { ddp: self.ddp.wrap(model, vs)?, store })
     }
+}
 
-    /// Puts the parameters of all ranks into one memory, and makes room for this rank's gradients.
-    fn share(&self, vs: &VarStore) -> Result<Arc<GradShards>> {
-        let group = &self.ddp.group;
-        let rank = job_rank(group);
-        let error = |reason: String| Error::Fsdp { rank, reason };
-        let parameters = self.fit(vs).and_then(|()| {
-            let store = &vs.variables_;
-            sharded_parameters(store, group.world_size())
-        });
-        let described = match &parameters {
-            Ok(parameters) => lines(parameters, "Fsdp"),
-            Err(reason) => vec![format!("a model that cannot be wrapped: {reason}")],
-        };
-        if let Some(difference) = first_mismatch(group, &described)? {
-            return Err(Error::Mismatch { rank, difference });
-        }
-        let parameters = parameters.map_err(error)?;
-        let shared = SharedParameters::new(group, &parameters)?;
-        let shards = GradShards::new(shared, &parameters, group.rank());
-        let shards = shards.map_err(|reason| error(reason.to_string()));
-        Ok(Arc::new(agree(group, shards)?))
+/// Puts the parameters of all ranks into one memory, and makes room for this rank's gradients. All ranks
+/// call this, of whose models and groups [`check`] has found nothing wrong.
+pub(crate) fn share(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<Arc<GradShards>> {
+    let parameters = sharded_parameters(store, group.world_size());
+    let parameters = agree(group, parameters.map_err(|reason| Error::fsdp(group, reason)))?;
+    let shared = SharedParameters::new(group, &parameters)?;
+    let shards = GradShards::new(Arc::clone(&shared), &parameters, group.rank());
+    let shards = shards.map_err(|error| Error::fsdp(group, error.to_string()));
+    Ok(Arc::new(agree(group, shards).inspect_err(|_| shared.unshare())?))
+}
+
+/// Returns what is wrong with the ranks, the device, or the parameters.
+pub(crate) fn check(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<(), String> {
+    if group.local_world_size() != group.world_size() {
+        return Err(
+            "Fsdp: the ranks are on several machines, and all must be on one: use Ddp and a \
+                    ZeroRedundancyOptimizer between machines"
+                .to_owned(),
+        );
     }
-
-    /// Returns what is wrong with the ranks or the device.
-    fn fit(&self, vs: &VarStore) -> Result<(), String> {
-        let group = &self.ddp.group;
-        if group.local_world_size() != group.world_size() {
+    let parameters = sharded_parameters(store, group.world_size())?;
+    if let Some(parameter) = parameters.iter().find(|each| each.tensor.device() != Device::Cpu) {
+        return Err(format!(
+            "Fsdp: {} is on {:?}, and must be on the CPU: use Ddp and a ZeroRedundancyOptimizer on GPUs",
+            parameter.name,
+            parameter.tensor.device()
+        ));
+    }
+    let mut by_address: Vec<&ShardedParameter> = parameters.iter().collect();
+    by_address.retain(|parameter| parameter.tensor.numel() > 0);
+    by_address.sort_by_key(|parameter| parameter.address);
+    for pair in by_address.windows(2) {
+        if pair[0].address + bytes_of(&pair[0].tensor) > pair[1].address {
             return Err(format!(
-                "{} of the {} ranks are on this machine: all must be on one; use Ddp and a \
-                 ZeroRedundancyOptimizer between machines",
-                group.local_world_size(),
-                group.world_size()
+                "Fsdp: {} and {} lie in the same memory, and would not any more: make one of them a \
+                 shallow_clone of the other",
+                pair[0].name, pair[1].name
             ));
         }
-        if vs.device() != Device::Cpu {
-            return Err(format!(
-                "the model is on {:?}: it must be on the CPU; use Ddp and a ZeroRedundancyOptimizer on \
-                 GPUs",
-                vs.device()
-            ));
-        }
-        Ok(())
     }
+    Ok(())
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::identity;
@@ -19,6 +20,8 @@ pub(crate) struct GradShards {
     /// The place of each parameter, by identity.
     places: HashMap<usize, usize>,
     shards: Mutex<Vec<GradShard>>,
+    /// An optimizer takes the gradients.
+    has_optimizer: AtomicBool,
 }
 
 /// A parameter's gradient, as far as this rank keeps it.
@@ -51,7 +54,12 @@ impl GradShards {
             places.insert(identity(&parameter.tensor), place);
             shards.push(GradShard { numbers, part, memory, is_there: false });
         }
-        Ok(Self { shared, places, shards: Mutex::new(shards) })
+        Ok(Self {
+            shared,
+            places,
+            shards: Mutex::new(shards),
+            has_optimizer: AtomicBool::new(false),
+        })
     }
 
     /// Returns the place of a parameter.
@@ -95,7 +103,7 @@ impl GradShards {
         flow_autograd::set_grad(&parameter.tensor, None)
     }
 
-    /// Returns where this rank's part of the gradient of the parameter at a place is, if it is there.
+    /// Returns the memory of this rank's part of the gradient of the parameter at a place.
     pub fn memory(&self, place: usize) -> Tensor {
         self.lock()[place].gradient()
     }
@@ -105,9 +113,17 @@ impl GradShards {
         self.lock()[place].is_there
     }
 
-    /// Returns whether backward has left a gradient.
-    pub fn has_gradients(&self) -> bool {
-        self.lock().iter().any(|shard| shard.is_there)
+    /// Checks that a backward may begin.
+    pub fn check_use(&self) -> Result<(), String> {
+        self.shared.check()?;
+        let is_unused = self.lock().iter().any(|shard| shard.is_there);
+        if is_unused && !self.has_optimizer.load(Ordering::Relaxed) {
+            return Err("the gradients of the last backward were not used: make the optimizer by \
+                        Fsdp::optimizer, as one of the VarStore finds none; without an optimizer call \
+                        Fsdp::zero_grad"
+                .to_owned());
+        }
+        Ok(())
     }
 
     /// Returns this rank's parts of parameters, whose `.grad` is this rank's part of the gradients.
@@ -137,12 +153,13 @@ impl GradShards {
         Ok(norm)
     }
 
-    /// Checks that an optimizer of these parameters can take the gradients.
-    pub fn check(&self, parameters: &[ShardedParameter]) -> Result<(), String> {
+    /// Checks that an optimizer of these parameters can take the gradients, and lets it.
+    pub fn take(&self, parameters: &[ShardedParameter]) -> Result<(), String> {
         let are_these = parameters.iter().enumerate().all(|(place, parameter)| {
             self.places.get(&identity(&parameter.tensor)) == Some(&place)
         });
         if are_these && parameters.len() == self.places.len() {
+            self.has_optimizer.store(true, Ordering::Relaxed);
             return Ok(());
         }
         Err("the VarStore has got variables since the model was wrapped: wrap it again".to_owned())

@@ -8,23 +8,25 @@
 //! | `shared_parameters.rs` | parameters that the ranks of a machine have in common |
 //! | `grad_shards.rs` | the gradients that a rank keeps |
 
-mod builder;
+pub(crate) mod builder;
 pub(crate) mod grad_shards;
 pub(crate) mod shared_parameters;
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use flow_autograd::identity;
 use flow_comm::ProcessGroup;
+use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 use tch::nn::{ModuleT, OptimizerConfig, VarStore, Variables};
 
 pub use self::builder::FsdpBuilder;
 use self::grad_shards::GradShards;
 use crate::ddp::Ddp;
-use crate::error::{Error, Result, job_rank};
+use crate::error::{Error, Result};
 use crate::model_check::agree;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::zero::ZeroRedundancyOptimizer;
@@ -53,14 +55,16 @@ use crate::zero::ZeroRedundancyOptimizer;
 /// - **Gradients**: as soon as a bucket has come, each rank adds up its parts of it, and all free the rest.
 ///   `.grad` of a parameter is undefined after backward; the parts are where the optimizer finds them.
 /// - **The optimizer** of [`Fsdp::optimizer`] steps this rank's parts, and waits until all ranks have. An
-///   optimizer of the `VarStore` finds no gradients: it is an error to train with none but that.
+///   optimizer of the `VarStore` finds no gradients: to train with none but that is an error of the second
+///   backward.
 ///
 /// The weights have the bits of a [`Ddp`]'s: sums are the same. Norms of gradients are summed in another
 /// order.
 ///
 /// A change of a parameter is one for all ranks. So it is made in [`Fsdp::write`], by one of them;
-/// [`Checkpoint`](crate::Checkpoint)s may be loaded as ever. Any other change is an error of the next
-/// forward in training mode, or of the next step.
+/// [`Checkpoint`](crate::Checkpoint)s may be loaded as ever. Any other write that autograd counts, as it
+/// does but for those by way of `data()`, is an error of the next backward or step. Ranks share the
+/// parameters until [`Fsdp::into_inner`], also once the `Fsdp` is dropped.
 ///
 /// An `Fsdp` derefs to a [`Ddp`]: what is said of that one's backward, of buffers, [`Ddp::no_sync`] and
 /// failures holds here. All ranks are on one machine, and the model is on the CPU. With one rank it is a
@@ -68,9 +72,6 @@ use crate::zero::ZeroRedundancyOptimizer;
 pub struct Fsdp<M> {
     ddp: Ddp<M>,
     store: Arc<Mutex<Variables>>,
-    /// None with one rank.
-    kept: Option<Arc<GradShards>>,
-    has_optimizer: AtomicBool,
 }
 
 impl<M> Fsdp<M> {
@@ -97,13 +98,11 @@ impl<M> Fsdp<M> {
     ) -> Result<ZeroRedundancyOptimizer> {
         let choice = OptimizerChoice::new(config, learning_rate);
         let group = self.ddp.group();
-        let made = ZeroRedundancyOptimizer::with(&self.store, group, choice, self.kept.clone())?;
-        self.has_optimizer.store(true, Ordering::Relaxed);
-        Ok(made)
+        ZeroRedundancyOptimizer::with(&self.store, group, choice, self.kept().cloned())
     }
 
-    /// Changes parameters: one rank of each machine runs `change`, without gradients, while the others
-    /// wait. All ranks call this.
+    /// Changes parameters: one rank of the machine runs `change`, without gradients, while the others
+    /// wait. They then take over its buffers. All ranks call this.
     ///
     /// ```no_run
     /// # fn main() -> anyhow::Result<()> {
@@ -118,19 +117,28 @@ impl<M> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// On all ranks, that of `change`; a failure of the group.
+    /// On all ranks, that of `change`; parameters that were changed before, or that have other memory
+    /// after; a failure of the group.
     pub fn write<E: fmt::Display>(&self, change: impl FnOnce() -> Result<(), E>) -> Result<()> {
         let group = self.ddp.group();
-        let of_change = |error: E| self.error(format!("writing into parameters: {error}"));
-        let Some(kept) = &self.kept else {
+        let of_change = |error: E| Error::fsdp(group, format!("writing into parameters: {error}"));
+        let Some(kept) = self.kept() else {
             return tch::no_grad(change).map_err(of_change);
         };
-        group.barrier()?;
-        let changed =
-            if group.local_index() == 0 { tch::no_grad(change).map_err(of_change) } else { Ok(()) };
+        self.check_writes(kept)?;
+        let changed = if group.local_index() == 0 {
+            tch::no_grad(change).map_err(of_change).and_then(|()| {
+                kept.shared.check_memory().map_err(|reason| Error::fsdp(group, reason))
+            })
+        } else {
+            Ok(())
+        };
         let changed = agree(group, changed);
         kept.shared.accept_writes();
-        changed
+        changed?;
+        let buffers = CoalescedBroadcast::new(group, self.buffers()).map_err(Error::from);
+        let mut buffers = agree(group, buffers)?;
+        agree(group, buffers.run(group, 0).map_err(Error::from))
     }
 
     /// Drops the gradients.
@@ -139,69 +147,69 @@ impl<M> Fsdp<M> {
     ///
     /// Of libtorch.
     pub fn zero_grad(&self) -> Result<()> {
-        let cleared = self.kept.as_ref().map_or(Ok(()), |kept| kept.clear());
-        cleared.map_err(|error| self.error(error.to_string()))
+        let cleared = self
+            .variables()
+            .trainable_variables
+            .iter()
+            .try_for_each(|variable| flow_autograd::set_grad(&variable.tensor, None));
+        let cleared = cleared.and_then(|()| self.kept().map_or(Ok(()), |kept| kept.clear()));
+        cleared.map_err(|error| Error::fsdp(self.ddp.group(), error.to_string()))
     }
 
     /// Trains those parameters that require gradients now, as [`Ddp::refresh`] does.
     ///
     /// # Errors
     ///
-    /// Those of [`Ddp::refresh`].
+    /// Those of [`Ddp::refresh`]; parameters that were changed.
     pub fn refresh(&mut self) -> Result<()> {
-        let refreshed = self.ddp.refresh();
-        if let Some(kept) = &self.kept {
-            kept.shared.accept_writes();
+        if let Some(kept) = self.kept() {
+            self.check_writes(kept)?;
         }
-        refreshed
+        self.ddp.refresh()
     }
 
     /// Returns the model, without its hooks and with parameters of this process's own.
     pub fn into_inner(self) -> M {
-        if let Some(kept) = &self.kept {
-            kept.shared.part();
+        if let Some(kept) = self.kept() {
+            kept.shared.unshare();
         }
         self.ddp.into_inner()
     }
 
-    /// Checks that this rank may go on to train.
-    fn check(&self) -> Result<()> {
-        let Some(kept) = &self.kept else { return Ok(()) };
-        kept.shared.check().map_err(|reason| self.error(reason))?;
-        if !self.has_optimizer.load(Ordering::Relaxed) && kept.has_gradients() {
-            return Err(self.error(
-                "the gradients of the last backward were not used: make the optimizer by \
-                 Fsdp::optimizer, as one of the VarStore finds none; without an optimizer call \
-                 Fsdp::zero_grad"
-                    .to_owned(),
-            ));
-        }
-        Ok(())
+    /// Checks on all ranks that nothing was written into the parameters for one of them.
+    fn check_writes(&self, kept: &GradShards) -> Result<()> {
+        let group = self.ddp.group();
+        agree(group, kept.shared.check().map_err(|reason| Error::fsdp(group, reason)))
     }
 
-    fn error(&self, reason: String) -> Error {
-        Error::Fsdp { rank: job_rank(self.ddp.group()), reason }
+    /// Returns where this rank's parts of the gradients are; None with one rank.
+    fn kept(&self) -> Option<&Arc<GradShards>> {
+        self.ddp.reducer.as_ref().and_then(|reducer| reducer.kept())
     }
-}
 
-impl<M: ModuleT> Fsdp<M> {
-    /// Runs `forward_t`. The error is that of [`Ddp::try_forward_t`], or that parameters were changed.
-    pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
-        if train {
-            self.check()?;
+    /// Returns the variables that are not trained, by name. Each rank has its own.
+    fn buffers(&self) -> Vec<(String, Tensor)> {
+        let variables = self.variables();
+        let trained: HashSet<usize> =
+            variables.trainable_variables.iter().map(|each| identity(&each.tensor)).collect();
+        let mut buffers = Vec::new();
+        for (name, tensor) in &variables.named_variables {
+            if !trained.contains(&identity(tensor)) {
+                buffers.push((name.clone(), tensor.shallow_clone()));
+            }
         }
-        self.ddp.try_forward_t(input, train)
+        buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
+        buffers
+    }
+
+    fn variables(&self) -> MutexGuard<'_, Variables> {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<M: ModuleT> ModuleT for Fsdp<M> {
-    /// An error is returned by the backward that follows, on all ranks; use [`Fsdp::try_forward_t`] to have
-    /// it here.
+    /// Runs that of the [`Ddp`].
     fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
-        if train && let Err(error) = self.check() {
-            log::error!("{error}");
-            self.ddp.abort(&error.to_string());
-        }
         self.ddp.forward_t(input, train)
     }
 }

@@ -1,7 +1,9 @@
 //! Parameters that the ranks of a machine have in common.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use flow_autograd::{data_ptr, identity};
 use flow_comm::{MachineBuffer, ProcessGroup};
 use tch::Tensor;
 
@@ -15,14 +17,19 @@ const ALIGNMENT: usize = 64;
 /// All shared parameters of this process.
 static SHARED: Mutex<Vec<Weak<SharedParameters>>> = Mutex::new(Vec::new());
 
-/// The parameters of a model that lie in memory of all ranks of the machine, and how often each has been
-/// changed, as far as all ranks know.
-pub(crate) struct SharedParameters(Mutex<Vec<SharedParameter>>);
+/// The parameters of a model that lie in memory of all ranks of the machine.
+pub(crate) struct SharedParameters {
+    group: ProcessGroup,
+    parameters: Mutex<Vec<SharedParameter>>,
+}
 
 struct SharedParameter {
     name: String,
     tensor: Tensor,
+    /// How often it has been changed, as far as all ranks know.
     version: i64,
+    /// Where it lies.
+    address: usize,
 }
 
 impl SharedParameters {
@@ -53,26 +60,29 @@ impl SharedParameters {
             let mut tensor = parameter.tensor.shallow_clone();
             tensor.set_data(place);
             let version = tensor.internal_version();
-            shared.push(SharedParameter { name: parameter.name.clone(), tensor, version });
+            let address = data_ptr(&tensor).addr();
+            shared.push(SharedParameter { name: parameter.name.clone(), tensor, version, address });
         }
-        let shared = Arc::new(Self(Mutex::new(shared)));
+        let parameters = Mutex::new(shared);
+        let shared = Arc::new(Self { group: group.clone(), parameters });
         let mut all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|other| other.strong_count() > 0);
         all.push(Arc::downgrade(&shared));
         Ok(shared)
     }
 
-    /// Takes what was written into the parameters as written by all ranks.
+    /// Takes what was written into the parameters as written for all ranks.
     pub fn accept_writes(&self) {
         for parameter in &mut *self.lock() {
             parameter.version = parameter.tensor.internal_version();
         }
     }
 
-    /// Checks that nothing was written into the parameters that not all ranks know of. The error says
-    /// into which, and what would be right.
+    /// Checks that nothing was written into the parameters that not all ranks know of, and that they are
+    /// where they were. The error says which is not so, and what would be right.
     pub fn check(&self) -> Result<(), String> {
-        for SharedParameter { name, tensor, version } in &*self.lock() {
+        self.check_memory()?;
+        for SharedParameter { name, tensor, version, .. } in &*self.lock() {
             if tensor.internal_version() != *version {
                 return Err(format!(
                     "{name} was changed in place: the ranks of a machine have it in common, and each of \
@@ -83,8 +93,26 @@ impl SharedParameters {
         Ok(())
     }
 
+    /// Checks that the parameters are where they were.
+    pub fn check_memory(&self) -> Result<(), String> {
+        for SharedParameter { name, tensor, address, .. } in &*self.lock() {
+            if data_ptr(tensor).addr() != *address {
+                return Err(format!(
+                    "{name} has other memory since (set_data, another type or device): write into it, or \
+                     wrap the model again"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether one of these tensors, given by identity, is among the parameters.
+    pub fn has_any(&self, identities: &HashSet<usize>) -> bool {
+        self.lock().iter().any(|parameter| identities.contains(&identity(&parameter.tensor)))
+    }
+
     /// Gives this process copies of the parameters in memory of its own.
-    pub fn part(&self) {
+    pub fn unshare(&self) {
         for SharedParameter { tensor, .. } in &mut *self.lock() {
             let own = tch::no_grad(|| tensor.detach().copy());
             tensor.set_data(&own);
@@ -92,17 +120,32 @@ impl SharedParameters {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<SharedParameter>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.parameters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Takes what was written into any shared parameters as written by all ranks, which load the same.
-pub(crate) fn all_ranks_have_loaded() {
-    let all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    all.iter().filter_map(Weak::upgrade).for_each(|shared| shared.accept_writes());
+/// Writes into these tensors what all ranks load alike. Before that, ranks that have some of them in common
+/// wait until none reads them.
+pub(crate) fn load<'a>(
+    tensors: impl Iterator<Item = &'a Tensor>,
+    write: impl FnOnce() -> Result<(), String>,
+) -> Result<(), String> {
+    let identities: HashSet<usize> = tensors.map(identity).collect();
+    let all: Vec<Arc<SharedParameters>> = {
+        let all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Weak::upgrade).collect()
+    };
+    let loaded: Vec<_> = all.into_iter().filter(|shared| shared.has_any(&identities)).collect();
+    for shared in &loaded {
+        shared.group.barrier().map_err(|error| error.to_string())?;
+    }
+    write()?;
+    loaded.iter().for_each(|shared| shared.accept_writes());
+    Ok(())
 }
 
-fn bytes_of(tensor: &Tensor) -> usize {
+/// Returns the bytes of a tensor's elements.
+pub fn bytes_of(tensor: &Tensor) -> usize {
     tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 

@@ -123,6 +123,9 @@ impl<'a> Backward<'a> {
         if let Some(optimizer) = &self.reducer.optimizer {
             optimizer.begin()?;
         }
+        if let Some(kept) = &self.reducer.kept {
+            kept.check_use().map_err(|reason| Error::fsdp(&self.reducer.group, reason))?;
+        }
         if let Some(parameter) = self.state.frozen.iter().find(|p| p.tensor.requires_grad()) {
             return Err(self.model_error(format!(
                 "{} was frozen when the model was wrapped and is not now: call refresh, or wrap it \

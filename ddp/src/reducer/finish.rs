@@ -54,10 +54,6 @@ impl Backward<'_> {
             // On a GPU, a rank may learn only here that another has failed in this backward.
             self.check_gradients(&missing)?;
         }
-        if self.reducer.kept.is_some() {
-            // Until then other ranks read the parameters that this one steps.
-            self.defer_missing_grads(|backward| Ok(backward.reducer.group.barrier()?))?;
-        }
         self.reducer.path.record(BackwardEvent::EndOfReduction)?;
         self.state.record(backward_end);
         if trace::is_on() && self.state.is_described() {

@@ -175,8 +175,15 @@ impl ZeroRedundancyOptimizer {
     fn take_step(&self, step: impl FnOnce(&mut Shards) -> Result<(), String>) -> Result<()> {
         self.parts.consolidated().take();
         let shards = &mut *self.parts.shards();
-        let stepped = shards.check().and_then(|()| step(shards));
-        let stepped = stepped.map_err(|reason| self.parts.failed(reason));
+        let checked = shards.check().map_err(|reason| self.parts.failed(reason));
+        let begun = checked.and_then(|()| {
+            if shards.kept.is_some() {
+                // Until then other ranks read the parameters that this one steps.
+                self.parts.group.barrier()?;
+            }
+            Ok(())
+        });
+        let stepped = begun.and_then(|()| step(shards).map_err(|reason| self.parts.failed(reason)));
         let gathered = stepped.and_then(|()| self.parts.gather());
         // The others wait for this rank's parts.
         gathered.inspect_err(|error| self.parts.group.abort(&error.to_string()))
@@ -199,11 +206,12 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Clips the norm of all gradients together to `max`, between backward and
-    /// [`step`](Self::step). Returns the norm before: 0 where there are no gradients.
+    /// [`step`](Self::step). Returns the norm before: 0 where there are no gradients. All ranks of an
+    /// [`Fsdp`](crate::Fsdp) call this.
     ///
     /// # Errors
     ///
-    /// Of libtorch; a `Ddp` steps in backward, where the norm is not known yet.
+    /// Of libtorch; a failure of the group; a `Ddp` steps in backward, where the norm is not known yet.
     pub fn clip_grad_norm(&self, max: f64) -> Result<f64> {
         if self.parts.is_in_backward() {
             return Err(self.parts.failed(format!(
@@ -297,7 +305,7 @@ impl TryBackwardStep for ZeroRedundancyOptimizer {
 }
 
 /// Describes what must be equal on all ranks, in lines.
-pub(crate) fn lines(parameters: &[ShardedParameter], chosen: &str) -> Vec<String> {
+fn lines(parameters: &[ShardedParameter], chosen: &str) -> Vec<String> {
     let mut lines = vec![
         chosen.to_owned(),
         format!("a model on {}", device_kind(parameters[0].tensor.device())),

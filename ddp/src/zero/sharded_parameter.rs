@@ -36,8 +36,8 @@ pub(crate) struct OwnShard {
     pub chunks: Vec<Chunk>,
 }
 
-/// Elements that are stepped at once: few enough that what the optimizer computes on the way stays in a
-/// cache.
+/// Elements that are stepped at once: on the CPU so few that what the optimizer computes on the way stays
+/// in a cache.
 pub(crate) struct Chunk {
     length: i64,
     /// A view of the parameter: the optimizer changes the parameter itself.
@@ -47,8 +47,8 @@ pub(crate) struct Chunk {
     described: Vec<String>,
 }
 
-/// The elements of a chunk.
-const CHUNK: usize = 256 << 10;
+/// The elements of a chunk on the CPU.
+const CPU_CHUNK: usize = 256 << 10;
 
 impl ShardedParameter {
     fn new(name: String, tensor: Tensor, group: usize) -> Result<Self, String> {
@@ -66,16 +66,18 @@ impl ShardedParameter {
         Ok(Self { name, tensor, layout, group, shards: Vec::new(), own: None, address })
     }
 
+    /// Makes the optimizers of this rank's part.
     pub fn own_shard(
         &self,
         elements: Range<usize>,
         choice: &OptimizerChoice,
     ) -> Result<OwnShard, String> {
+        let most = if self.tensor.device().is_cuda() { usize::MAX } else { CPU_CHUNK };
         let mut chunks = Vec::new();
         let mut start = elements.start;
         // One without elements has a state, too.
         while start < elements.end || chunks.is_empty() {
-            let length = CHUNK.min(elements.end - start);
+            let length = most.min(elements.end - start);
             let tensor = self.view(start, length).map_err(one_line)?;
             let optimizer = choice.build_for(&tensor).map_err(one_line)?;
             let described = optimizer.state().map_err(one_line)?.parameters;
@@ -175,11 +177,13 @@ impl OwnShard {
                 parts.entry(name.to_owned()).or_default().push(tensor);
             }
         }
-        let whole = |(name, mut parts): (String, Vec<Tensor>)| {
-            let tensor = if name == COUNT { parts.swap_remove(0) } else { Tensor::cat(&parts, 0) };
-            (name, tensor)
-        };
-        Ok(parts.into_iter().map(whole).collect())
+        let mut whole = Vec::with_capacity(parts.len());
+        for (name, mut parts) in parts {
+            let is_one = parts.len() == 1 || name == COUNT;
+            let tensor = if is_one { parts.swap_remove(0) } else { Tensor::cat(&parts, 0) };
+            whole.push((name, tensor));
+        }
+        Ok(whole)
     }
 
     /// Replaces the state by these tensors, named as [`OwnShard::state`] names them.

@@ -98,7 +98,7 @@ impl Shards {
 
     /// Finds the gradients where an [`Fsdp`](crate::Fsdp) keeps them, from now on.
     pub fn take_kept(&mut self, kept: Arc<GradShards>) -> Result<(), String> {
-        kept.check(&self.parameters)?;
+        kept.take(&self.parameters)?;
         for (place, parameter) in self.parameters.iter_mut().enumerate() {
             let gradient = kept.memory(place);
             parameter.set_gradients(Some(&gradient))?;
