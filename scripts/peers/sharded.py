@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import flow_torch  # noqa: F401: registers the backend "flow"
 from models import MODELS
 from ranks import leave
 from timing import block
