@@ -31,6 +31,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401: registers
 
 import flow_torch
 from models import MODELS, Gpt
+from steps import made, stepper
 
 BACKENDS = ["gloo", "flow", *(["mpi"] if dist.is_mpi_available() else [])]
 SIZES = [4, 1 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 100 << 20, 256 << 20]
@@ -93,26 +94,6 @@ def times(run, count):
         run()
         result.append(perf_counter() - start)
     return result
-
-
-def stepper(model, x, y):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)  # all models stay alike: times depend on values
-    loss_function = nn.CrossEntropyLoss()
-
-    def step():
-        optimizer.zero_grad()
-        loss_function(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def made(make):
-    """A model, the same on all ranks, and a batch, another on each."""
-    torch.manual_seed(0)
-    model, shape = make()
-    torch.manual_seed(dist.get_rank())
-    return model, torch.randn(shape), torch.randint(0, 10, shape[:1])
 
 
 def all_reduce(size, groups, arguments):

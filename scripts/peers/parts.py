@@ -22,25 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flow_torch
 from models import MODELS
+from steps import made, stepper
 
 JOBS = 2
 BLOCK_S = 0.15
 LIMIT_S = 600  # for a turn of the other job
 CLASSES = {"PyTorch's DDP": DistributedDataParallel, "flow_torch's DDP": flow_torch.DistributedDataParallel}
 MODELS["tiny"] = lambda: (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)), (8, 64))
-
-
-def stepper(model, shape):
-    x, y = torch.randn(shape), torch.randint(0, 10, shape[:1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    loss_function = nn.CrossEntropyLoss()
-
-    def step():
-        optimizer.zero_grad()
-        loss_function(model(x), y).backward()
-        optimizer.step()
-
-    return step
 
 
 def time_of(step):
@@ -72,9 +60,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("flow")
     for name in models:
-        torch.manual_seed(0)
-        model, shape = MODELS[name]()
-        ways = {way: stepper(kind(copy.deepcopy(model)), shape) for way, kind in CLASSES.items()}
+        model, x, y = made(MODELS[name])
+        ways = {way: stepper(kind(copy.deepcopy(model)), x, y) for way, kind in CLASSES.items()}
         counts, medians = {}, {way: [] for way in ways}
         for _ in range(blocks):
             wait_for(folder / str(turn))

@@ -20,30 +20,21 @@ from torch.distributed.fsdp import fully_shard
 import flow_torch  # noqa: F401: registers the backend "flow"
 from models import MODELS
 from ranks import leave
+from steps import made, stepper
 from timing import block
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 STEPS = 5
 
 
-def stepper(name, optimizer, group):
-    torch.manual_seed(0)
-    model, shape = MODELS[name]()
+def sharded_step(name, optimizer, group):
+    model, x, y = made(MODELS[name])
     mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = OPTIMIZERS[optimizer](model.parameters(), lr=1e-6)  # all models stay alike: times depend on values
-    torch.manual_seed(dist.get_rank())
-    x, y = torch.randn(shape), torch.randint(0, 10, shape[:1])
-
-    def step():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
+    return stepper(model, x, y, OPTIMIZERS[optimizer])
 
 
 def main():
@@ -56,7 +47,7 @@ def main():
     groups = {"gloo": dist.group.WORLD, "flow": dist.new_group(backend="flow")}
     for model in arguments.models:
         for optimizer in OPTIMIZERS:
-            steps = {backend: stepper(model, optimizer, group) for backend, group in groups.items()}
+            steps = {backend: sharded_step(model, optimizer, group) for backend, group in groups.items()}
             times = {backend: [] for backend in groups}
             for _ in range(arguments.blocks):
                 for backend, step in steps.items():

@@ -1,5 +1,7 @@
 // Streams and events of the fake CUDA driver.
 
+#include <climits>
+
 #include "driver.h"
 
 // Streams.
@@ -80,12 +82,27 @@ EXPORT int cuEventDestroy_v2(void* handle) {
 
 ALSO(cuEventDestroy, cuEventDestroy_v2);
 
+/// How often an event was recorded in this process; the driver's mutex guards it.
+long records = 0;
+
+/// FLOW_FAKE_FAULT=<rank>:<count>: once so many events were recorded, the device of that rank has failed
+/// for good, and will reach no other.
+bool has_faulted() {
+    static const long limit = [] {
+        const char *text = std::getenv("FLOW_FAKE_FAULT"), *own = std::getenv("RANK");
+        const char* colon = text ? std::strchr(text, ':') : nullptr;
+        return colon && own && std::string(text, colon) == own ? std::atol(colon + 1) : LONG_MAX;
+    }();
+    return records >= limit;
+}
+
 EXPORT int cuEventRecord(void* handle, void* stream_handle) {
     Lock lock(driver.mutex);
     if (Result wrong = check_context()) return wrong;
     auto event = find_event(handle);
     auto stream = find_stream(stream_handle);
     if (!event || !stream || event->context != stream->context) return INVALID_HANDLE;
+    ++records;
     event->mark = std::make_shared<Mark>();
     if (is_calling_thread(stream)) {
         event->mark->reach();
@@ -95,25 +112,13 @@ EXPORT int cuEventRecord(void* handle, void* stream_handle) {
     return SUCCESS;
 }
 
-/// FLOW_FAKE_FAULT=<rank>:<milliseconds>: so long after its first question the device of that
-/// rank has failed for good.
-bool has_faulted() {
-    static const auto begin = std::chrono::steady_clock::now();
-    static const long after = [] {
-        const char *text = std::getenv("FLOW_FAKE_FAULT"), *own = std::getenv("RANK");
-        const char* colon = text ? std::strchr(text, ':') : nullptr;
-        return colon && own && std::string(text, colon) == own ? std::atol(colon + 1) : -1;
-    }();
-    return after >= 0 && std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(after);
-}
-
 EXPORT int cuEventQuery(void* handle) {
-    if (has_faulted()) return ILLEGAL_ADDRESS;
     Lock lock(driver.mutex);
     if (Result wrong = check_context()) return wrong;
     auto event = find_event(handle);
     if (!event) return INVALID_HANDLE;
-    return !event->mark || event->mark->is_reached() ? SUCCESS : NOT_READY;
+    if (!event->mark || event->mark->is_reached()) return SUCCESS;
+    return has_faulted() ? ILLEGAL_ADDRESS : NOT_READY;
 }
 
 EXPORT int cuEventSynchronize(void* handle) {

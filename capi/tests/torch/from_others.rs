@@ -26,19 +26,21 @@ fn change(section: &str) -> Option<Change> {
     let mut blocks = section.split("```").skip(1).step_by(2);
     let program = blocks.find(|block| block.contains("import torch\n"))?;
     let (language, text) = program.split_once('\n')?;
-    let side = |sign| match language {
-        "diff" => side(text, sign),
-        _ => text.to_owned(),
-    };
     let section = section.lines().next()?.to_owned();
-    Some(Change { section, before: side('-'), after: side('+') })
+    if language == "diff" {
+        return Some(Change { section, before: side(text, '-'), after: side(text, '+') });
+    }
+    Some(Change { section, before: text.to_owned(), after: text.to_owned() })
 }
 
 /// The lines of a diff that have this sign or none.
 fn side(diff: &str, sign: char) -> String {
-    let is_of = |line: &&str| line.is_empty() || line.starts_with([' ', sign]);
-    let lines = diff.lines().filter(is_of);
-    lines.map(|line| format!("{}\n", line.get(1..).unwrap_or_default())).collect()
+    let mut side = String::new();
+    for line in diff.lines().filter(|line| line.is_empty() || line.starts_with([' ', sign])) {
+        side += line.get(1..).unwrap_or_default();
+        side.push('\n');
+    }
+    side
 }
 
 #[test]

@@ -224,9 +224,6 @@ impl<M> Deref for Fsdp<M> {
 
 impl<M: fmt::Debug> fmt::Debug for Fsdp<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fsdp")
-            .field("model", &*self.ddp)
-            .field("group", self.ddp.group())
-            .finish_non_exhaustive()
+        f.debug_struct("Fsdp").field("ddp", &self.ddp).finish_non_exhaustive()
     }
 }

@@ -94,7 +94,7 @@ impl ZeroRedundancyOptimizer {
             return Ok(Found::Nothing);
         }
         let without = ranks_with_nothing(&self.parts.group, &found);
-        if !without.is_empty() && !self.parts.is_of_fsdp() {
+        if !without.is_empty() {
             return Err(self.parts.failed(format!(
                 "GradScaler: the ranks {without:?} have no gradients, and others have some: let all \
                  ranks run the same backward, and zero_grad() before it"

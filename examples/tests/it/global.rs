@@ -207,11 +207,9 @@ fn tensors_get_another_sbp() {
 /// What each rank has before and after, and what it took: lines of JSON.
 #[test]
 fn boxing_gives_each_rank_its_part() {
-    let (all, rows, columns) = (
-        json!([[1, 2], [3, 4]]),
-        [json!([[1, 2]]), json!([[3, 4]])],
-        [json!([[1], [3]]), json!([[2], [4]])],
-    );
+    let all = json!([[1, 2], [3, 4]]);
+    let rows = [json!([[1, 2]]), json!([[3, 4]])];
+    let columns = [json!([[1], [3]]), json!([[2], [4]])];
     let terms = [all.clone(), json!([[10, 20], [30, 40]])];
     let sum = json!([[11, 22], [33, 44]]);
     let copies = [all.clone(), all.clone()];

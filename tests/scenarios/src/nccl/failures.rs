@@ -103,7 +103,7 @@ pub const SCENARIOS: &[Scenario] = &[
     scenario(
         "a_fault_of_the_device_is_no_timeout",
         late,
-        &[TWO.env(&[("FLOW_FAKE_FAULT", "0:1000")])],
+        &[TWO.env(&[("FLOW_FAKE_FAULT", "0:7")])], // those of the second sum
     )
     .checked_by(|test| {
         let cause = "CUDA_ERROR_ILLEGAL_ADDRESS";

@@ -3,55 +3,35 @@
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{
-    Checkpoints, Ddp, DistributedSampler, Fsdp, GradScaler, MixedPrecision, ReduceOp,
-    TryBackwardStep, ZeroRedundancyOptimizer,
-};
-use tch::nn::{self, Adam, ModuleT, Optimizer, OptimizerConfig, VarStore};
+use flow_ddp::{Ddp, Fsdp, GradScaler, MixedPrecision, ReduceOp};
+use tch::nn::{self, Adam, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, close, own_group, part, random_models, values};
+use crate::helpers::{Draws, close, part, random_models, values};
 use crate::models::{batchnorm, device, store};
 use crate::optimizers::{
     Config, LARGE, Parameters, configs, drop_gradients, same_bits, same_elements, same_state,
 };
+use crate::sharded_pair::{self, Pair, draw_uses};
 
-/// A model with a `Ddp` and tch's optimizer, and the same one with an `Fsdp`.
-struct Pair {
-    plain: Ddp<Parameters>,
-    optimizer: Optimizer,
-    plain_store: VarStore,
-    sharded: Fsdp<Parameters>,
-    own: ZeroRedundancyOptimizer,
-    own_store: VarStore,
-}
-
-impl Pair {
-    fn new(
-        group: &ProcessGroup,
-        kinds: &[(i64, Kind)],
-        config: Config,
-        find_unused: bool,
-    ) -> Result<Self> {
-        let [plain_store, own_store] = [store(), store()];
-        let plain = Ddp::builder(group)
-            .find_unused_parameters(find_unused)
-            .wrap(Parameters::new(&plain_store, kinds), &plain_store)?;
-        let sharded = Fsdp::builder(group)
-            .find_unused_parameters(find_unused)
-            .bucket_cap_mb(0.1)
-            .wrap(Parameters::new(&own_store, kinds), &own_store)?;
-        let optimizer = config.build(&plain_store, 0.1)?;
-        let own = sharded.optimizer(config, 0.1)?;
-        Ok(Self { plain, optimizer, plain_store, sharded, own, own_store })
-    }
-
-    /// Trains both with the same losses, and compares the weights.
-    fn step(&mut self, uses: &[(usize, f64)]) -> Result<()> {
-        self.optimizer.backward_step(&self.plain.loss(uses)?);
-        self.own.try_backward_step(&self.sharded.loss(uses)?)?;
-        same_bits(&self.own_store, &self.plain_store)
-    }
+fn new_pair(
+    group: &ProcessGroup,
+    kinds: &[(i64, Kind)],
+    config: Config,
+    find_unused: bool,
+) -> Result<Pair<Fsdp<Parameters>>> {
+    let plain_store = store();
+    let zero_store = store();
+    let plain = Ddp::builder(group)
+        .find_unused_parameters(find_unused)
+        .wrap(Parameters::new(&plain_store, kinds), &plain_store)?;
+    let sharded = Fsdp::builder(group)
+        .find_unused_parameters(find_unused)
+        .bucket_cap_mb(0.1)
+        .wrap(Parameters::new(&zero_store, kinds), &zero_store)?;
+    let optimizer = config.build(&plain_store, 0.1)?;
+    let zero = sharded.optimizer(config, 0.1)?;
+    Ok(Pair { plain, optimizer, plain_store, sharded, zero, zero_store })
 }
 
 /// Random models: the weights have the same bits as with a `Ddp`, and so has the optimizer's state, with
@@ -85,23 +65,15 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let find_unused = draws.below(2) == 0;
     let micro_batches = draws.below(3);
     let freezes = count > 1 && draws.below(2) == 0;
-    let mut pair = Pair::new(group, &model, config, find_unused)?;
+    let mut pair = new_pair(group, &model, config, find_unused)?;
     for step in 0..6u32 {
-        let mut uses: Vec<(usize, f64)> = Vec::new();
-        for index in 0..count {
-            // All ranks draw alike, and each uses other ones.
-            let is_used = (0..group.world_size()).map(|_| draws.below(2) == 0).nth(group.rank());
-            if !find_unused || is_used == Some(true) {
-                uses.push((index, 0.25 + group.rank() as f64));
-            }
-        }
-        uses.push((count - 1, 1.0));
+        let uses = draw_uses(&mut draws, group, count, find_unused);
         let learning_rate = 0.1 / f64::from(1 + step);
         pair.optimizer.set_lr(learning_rate);
-        pair.own.set_lr(learning_rate)?;
+        pair.zero.set_lr(learning_rate)?;
         if step == 1 && count > 1 {
             pair.optimizer.set_weight_decay_group(1, 0.2);
-            pair.own.set_weight_decay_group(1, 0.2)?;
+            pair.zero.set_weight_decay_group(1, 0.2)?;
         }
         if freezes && (step == 2 || step == 4) {
             let _ = pair.plain.0[0].set_requires_grad(step == 4);
@@ -112,7 +84,7 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
         if !keeps {
             // Not zero_grad: it refuses views, which gradients of complex parameters are.
             drop_gradients(&pair.plain_store)?;
-            pair.own.zero_grad()?;
+            pair.zero.zero_grad()?;
         }
         for model in [&pair.plain, &*pair.sharded] {
             for _ in 0..micro_batches {
@@ -122,21 +94,21 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
         }
         if let Some(max) = max_norm {
             pair.optimizer.clip_grad_norm(max);
-            pair.own.clip_grad_norm(max)?;
+            pair.zero.clip_grad_norm(max)?;
         }
         pair.optimizer.step();
-        pair.own.step()?;
+        pair.zero.step()?;
         let what = || format!("step {step}, {config:?}, {model:?}, {uses:?}");
         if !has_bits {
             let expected = values(&pair.plain_store);
-            close(&values(&pair.own_store), &expected, 1e-4).with_context(what)?;
+            close(&values(&pair.zero_store), &expected, 1e-4).with_context(what)?;
             continue;
         }
-        same_bits(&pair.own_store, &pair.plain_store).with_context(what)?;
+        same_bits(&pair.zero_store, &pair.plain_store).with_context(what)?;
         let to = step as usize % group.world_size();
-        pair.own.consolidate_state_dict(to)?;
+        pair.zero.consolidate_state_dict(to)?;
         if group.rank() == to {
-            same_state(&pair.own.state()?, &pair.optimizer.state()?).with_context(what)?;
+            same_state(&pair.zero.state()?, &pair.optimizer.state()?).with_context(what)?;
         }
     }
     // Left as a model of this rank alone.
@@ -188,47 +160,55 @@ pub fn batch_norm(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Mixed precision with a scaler, whose overflow on one rank is one of all.
+/// Mixed precision with a scaler, whose overflow on one rank is one of all. Of the second model some ranks
+/// have no part.
 pub fn scaled(group: &ProcessGroup) -> Result<()> {
-    let half = MixedPrecision { param: Some(Kind::Half), ..Default::default() };
     for config in configs() {
-        let [plain_store, own_store] = [store(), store()];
-        let new = |store: &VarStore| {
-            tch::manual_seed(3);
-            nn::seq_t()
-                .add(nn::linear(store.root() / "in", 8, LARGE / 8, Default::default()))
-                .add_fn(|x| x.relu())
-                .add(nn::linear(store.root() / "out", LARGE / 8, 3, Default::default()))
-        };
-        let builder = Ddp::builder(group).mixed_precision(half);
-        let plain = builder.wrap(new(&plain_store), &plain_store)?;
-        let builder = Fsdp::builder(group).mixed_precision(half);
-        let sharded = builder.wrap(new(&own_store), &own_store)?;
-        let mut optimizer = config.build(&plain_store, 0.01)?;
-        let mut own = sharded.optimizer(config, 0.01)?;
-        let mut scalers = [0, 1].map(|_| GradScaler::new(1024.0, 2.0, 0.5, 3));
-        for step in 0..6usize {
-            let overflows = step == 2 || step == 4;
-            let is_culprit = step % group.world_size() == group.rank();
-            let factor = if overflows && is_culprit { f64::INFINITY } else { 1e-2 };
-            let like = (Kind::Float, device());
-            let input = (Tensor::arange(16, like) + step as f64 + group.rank() as f64).sin();
-            let loss = |output: Tensor| (output.to_kind(Kind::Float) * factor).sum(Kind::Float);
-            let [first, second] = &mut scalers;
-            optimizer.zero_grad();
-            let output = plain.forward_t(&input.view([2, 8]), true);
-            first.scale(&loss(output)).f_backward()?;
-            let is_taken = first.step(&mut optimizer)?;
-            first.update()?;
-            ensure!(is_taken != overflows, "step {step}");
-            own.zero_grad()?;
-            let output = sharded.try_forward_t(&input.view([2, 8]), true)?;
-            second.scale(&loss(output)).f_backward()?;
-            ensure!(second.step(&mut own)? == is_taken, "step {step} of Fsdp");
-            second.update()?;
-            ensure!(first == second, "{first:?} is not {second:?}");
-            same_bits(&own_store, &plain_store).with_context(|| format!("step {step}"))?;
-        }
+        scaled_with(group, config, LARGE / 8, true)?;
+        scaled_with(group, config, 1, false)?;
+    }
+    Ok(())
+}
+
+fn scaled_with(group: &ProcessGroup, config: Config, width: i64, bias: bool) -> Result<()> {
+    let half = MixedPrecision { param: Some(Kind::Half), ..Default::default() };
+    let layer = nn::LinearConfig { bias, ..Default::default() };
+    let [plain_store, own_store] = [store(), store()];
+    let new = |store: &VarStore| {
+        tch::manual_seed(3);
+        nn::seq_t()
+            .add(nn::linear(store.root() / "in", 8, width, layer))
+            .add_fn(|x| x.relu())
+            .add(nn::linear(store.root() / "out", width, 3, layer))
+    };
+    let builder = Ddp::builder(group).mixed_precision(half);
+    let plain = builder.wrap(new(&plain_store), &plain_store)?;
+    let builder = Fsdp::builder(group).mixed_precision(half);
+    let sharded = builder.wrap(new(&own_store), &own_store)?;
+    let mut optimizer = config.build(&plain_store, 0.01)?;
+    let mut own = sharded.optimizer(config, 0.01)?;
+    let mut scalers = [0, 1].map(|_| GradScaler::new(1024.0, 2.0, 0.5, 3));
+    for step in 0..6usize {
+        let overflows = step == 2 || step == 4;
+        let is_culprit = step % group.world_size() == group.rank();
+        let factor = if overflows && is_culprit { f64::INFINITY } else { 1e-2 };
+        let like = (Kind::Float, device());
+        let input = (Tensor::arange(16, like) + step as f64 + group.rank() as f64).sin();
+        let loss = |output: Tensor| (output.to_kind(Kind::Float) * factor).sum(Kind::Float);
+        let [first, second] = &mut scalers;
+        optimizer.zero_grad();
+        let output = plain.forward_t(&input.view([2, 8]), true);
+        first.scale(&loss(output)).f_backward()?;
+        let is_taken = first.step(&mut optimizer)?;
+        first.update()?;
+        ensure!(is_taken != overflows, "step {step}");
+        own.zero_grad()?;
+        let output = sharded.try_forward_t(&input.view([2, 8]), true)?;
+        second.scale(&loss(output)).f_backward()?;
+        ensure!(second.step(&mut own)? == is_taken, "step {step} of Fsdp");
+        second.update()?;
+        ensure!(first == second, "{first:?} is not {second:?}");
+        same_bits(&own_store, &plain_store).with_context(|| format!("step {step}"))?;
     }
     Ok(())
 }
@@ -279,55 +259,9 @@ fn shared_bytes(group: &ProcessGroup) -> Result<usize> {
     Ok(bytes[0] as usize)
 }
 
-/// A training goes on from a checkpoint with an `Fsdp`, a `Ddp` or alone, and on fewer ranks.
+/// A training goes on from checkpoints: see [`sharded_pair::resumed`].
 pub fn resumed(group: &ProcessGroup) -> Result<()> {
-    let model = [
-        (LARGE, Kind::Float),
-        (10, Kind::Double),
-        (0, Kind::Float),
-        (20 * LARGE, Kind::BFloat16),
-        (1, Kind::Float),
-    ];
-    let mut pid = [i64::from(std::process::id())];
-    group.broadcast(&mut pid, 0)?;
-    let folder = std::env::temp_dir().join(format!("flow-fsdp-{}", pid[0]));
-    let uses = |group: &ProcessGroup| -> Vec<(usize, f64)> {
-        (0..model.len()).map(|index| (index, 1.0 + group.rank() as f64)).collect()
-    };
-    let fewer = group.new_group(&(0..group.world_size() - 1).collect::<Vec<_>>())?;
-    let alone = own_group(group)?;
-    for (number, config) in configs().into_iter().enumerate() {
-        let mut pair = Pair::new(group, &model, config, false)?;
-        for _ in 0..2 {
-            pair.step(&uses(group))?;
-        }
-        let sampler = DistributedSampler::new(10, group);
-        let folder = folder.join(number.to_string());
-        let mut checkpoints = Checkpoints::open(&folder, group)?;
-        let from_fsdp = number % 2 == 0;
-        let optimizer: &dyn OptimizerState = if from_fsdp { &pair.own } else { &pair.optimizer };
-        checkpoints.save(1, &*pair.sharded, &pair.own_store, optimizer, &sampler, &())?;
-        drop(checkpoints);
-        group.barrier()?;
-        for part in [Some(group), fewer.as_ref(), Some(&alone).filter(|_| group.rank() == 0)] {
-            if let Some(part) = part {
-                let mut resumed = Pair::new(part, &model, config, false)?;
-                let mut checkpoints = Checkpoints::open(&folder, part)?;
-                let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
-                let mut sampler = DistributedSampler::new(10, part);
-                checkpoint.resume(&resumed.own_store, &mut resumed.own, &mut sampler)?;
-                checkpoint.resume(&resumed.plain_store, &mut resumed.optimizer, &mut sampler)?;
-                same_bits(&resumed.own_store, &pair.own_store)?;
-                for _ in 0..2 {
-                    resumed.step(&uses(part)).with_context(|| format!("{config:?}"))?;
-                }
-            }
-            group.barrier()?;
-        }
-    }
-    group.barrier()?;
-    if group.rank() == 0 {
-        std::fs::remove_dir_all(&folder)?;
-    }
-    Ok(())
+    sharded_pair::resumed(group, "fsdp", |group, model, config| {
+        new_pair(group, model, config, false)
+    })
 }

@@ -30,6 +30,7 @@ mod power_sgd;
 mod random_options;
 mod reported;
 mod scaled;
+mod sharded_pair;
 mod sparse;
 mod static_graph;
 mod sync_batchnorm;

@@ -3,51 +3,30 @@
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{
-    Checkpoints, Ddp, DdpBuilder, DistributedSampler, JoinOptions, TryBackwardStep,
-    ZeroRedundancyOptimizer, join,
-};
-use tch::nn::{self, Adam, Optimizer, OptimizerConfig, VarStore};
+use flow_ddp::{Ddp, DdpBuilder, JoinOptions, TryBackwardStep, ZeroRedundancyOptimizer, join};
+use tch::nn::{self, Adam, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, own_group, random_models};
+use crate::helpers::{Draws, random_models};
 use crate::models::{device, store};
 use crate::optimizers::{
     Config, LARGE, Parameters, configs, drop_gradients, same_bits, same_state,
 };
+use crate::sharded_pair::{self, Pair, draw_uses};
 
-/// A model with tch's optimizer, and the same one with ZeRO.
-struct Pair {
-    plain: Ddp<Parameters>,
-    optimizer: Optimizer,
-    plain_store: VarStore,
-    sharded: Ddp<Parameters>,
-    zero: ZeroRedundancyOptimizer,
-    zero_store: VarStore,
-}
-
-impl Pair {
-    fn new(
-        group: &ProcessGroup,
-        kinds: &[(i64, Kind)],
-        config: Config,
-        builder: impl Fn() -> DdpBuilder,
-    ) -> Result<Self> {
-        let plain_store = store();
-        let zero_store = store();
-        let plain = builder().wrap(Parameters::new(&plain_store, kinds), &plain_store)?;
-        let sharded = builder().wrap(Parameters::new(&zero_store, kinds), &zero_store)?;
-        let optimizer = config.build(&plain_store, 0.1)?;
-        let zero = ZeroRedundancyOptimizer::new(&zero_store, group, config, 0.1)?;
-        Ok(Self { plain, optimizer, plain_store, sharded, zero, zero_store })
-    }
-
-    /// Trains both with the same losses, and compares the weights.
-    fn step(&mut self, uses: &[(usize, f64)]) -> Result<()> {
-        self.optimizer.backward_step(&self.plain.loss(uses)?);
-        self.zero.try_backward_step(&self.sharded.loss(uses)?)?;
-        same_bits(&self.zero_store, &self.plain_store)
-    }
+fn new_pair(
+    group: &ProcessGroup,
+    kinds: &[(i64, Kind)],
+    config: Config,
+    builder: impl Fn() -> DdpBuilder,
+) -> Result<Pair<Ddp<Parameters>>> {
+    let plain_store = store();
+    let zero_store = store();
+    let plain = builder().wrap(Parameters::new(&plain_store, kinds), &plain_store)?;
+    let sharded = builder().wrap(Parameters::new(&zero_store, kinds), &zero_store)?;
+    let optimizer = config.build(&plain_store, 0.1)?;
+    let zero = ZeroRedundancyOptimizer::new(&zero_store, group, config, 0.1)?;
+    Ok(Pair { plain, optimizer, plain_store, sharded, zero, zero_store })
 }
 
 /// Random models: the weights have the same bits as with tch's optimizer, and so has the state, with
@@ -80,17 +59,9 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let freezes = count > 1 && draws.below(2) == 0;
     let builder =
         || Ddp::builder(group).find_unused_parameters(find_unused).gradient_as_bucket_view(view);
-    let mut pair = Pair::new(group, &model, config, builder)?;
+    let mut pair = new_pair(group, &model, config, builder)?;
     for step in 0..6u32 {
-        let mut uses: Vec<(usize, f64)> = Vec::new();
-        for index in 0..count {
-            // All ranks draw alike, and each uses other ones.
-            let is_used = (0..group.world_size()).map(|_| draws.below(2) == 0).nth(group.rank());
-            if !find_unused || is_used == Some(true) {
-                uses.push((index, 0.25 + group.rank() as f64));
-            }
-        }
-        uses.push((count - 1, 1.0));
+        let uses = draw_uses(&mut draws, group, count, find_unused);
         let learning_rate = 0.1 / f64::from(1 + step);
         pair.optimizer.set_lr(learning_rate);
         pair.zero.set_lr(learning_rate)?;
@@ -215,60 +186,11 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// A training goes on from a checkpoint of either optimizer, with either, on fewer ranks and alone; and
-/// states go from one optimizer to the other.
+/// A training goes on from checkpoints: see [`sharded_pair::resumed`].
 pub fn resumed(group: &ProcessGroup) -> Result<()> {
-    let model = [
-        (LARGE, Kind::Float),
-        (10, Kind::Double),
-        (0, Kind::Float),
-        (3 * LARGE, Kind::BFloat16),
-        (1, Kind::Float),
-    ];
-    let mut pid = [i64::from(std::process::id())];
-    group.broadcast(&mut pid, 0)?;
-    let folder = std::env::temp_dir().join(format!("flow-zero-{}", pid[0]));
-    let uses = |group: &ProcessGroup| -> Vec<(usize, f64)> {
-        (0..model.len()).map(|index| (index, 1.0 + group.rank() as f64)).collect()
-    };
-    let fewer = group.new_group(&(0..group.world_size() - 1).collect::<Vec<_>>())?;
-    let alone = own_group(group)?;
-    for (number, config) in configs().into_iter().enumerate() {
-        let mut pair = Pair::new(group, &model, config, || Ddp::builder(group))?;
-        for _ in 0..2 {
-            pair.step(&uses(group))?;
-            let expected = pair.optimizer.state()?;
-            pair.zero.load_state(&expected)?;
-        }
-        let sampler = DistributedSampler::new(10, group);
-        let folder = folder.join(number.to_string());
-        let mut checkpoints = Checkpoints::open(&folder, group)?;
-        let from_zero = number % 2 == 0;
-        let optimizer: &dyn OptimizerState = if from_zero { &pair.zero } else { &pair.optimizer };
-        checkpoints.save(1, &pair.sharded, &pair.zero_store, optimizer, &sampler, &())?;
-        drop(checkpoints);
-        group.barrier()?;
-        for part in [Some(group), fewer.as_ref(), Some(&alone).filter(|_| group.rank() == 0)] {
-            if let Some(part) = part {
-                let mut resumed = Pair::new(part, &model, config, || Ddp::builder(part))?;
-                let mut checkpoints = Checkpoints::open(&folder, part)?;
-                let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
-                let mut sampler = DistributedSampler::new(10, part);
-                checkpoint.resume(&resumed.zero_store, &mut resumed.zero, &mut sampler)?;
-                checkpoint.resume(&resumed.plain_store, &mut resumed.optimizer, &mut sampler)?;
-                same_bits(&resumed.zero_store, &pair.zero_store)?;
-                for _ in 0..2 {
-                    resumed.step(&uses(part)).with_context(|| format!("{config:?}"))?;
-                }
-            }
-            group.barrier()?;
-        }
-    }
-    group.barrier()?;
-    if group.rank() == 0 {
-        std::fs::remove_dir_all(&folder)?;
-    }
-    Ok(())
+    sharded_pair::resumed(group, "zero", |group, model, config| {
+        new_pair(group, model, config, || Ddp::builder(group))
+    })
 }
 
 /// Ranks have other numbers of batches: the weights are those of a join with tch's optimizer. Learning
@@ -288,7 +210,7 @@ pub fn joined(group: &ProcessGroup) -> Result<()> {
             uses.push((3, factor));
         }
         let builder = || Ddp::builder(group).find_unused_parameters(find_unused);
-        let mut pair = Pair::new(group, &model, config, builder)?;
+        let mut pair = new_pair(group, &model, config, builder)?;
         let Pair { plain, optimizer, sharded, zero, .. } = &mut pair;
         plain.join(|| -> Result<()> {
             for batch in 0..own {
