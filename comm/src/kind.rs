@@ -55,6 +55,7 @@ kinds! {
     AllToAllV = 15, "all_to_all_v";
     BatchSendRecv = 16, "batch_send_recv";
     ReadPeers = 17, "read_peers";
+    BarrierOnMachine = 18, "barrier_on_machine";
 }
 
 impl Kind {

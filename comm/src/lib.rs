@@ -15,6 +15,7 @@
 //! | [`ProcessGroup::in_process`] | the threaded process group of its own tests |
 //! | [`Member::alloc_shared`] | none: memory that collectives use in place |
 //! | [`ProcessGroup::alloc_on_machine`] | none: memory that the ranks of a machine have in common |
+//! | [`ProcessGroup::barrier_on_machine`] | none: a barrier of the ranks of each machine |
 //! | [`nccl::CudaGroup`] | `ProcessGroupNCCL` |
 //! | [`store::Store`] | `TCPStore` |
 //!

@@ -197,7 +197,7 @@ impl DdpBuilder {
         self.described_optimizer()?;
         self.check_zero()?;
         if let Some(store) = self.sharded.as_ref().filter(|_| self.group.world_size() > 1) {
-            fsdp::check(&self.group, store)?;
+            fsdp::check(store)?;
         }
         if self.buffer_comm_hook.is_some() && !self.broadcast_buffers {
             return Err(

@@ -64,4 +64,4 @@ pub use micro_batch::MicroBatch;
 pub use pipeline::Pipeline;
 pub use report::{Report, StageReport};
 pub use split::{split_by_parameters, split_by_time};
-pub use stage::{DdpStage, Layers, Stage, stage_fn, stage_fn_t};
+pub use stage::{DdpStage, FsdpStage, Layers, Stage, stage_fn, stage_fn_t};

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use flow_autograd::BoxError;
-use flow_ddp::{Ddp, NoSync};
+use flow_ddp::{Ddp, Fsdp, NoSync};
 use tch::Tensor;
 use tch::nn::{ModuleT, Path, VarStore};
 
@@ -49,6 +49,25 @@ pub struct DdpStage<S>(pub Ddp<S>);
 impl<S: Stage> Stage for DdpStage<S> {
     /// Calls the module without [`Ddp::forward_t`]: a step has the buffers already, and its backwards
     /// belong to its forwards.
+    fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
+        S::forward_micro_batch(&self.0, inputs, train)
+    }
+
+    fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
+        self.0.sync_buffers()?;
+        Ok(Some(self.0.no_sync()))
+    }
+
+    fn abort(&self, cause: &str) {
+        self.0.abort(cause);
+    }
+}
+
+/// A stage that trains as a [`DdpStage`] does, of a model whose parameters are there once for all replicas on
+/// a machine. [`Fsdp::optimizer`] makes its optimizer.
+pub struct FsdpStage<S>(pub Fsdp<S>);
+
+impl<S: Stage> Stage for FsdpStage<S> {
     fn forward_micro_batch(&self, inputs: &[Tensor], train: bool) -> Result<Vec<Tensor>, BoxError> {
         S::forward_micro_batch(&self.0, inputs, train)
     }

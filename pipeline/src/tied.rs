@@ -18,6 +18,12 @@ pub struct Tied {
 impl Tied {
     /// Makes all copies the first rank's.
     pub fn new(group: ProcessGroup, weight: &Tensor) -> Result<Self, BoxError> {
+        if flow_ddp::is_fully_sharded(weight) {
+            let reason = "the weight is an Fsdp's, which keeps each rank's part of the gradient only: wrap \
+                          the stages that share a weight with Ddp";
+            group.abort(reason);
+            return Err(reason.into());
+        }
         let mut local = local_memory(weight)?;
         tch::no_grad(|| group.broadcast_tensor(&mut local, 0))?;
         Ok(Self { group, weight: weight.shallow_clone() })

@@ -1,8 +1,8 @@
-//! barrier: every rank contributes nothing, and waits for the others.
+//! Barriers: every rank contributes nothing, and waits for the others.
 
 use super::host::HostCollectives;
 use super::read::read_from_all;
-use crate::descriptor::OpDescriptor;
+use crate::descriptor::{Location, OpDescriptor};
 use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::kind::Kind;
@@ -18,6 +18,30 @@ impl ProcessGroup {
         let operation = OpDescriptor::new(Kind::Barrier, DType::U8, 0);
         self.collective(operation, Buffers::new(BufferView::NONE, BufferView::NONE), run)
     }
+
+    /// Returns when all ranks of the group on this machine have called it. All ranks of the group call
+    /// this: it is in the order of their collectives.
+    pub fn barrier_on_machine(&self) -> Result<()> {
+        let operation = OpDescriptor::new(Kind::BarrierOnMachine, DType::U8, 0);
+        let nothing = Buffers::new(BufferView::NONE, BufferView::NONE);
+        self.collective(operation, nothing, run_on_machine)
+    }
+}
+
+/// Returns when all ranks of the machine have called it.
+fn run_on_machine(host: &HostCollectives, operation: OpDescriptor, _: Buffers) -> Result<()> {
+    let rounds = &host.rounds;
+    let state = &mut *rounds.lock();
+    let round = rounds.acquire(state, &operation)?;
+    rounds.publish(round, &operation, Location::Staged);
+    rounds.arrive(round);
+    rounds.wait_locals_arrived(round, &operation)?;
+    rounds.local_locations(round, &operation, &|_| 0)?;
+    if host.core.is_leader() {
+        rounds.arrive_for_remote(round);
+    }
+    rounds.done(round);
+    Ok(())
 }
 
 /// Returns when all ranks have called it.

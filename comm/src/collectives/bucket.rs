@@ -5,7 +5,8 @@
 //! r then reduces slice r over all ranks' gradients. It writes the result into all of them; where
 //! ranks get parts, each reduces its own, and writes into memory that is its alone. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
-//! reduced everywhere. Between them a thread of the leader transfers.
+//! reduced everywhere. Between them a thread of the leader transfers. At the end each rank copies
+//! the whole, or its parts, from the leader.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -157,8 +158,10 @@ impl BucketQueue {
                 break;
             }
             match queued.bucket.segments.destinations() {
-                None => self.reduce(queued)?,
-                Some(destinations) => self.reduce_parts(queued, &destinations)?,
+                Some(destinations) if self.hierarchical.is_none() => {
+                    self.reduce_parts(queued, &destinations)?;
+                }
+                _ => self.reduce(queued)?,
             }
             queued.reduced = true;
             self.rounds.done(queued.round);
@@ -273,20 +276,33 @@ impl BucketQueue {
         Ok(())
     }
 
-    /// Copies what the leader has of a bucket that is reduced over all nodes.
+    /// Copies what the leader has of a bucket that is reduced over all nodes, or this rank's parts.
     fn copy_from_leader(&self, queued: &QueuedBucket) -> Result<()> {
         let LaunchedBucket { operation, segments, .. } = &queued.bucket;
         // Only now are the descriptors of the other nodes here.
         self.rounds.locations(queued.round, operation, &|_| 0)?;
-        if self.core.local == 0 {
+        let destinations = segments.destinations();
+        if self.core.local == 0 && destinations.is_none() {
             return Ok(());
         }
+        let element = segments.dtype.size();
         let pieces = pieces_of_locals(segments, &self.rounds, queued.round, operation)?;
+        if let Some(destinations) = destinations {
+            for (places, (part, destination)) in pieces.iter().zip(destinations) {
+                if !part.is_empty() {
+                    let from = places[0].wrapping_add(part.start * element);
+                    // SAFETY: the part is in the leader's piece, which is final. The destination is as
+                    // long, and this rank's alone.
+                    unsafe { bytes::copy(from, destination, part.len() * element) };
+                }
+            }
+            return Ok(());
+        }
         let pieces = segments.lengths.iter().zip(pieces).zip(segments.pieces());
         for ((length, places), own) in pieces.filter(|((length, _), _)| **length > 0) {
             // SAFETY: both are pieces of that length, in memory that all ranks of this node map;
             // the leader's is final, and this rank's own is its alone now.
-            unsafe { bytes::copy(places[0], own, length * segments.dtype.size()) };
+            unsafe { bytes::copy(places[0], own, length * element) };
         }
         Ok(())
     }

@@ -24,8 +24,8 @@ impl Member {
     }
 
     /// Returns a bucket as [`Member::segments`] does, of which each rank gets other elements: this one
-    /// gets `parts`, a range of each piece. The parts of all ranks cover each piece once.
-    /// [`Segments::set_destination`] says where they go. The ranks are on one machine.
+    /// gets `parts`, a range of each piece. The parts of a machine's ranks cover each piece once: over
+    /// several machines, each has all. [`Segments::set_destination`] says where they go.
     pub fn scattered_segments(
         &self,
         bucket: u32,
@@ -38,10 +38,6 @@ impl Member {
         if !fit || parts.len() != lengths.len() {
             let reason =
                 format!("the parts {parts:?} are not of pieces of the lengths {lengths:?}");
-            return Err(self.caller().argument("scattered_segments", reason));
-        }
-        if self.local_world_size() != self.world_size() {
-            let reason = "the group has ranks on several machines".to_owned();
             return Err(self.caller().argument("scattered_segments", reason));
         }
         self.new_segments(bucket, dtype, lengths, Some(parts))

@@ -88,6 +88,12 @@ impl Member {
         self.core().local
     }
 
+    /// Returns the members that are on the node of one of them, in their order.
+    pub fn ranks_on_machine_of(&self, rank: usize) -> Vec<usize> {
+        let nodes = &self.core().nodes;
+        self.core().ranks_where(|other| nodes.get(rank) == Some(&nodes[other]))
+    }
+
     /// Returns how many ranks of the job are on this node, whether in the group or not: they share
     /// its cores.
     pub fn ranks_on_node(&self) -> usize {

@@ -82,27 +82,22 @@ impl FsdpBuilder {
     }
 }
 
-/// Puts the parameters of all ranks into one memory, and makes room for this rank's gradients. All ranks
-/// call this, of whose models and groups [`check`] has found nothing wrong.
+/// Puts the parameters of a machine's ranks into one memory, and makes room for this rank's gradients. All
+/// ranks call this, of whose models [`check`] has found nothing wrong.
 pub(crate) fn share(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<Arc<GradShards>> {
-    let parameters = sharded_parameters(store, group.world_size());
+    let parameters = sharded_parameters(store, group.local_world_size());
     let parameters = agree(group, parameters.map_err(|reason| Error::fsdp(group, reason)))?;
     let shared = SharedParameters::new(group, &parameters)?;
-    let shards = GradShards::new(Arc::clone(&shared), &parameters, group.rank());
-    let shards = shards.map_err(|error| Error::fsdp(group, error.to_string()));
+    let shards = shared.spread().and_then(|()| {
+        let shards = GradShards::new(Arc::clone(&shared), &parameters, group.local_index());
+        shards.map_err(|error| Error::fsdp(group, error.to_string()))
+    });
     Ok(Arc::new(agree(group, shards).inspect_err(|_| shared.unshare())?))
 }
 
-/// Returns what is wrong with the ranks, the device, or the parameters.
-pub(crate) fn check(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<(), String> {
-    if group.local_world_size() != group.world_size() {
-        return Err(
-            "Fsdp: the ranks are on several machines, and all must be on one: use Ddp and a \
-                    ZeroRedundancyOptimizer between machines"
-                .to_owned(),
-        );
-    }
-    let parameters = sharded_parameters(store, group.world_size())?;
+/// Returns what is wrong with the device, or the parameters.
+pub(crate) fn check(store: &Mutex<Variables>) -> Result<(), String> {
+    let parameters = sharded_parameters(store, 1)?;
     if let Some(parameter) = parameters.iter().find(|each| each.tensor.device() != Device::Cpu) {
         return Err(format!(
             "Fsdp: {} is on {:?}, and must be on the CPU: use Ddp and a ZeroRedundancyOptimizer on GPUs",

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_autograd::identity;
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::ProcessGroup;
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::shared_parameters::SharedParameters;
@@ -37,16 +37,16 @@ struct GradShard {
 }
 
 impl GradShards {
-    /// Makes room for the gradients of the parts of `rank`.
+    /// Makes room for the gradients of the parts of the rank at a place on its machine.
     pub fn new(
         shared: Arc<SharedParameters>,
         parameters: &[ShardedParameter],
-        rank: usize,
+        rank_on_machine: usize,
     ) -> Result<Self, TchError> {
         let mut shards = Vec::with_capacity(parameters.len());
         let mut places = HashMap::new();
         for (place, parameter) in parameters.iter().enumerate() {
-            let elements = parameter.elements_on(rank);
+            let elements = parameter.elements_on(rank_on_machine);
             let part = parameter.view(elements.start, elements.len())?;
             let (real, width) = real_kind(parameter.kind());
             let numbers = elements.start * width..elements.end * width;
@@ -137,13 +137,16 @@ impl GradShards {
         let shards = self.lock();
         let gradients: Vec<Tensor> =
             shards.iter().filter(|shard| shard.is_there).map(|shard| shard.part.grad()).collect();
-        let mut square = [0.0];
+        let mut square = 0.0;
         for gradient in &gradients {
-            square[0] +=
+            square +=
                 gradient.abs().norm_scalaropt_dtype(2.0, Kind::Double).double_value(&[]).powi(2);
         }
-        group.all_reduce(&mut square, ReduceOp::Sum)?;
-        let norm = square[0].sqrt();
+        let mut squares = vec![0.0; group.world_size()];
+        group.all_gather(&[square], &mut squares)?;
+        // Each machine has all gradients. All take the same sum, also if they part them otherwise.
+        let first_machine = group.ranks_on_machine_of(0);
+        let norm = first_machine.iter().map(|&rank| squares[rank]).sum::<f64>().sqrt();
         let factor = max / (norm + 1e-6);
         if factor < 1.0 {
             for mut gradient in gradients {

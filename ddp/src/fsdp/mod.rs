@@ -32,7 +32,8 @@ use crate::optimizer_choice::OptimizerChoice;
 use crate::zero::ZeroRedundancyOptimizer;
 
 /// A model whose parameters, gradients and optimizer exist once for all ranks of a machine: PyTorch's
-/// `FullyShardedDataParallel`, which gathers copies of them, and ZeRO's stage 3.
+/// `FullyShardedDataParallel`, which gathers copies of them, and ZeRO's stage 3. Each machine has all of
+/// them, as in PyTorch's hybrid sharding (HSDP).
 ///
 /// ```no_run
 /// use flow_ddp::{Fsdp, ProcessGroup, TensorCollectives};
@@ -53,22 +54,22 @@ use crate::zero::ZeroRedundancyOptimizer;
 /// - **Parameters** lie in memory that all ranks of the machine map. Each forward and backward reads them
 ///   there.
 /// - **Gradients**: as soon as a bucket has come, each rank adds up its parts of it, and all free the rest.
+///   Over several machines, a bucket is first reduced as a [`Ddp`]'s, and each rank then takes its parts.
 ///   `.grad` of a parameter is undefined after backward; the parts are where the optimizer finds them.
-/// - **The optimizer** of [`Fsdp::optimizer`] steps this rank's parts, and waits until all ranks have. An
-///   optimizer of the `VarStore` finds no gradients: to train with none but that is an error of the second
-///   backward.
+/// - **The optimizer** of [`Fsdp::optimizer`] steps this rank's parts, and waits until all ranks of the
+///   machine have. Those of other machines find an error of it out in their next backward. An optimizer of
+///   the `VarStore` finds no gradients: to train with none but that is an error of the second backward.
 ///
 /// The weights have the bits of a [`Ddp`]'s: sums are the same. Norms of gradients are summed in another
 /// order.
 ///
-/// A change of a parameter is one for all ranks. So it is made in [`Fsdp::write`], by one of them;
+/// A change of a parameter is one for all ranks. So it is made in [`Fsdp::write`], by rank 0;
 /// [`Checkpoint`](crate::Checkpoint)s may be loaded as ever. Any other write that autograd counts, as it
 /// does but for those by way of `data()`, is an error of the next backward or step. Ranks share the
 /// parameters until [`Fsdp::into_inner`], also once the `Fsdp` is dropped.
 ///
 /// An `Fsdp` derefs to a [`Ddp`]: what is said of that one's backward, of buffers, [`Ddp::no_sync`] and
-/// failures holds here. All ranks are on one machine, and the model is on the CPU. With one rank it is a
-/// `Ddp` with one.
+/// failures holds here. The model is on the CPU. With one rank it is a `Ddp` with one.
 pub struct Fsdp<M> {
     ddp: Ddp<M>,
     store: Arc<Mutex<Variables>>,
@@ -80,8 +81,8 @@ impl<M> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// Those of [`Ddp::new`]; ranks on several machines, or a model on a GPU, and more than one rank; no
-    /// shared memory for the parameters.
+    /// Those of [`Ddp::new`]; a model on a GPU, and more than one rank; no shared memory for the
+    /// parameters.
     pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
         Fsdp::builder(group).wrap(model, vs)
     }
@@ -101,8 +102,8 @@ impl<M> Fsdp<M> {
         ZeroRedundancyOptimizer::with(&self.store, group, choice, self.kept().cloned())
     }
 
-    /// Changes parameters: one rank of the machine runs `change`, without gradients, while the others
-    /// wait. They then take over its buffers. All ranks call this.
+    /// Changes parameters: rank 0 runs `change`, without gradients, while the others wait. They then take
+    /// over its parameters and buffers. All ranks call this.
     ///
     /// ```no_run
     /// # fn main() -> anyhow::Result<()> {
@@ -126,16 +127,15 @@ impl<M> Fsdp<M> {
             return tch::no_grad(change).map_err(of_change);
         };
         self.check_writes(kept)?;
-        let changed = if group.local_index() == 0 {
-            tch::no_grad(change).map_err(of_change).and_then(|()| {
-                kept.shared.check_memory().map_err(|reason| Error::fsdp(group, reason))
-            })
-        } else {
-            Ok(())
-        };
-        let changed = agree(group, changed);
-        kept.shared.accept_writes();
-        changed?;
+        let mut changed = Ok(());
+        if group.rank() == 0 {
+            changed = tch::no_grad(change).map_err(of_change);
+        }
+        let is_in_place = kept.shared.check_memory().map_err(|reason| Error::fsdp(group, reason));
+        agree(group, is_in_place)?;
+        // Also of a change that has failed half way: machines must not differ.
+        kept.shared.spread()?;
+        agree(group, changed)?;
         let buffers = CoalescedBroadcast::new(group, self.buffers()).map_err(Error::from);
         let mut buffers = agree(group, buffers)?;
         agree(group, buffers.run(group, 0).map_err(Error::from))

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use flow_autograd::{data_ptr, identity};
 use flow_comm::{MachineBuffer, ProcessGroup};
+use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -71,6 +72,26 @@ impl SharedParameters {
         Ok(shared)
     }
 
+    /// Gives all machines what rank 0 has in the parameters. All ranks call this, none of which reads them.
+    pub fn spread(&self) -> Result<()> {
+        let group = &self.group;
+        if group.local_world_size() < group.world_size() {
+            for SharedParameter { name, tensor, .. } in &mut *self.lock() {
+                let value = tensor.detach().copy();
+                let named = vec![(name.clone(), value.shallow_clone())];
+                let broadcast = CoalescedBroadcast::new(group, named).map_err(Error::from);
+                let mut broadcast = agree(group, broadcast)?;
+                agree(group, broadcast.run(group, 0).map_err(Error::from))?;
+                if group.local_index() == 0 {
+                    tch::no_grad(|| tensor.copy_(&value));
+                }
+            }
+            group.barrier_on_machine()?;
+        }
+        self.accept_writes();
+        Ok(())
+    }
+
     /// Takes what was written into the parameters as written for all ranks.
     pub fn accept_writes(&self) {
         for parameter in &mut *self.lock() {
@@ -122,6 +143,13 @@ impl SharedParameters {
     fn lock(&self) -> MutexGuard<'_, Vec<SharedParameter>> {
         self.parameters.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns whether a tensor is a parameter of an [`Fsdp`](crate::Fsdp) of several ranks.
+pub fn is_fully_sharded(tensor: &Tensor) -> bool {
+    let identities = HashSet::from([identity(tensor)]);
+    let all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+    all.iter().filter_map(Weak::upgrade).any(|shared| shared.has_any(&identities))
 }
 
 /// Writes into these tensors what all ranks load alike. Before that, ranks that have some of them in common

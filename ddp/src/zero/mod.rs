@@ -106,8 +106,9 @@ impl ZeroRedundancyOptimizer {
         Self::with(&vs.variables_, group, OptimizerChoice::new(config, learning_rate), None)
     }
 
-    /// Makes an optimizer as [`ZeroRedundancyOptimizer::new`] does. `kept`: where the gradients are, and
-    /// ranks have the parameters in common, if they are those of an [`Fsdp`](crate::Fsdp).
+    /// Makes an optimizer as [`ZeroRedundancyOptimizer::new`] does. `kept`: where the gradients are, if they
+    /// are those of an [`Fsdp`](crate::Fsdp). The ranks of each machine then have the parameters in common,
+    /// and share all of the state.
     pub(crate) fn with(
         store: &Arc<Mutex<Variables>>,
         group: &ProcessGroup,
@@ -117,7 +118,8 @@ impl ZeroRedundancyOptimizer {
         let rank = job_rank(group);
         let chosen = choice.describe();
         let made = chosen.and_then(|chosen| {
-            let mut shards = Shards::new(store, &choice, group.rank(), group.world_size())?;
+            let sharers = sharers(group, group.rank(), kept.is_some());
+            let mut shards = Shards::new(store, &choice, group.rank(), &sharers)?;
             if let Some(kept) = kept {
                 shards.take_kept(kept)?;
             }
@@ -179,7 +181,7 @@ impl ZeroRedundancyOptimizer {
         let begun = checked.and_then(|()| {
             if shards.kept.is_some() {
                 // Until then other ranks read the parameters that this one steps.
-                self.parts.group.barrier()?;
+                self.parts.group.barrier_on_machine()?;
             }
             Ok(())
         });
@@ -302,6 +304,11 @@ impl TryBackwardStep for ZeroRedundancyOptimizer {
     fn try_backward_step(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_step(loss)
     }
+}
+
+/// Returns the ranks that share the state with `rank`: all, or those of its machine.
+fn sharers(group: &ProcessGroup, rank: usize, on_machine: bool) -> Vec<usize> {
+    if on_machine { group.ranks_on_machine_of(rank) } else { (0..group.world_size()).collect() }
 }
 
 /// Describes what must be equal on all ranks, in lines.

@@ -22,7 +22,7 @@ pub(crate) struct Parts {
     /// What was chosen, in a line.
     pub chosen: String,
     shards: Mutex<Shards>,
-    /// None where ranks have the parameters in common.
+    /// None where the ranks of a machine have the parameters in common.
     gather: Mutex<Option<Gather>>,
     /// The whole state, if this rank has gathered it since the last step.
     consolidated: Mutex<Option<StateDict>>,
@@ -75,7 +75,7 @@ impl Parts {
         }
         match &mut *self.gather.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(gather) => gather.run(&self.group),
-            None => Ok(self.group.barrier()?),
+            None => Ok(self.group.barrier_on_machine()?),
         }
     }
 

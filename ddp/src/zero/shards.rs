@@ -25,18 +25,20 @@ pub(crate) struct Shards {
 }
 
 impl Shards {
-    /// Parts the trainable variables of `store`, and makes the optimizers of this rank's parts.
+    /// Parts the trainable variables of `store` among the ranks `sharers`, and makes the optimizers of the
+    /// parts of `rank`, one of them.
     pub fn new(
         store: &Arc<Mutex<Variables>>,
         choice: &OptimizerChoice,
         rank: usize,
-        ranks: usize,
+        sharers: &[usize],
     ) -> Result<Self, String> {
-        let mut parameters = sharded_parameters(store, ranks)?;
+        let place = sharers.iter().position(|&sharer| sharer == rank);
+        let mut parameters = sharded_parameters(store, sharers.len())?;
         let mut whole = choice.build().map_err(one_line)?;
         for parameter in &mut parameters {
             whole.add_parameters(&parameter.tensor, parameter.group).map_err(one_line)?;
-            let own = parameter.shards.iter().find(|shard| shard.rank == rank).cloned();
+            let own = parameter.shards.iter().find(|shard| Some(shard.rank) == place).cloned();
             if let Some(own) = own {
                 parameter.own = Some(parameter.own_shard(own.elements, choice)?);
             }

@@ -9,6 +9,7 @@ use super::ZeroRedundancyOptimizer;
 use super::error::{agree, failed};
 use super::sharded_parameter::COUNT;
 use super::shards::Shards;
+use super::sharers;
 use crate::error::{Result, job_rank};
 use crate::model_check::gather_texts;
 
@@ -71,17 +72,19 @@ impl ZeroRedundancyOptimizer {
         let own = own_bytes(&shards).map_err(|error| self.parts.failed(error));
         let (names, bytes) = agree(&self.parts.group, own)?;
         let names = gather_texts(&self.parts.group, &names)?;
-        if self.parts.group.rank() != to {
-            if !bytes.is_empty() {
+        let sharers = sharers(&self.parts.group, to, shards.kept.is_some());
+        let rank = self.parts.group.rank();
+        if rank != to {
+            if sharers.contains(&rank) && !bytes.is_empty() {
                 self.parts.group.send(&bytes[..], to)?;
             }
             return Ok(None);
         }
         let mut parts: BTreeMap<Part, Tensor> = BTreeMap::new();
-        for (rank, names) in names.iter().enumerate() {
-            let names: Vec<Part> = names.lines().filter_map(parse).collect();
+        for (place, &rank) in sharers.iter().enumerate() {
+            let names: Vec<Part> = names[rank].lines().filter_map(parse).collect();
             let lengths: Vec<usize> =
-                names.iter().map(|&part| length(&shards, rank, part)).collect();
+                names.iter().map(|&part| length(&shards, place, part)).collect();
             let mut received = vec![0; lengths.iter().sum()];
             if rank == to {
                 received.copy_from_slice(&bytes);
@@ -92,7 +95,7 @@ impl ZeroRedundancyOptimizer {
             for (part, length) in names.into_iter().zip(lengths) {
                 let (bytes, others) = rest.split_at(length);
                 rest = others;
-                add(&shards, &mut parts, rank, part, bytes)
+                add(&shards, &mut parts, place, part, bytes)
                     .map_err(|error| self.parts.failed(error))?;
             }
         }
@@ -119,20 +122,20 @@ fn parse(line: &str) -> Option<Part<'_>> {
     Some((number.parse().ok()?, name))
 }
 
-/// Returns the bytes that a rank has of a part.
-fn length(shards: &Shards, rank: usize, (number, name): Part) -> usize {
+/// Returns the bytes that the sharer at a place has of a part.
+fn length(shards: &Shards, place: usize, (number, name): Part) -> usize {
     if name == COUNT {
         return Kind::Int64.elt_size_in_bytes();
     }
     let parameter = &shards.parameters[number];
-    parameter.elements_on(rank).len() * parameter.kind().elt_size_in_bytes()
+    parameter.elements_on(place).len() * parameter.kind().elt_size_in_bytes()
 }
 
-/// Adds what a rank has of a part.
+/// Adds what the sharer at a place has of a part.
 fn add<'a>(
     shards: &Shards,
     parts: &mut BTreeMap<Part<'a>, Tensor>,
-    rank: usize,
+    place: usize,
     part: Part<'a>,
     bytes: &[u8],
 ) -> Result<(), TchError> {
@@ -142,7 +145,7 @@ fn add<'a>(
         return Ok(());
     }
     let parameter = &shards.parameters[number];
-    let elements = parameter.elements_on(rank);
+    let elements = parameter.elements_on(place);
     let shape = [elements.len() as i64];
     let given = Tensor::f_from_data_size(bytes, &shape, parameter.kind())?;
     let whole = parts.entry(part).or_insert_with(|| {

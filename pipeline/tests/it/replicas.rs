@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::common::replicas::{self, Half, ROWS, Replica, loss};
 use crate::common::{close, numbers, ranks};
 use flow_comm::Mesh;
-use flow_ddp::Ddp;
+use flow_ddp::{Ddp, Fsdp};
 use flow_global::{B, GlobalTensor, Placement, S, distribute};
-use flow_pipeline::{DdpStage, Pipeline, Schedule, Stage, stage_fn};
+use flow_pipeline::{DdpStage, FsdpStage, Pipeline, Schedule, Stage, stage_fn};
 use flow_tensor::ProcessGroup;
-use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::nn::{self, Adam, Module, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
 fn mesh_of_four(group: &ProcessGroup) -> Mesh {
@@ -150,6 +150,73 @@ fn ddp_has_stages_of_several_tensors() {
             (stage, own.grad())
         });
         found.iter().for_each(|(stage, found)| close(found, &alone[*stage].grad()));
+    }
+}
+
+/// Weights of both stages after each step, with `Ddp` and Adam or with `Fsdp`: the same bits.
+#[test]
+fn stages_of_fsdp_train_as_those_of_ddp() {
+    for (name, recomputes) in SCHEDULES.into_iter().chain(CHUNKED) {
+        let schedule = Schedule::named(name, 2, 2, 3).unwrap();
+        let weights = |is_sharded: bool| {
+            ranks(4, |group| {
+                let mesh = mesh_of_four(&group);
+                let replica = mesh.coordinates().unwrap()[1] as i64;
+                let mut weights = Vec::new();
+                let mut plain = Vec::new();
+                let mut sharded = Vec::new();
+                let mut pipeline = Pipeline::builder(&mesh, "pp")
+                    .schedule(schedule.clone())
+                    .recompute(recomputes)
+                    .build(|stage| -> Result<Box<dyn Stage>, _> {
+                        let mut vs = VarStore::new(Device::Cpu);
+                        let half = Half::new(&mut vs, stage);
+                        weights.push(half.0.shallow_clone());
+                        let replicas = mesh.group("dp")?;
+                        if is_sharded {
+                            let model = Fsdp::new(half, &vs, replicas)?;
+                            sharded.push(model.optimizer(Adam::default(), 0.1)?);
+                            return Ok(Box::new(FsdpStage(model)));
+                        }
+                        plain.push(Adam::default().build(&vs, 0.1)?);
+                        Ok(Box::new(DdpStage(Ddp::new(half, &vs, replicas)?)))
+                    })
+                    .unwrap();
+                let mut trained = Vec::new();
+                for step in 0..4 {
+                    plain.iter_mut().for_each(Optimizer::zero_grad);
+                    sharded.iter().for_each(|optimizer| optimizer.zero_grad().unwrap());
+                    let [x, y] = batch(step).map(|all| all.narrow(0, 6 * replica, 6));
+                    pipeline.step(&[x], |outputs, part| loss(&outputs[0], &part.of(&y))).unwrap();
+                    plain.iter_mut().for_each(Optimizer::step);
+                    sharded.iter().for_each(|optimizer| optimizer.step().unwrap());
+                    trained.extend(weights.iter().map(Tensor::copy));
+                }
+                trained
+            })
+        };
+        assert_eq!(weights(true), weights(false), "{name}");
+    }
+}
+
+/// A rank has only its part of the gradient, and the sum of parts would be none.
+#[test]
+fn a_weight_of_fsdp_cannot_be_tied() {
+    let errors = ranks(4, |group| {
+        let mesh = mesh_of_four(&group);
+        let mut weight = Tensor::new();
+        let mut pipeline = Pipeline::builder(&mesh, "pp")
+            .build(|stage| {
+                let mut vs = VarStore::new(Device::Cpu);
+                let half = Half::new(&mut vs, stage);
+                weight = half.0.shallow_clone();
+                Ok(Box::new(FsdpStage(Fsdp::new(half, &vs, mesh.group("dp")?)?)))
+            })
+            .unwrap();
+        pipeline.tie(&[0, 1], Some(&weight)).unwrap_err().to_string()
+    });
+    for error in &errors {
+        assert!(error.contains("wrap the stages that share a weight with Ddp"), "{error}");
     }
 }
 

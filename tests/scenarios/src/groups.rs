@@ -33,11 +33,43 @@ pub const SCENARIOS: &[Scenario] = &[
         two_worlds,
         &[launched(3), by_hand(&[3]), by_hand(&[1, 2])],
     ),
+    scenario(
+        "a_barrier_on_a_machine_waits_for_no_other",
+        barrier_on_machine,
+        &[launched(3), by_hand(&[2, 3]), by_hand(&[1, 1])],
+    ),
     scenario("averages_of_halves_do_not_overflow", half_averages, &[by_hand(&[4, 1])]),
     scenario("more_rounds_than_slots_are_right", rounds, &[launched(16), by_hand(&[2, 2, 2])]),
     scenario("a_slow_link_that_is_gone_for_a_while_is_enough", rounds, &[machines(&[2, 2])])
         .checked_by(slow_link_is_enough),
 ];
+
+/// Each machine's barriers wait for its ranks: in each round another machine goes last.
+fn barrier_on_machine(group: &ProcessGroup) -> Result<()> {
+    let ranks = group.world_size();
+    let locals = group.ranks_on_machine_of(group.rank());
+    let rounds = group.alloc_on_machine(ranks)?;
+    let own = group.local_index();
+    for round in 0..200 {
+        let first = round % ranks;
+        if group.rank() == locals[0] && !locals.contains(&first) {
+            group.recv(&mut [0_u8; 1], first)?;
+        }
+        rounds.part(own..own + 1).as_mut()[0] = round as u8;
+        group.barrier_on_machine()?;
+        let mut arrived = rounds.part(0..locals.len());
+        ensure!(arrived.as_mut().iter().all(|&in_round| in_round == round as u8), "round {round}");
+        if group.rank() == first {
+            for other in (0..ranks).filter(|rank| !locals.contains(rank)) {
+                if group.ranks_on_machine_of(other)[0] == other {
+                    group.send(&[0_u8; 1], other)?;
+                }
+            }
+        }
+        group.barrier_on_machine()?;
+    }
+    Ok(())
+}
 
 /// The sum over the group of the members' ranks in the job.
 pub fn sum_of_ranks(group: &ProcessGroup) -> Result<i64> {

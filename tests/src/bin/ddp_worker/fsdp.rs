@@ -213,8 +213,8 @@ fn scaled_with(group: &ProcessGroup, config: Config, width: i64, bias: bool) -> 
     Ok(())
 }
 
-/// Parameters and the optimizer's state are there once for all ranks, and no rank has a gradient as a
-/// whole.
+/// Parameters and the optimizer's state are there once for all ranks of a machine, and no rank has a gradient
+/// as a whole.
 pub fn memory(group: &ProcessGroup) -> Result<()> {
     const LAYERS: usize = 32;
     const WIDTH: i64 = 512;
@@ -241,8 +241,9 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
         optimizer.step()?;
     }
     let bytes = shared_bytes(group)? - before;
+    let machines = (0..ranks).filter(|&rank| group.ranks_on_machine_of(rank)[0] == rank).count();
     // Parameters and two parts of Adam's state; and on each rank the gradients of some buckets.
-    let expected = 3 * model_bytes;
+    let expected = 3 * model_bytes * machines;
     ensure!(bytes >= expected, "{bytes} bytes, not {expected}");
     ensure!(bytes <= expected + ranks * 10 * MIB, "{bytes} bytes, not {expected}");
     Ok(())

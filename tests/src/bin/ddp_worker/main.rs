@@ -81,14 +81,16 @@ const AND_THREADS: &[Job] = &[
 const IN_PLACE: &[Job] = &[CPU[0], CPU[1], CPU[3]];
 /// In processes of their own: what other scenarios leave behind is freed at any time.
 const MEASURES_MEMORY: &[Job] = &[launched(2), launched(3)];
+const MEASURES_MEMORY_ON_NODES: &[Job] = &[launched(2), launched(3), by_hand(&[2, 2])];
 /// Where gradients' way makes no difference.
 const EACH_TRANSPORT: &[Job] = &[CPU[0], CPU[1], GPUS[0], NODES[0]];
 /// Where ranks see what the others call.
 const ON_HOSTS: &[Job] = &[CPU[0], CPU[1], NODES[0]];
 const WHO_REDUCES: &[Job] = &[CPU[0], CPU[3], NODES[1], NODES[2]];
 
-/// On one machine.
-const AND_THREADS_OF_ONE: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], in_process(4)];
+const CPU_AND_NODES: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[1], NODES[2]];
+const CPU_AND_NODES_AND_THREADS: &[Job] =
+    &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[1], NODES[2], in_process(4)];
 
 const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
@@ -117,17 +119,16 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_memory", optimizer_in_backward::memory, IN_PLACE),
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
-    scenario("fsdp_random", fsdp::random, AND_THREADS_OF_ONE),
-    scenario("fsdp_batch_norm", fsdp::batch_norm, CPU),
-    scenario("fsdp_scaled", fsdp::scaled, CPU),
-    scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY),
-    scenario("fsdp_resumed", fsdp::resumed, CPU),
-    scenario("fsdp_misused", fsdp_misused::misused, CPU),
-    scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU),
-    scenario("fsdp_written", fsdp_misused::written, CPU),
-    scenario("fsdp_buffers", fsdp_misused::buffers, CPU),
-    scenario("fsdp_read_before_step", fsdp_misused::read_before_step, CPU),
-    scenario("fsdp_on_nodes", fsdp_misused::on_nodes, &NODES),
+    scenario("fsdp_random", fsdp::random, CPU_AND_NODES_AND_THREADS),
+    scenario("fsdp_batch_norm", fsdp::batch_norm, CPU_AND_NODES),
+    scenario("fsdp_scaled", fsdp::scaled, CPU_AND_NODES),
+    scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY_ON_NODES),
+    scenario("fsdp_resumed", fsdp::resumed, CPU_AND_NODES),
+    scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),
+    scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU_AND_NODES),
+    scenario("fsdp_written", fsdp_misused::written, CPU_AND_NODES),
+    scenario("fsdp_buffers", fsdp_misused::buffers, CPU_AND_NODES),
+    scenario("fsdp_read_before_step", fsdp_misused::read_before_step, CPU_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
     scenario("zero_in_backward_misused", zero_misused::in_backward, ALL_AND_NODES),
