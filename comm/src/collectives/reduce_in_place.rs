@@ -24,7 +24,7 @@ use crate::shm::rounds::RoundState;
 
 /// Two ranks reduce smaller data as others do, wherever they are: to reduce all of it takes each as long
 /// as to get it.
-const MIN_DIRECT: usize = 16 << 10;
+const MIN_DIRECT: usize = 8 << 10;
 /// The addresses of this many ranks are kept without an allocation.
 const FEW: usize = 8;
 
