@@ -94,7 +94,7 @@ impl Cluster {
             1
         };
         let link = if size > on_a_node { self.ring_between(on_a_node) } else { self.intra_node };
-        Group { size, on_a_node, link }
+        Group { size, on_a_node, link, latency_on_a_node: self.intra_node.latency }
     }
 
     /// Returns the link of a ring with `on_a_node` ranks on each node. The ring enters and leaves a
@@ -138,6 +138,7 @@ pub(crate) struct Group {
     /// The number of its ranks on one node.
     pub on_a_node: usize,
     pub link: Link,
+    latency_on_a_node: f64,
 }
 
 impl Group {
@@ -153,23 +154,31 @@ impl Group {
         bytes * (self.size - 1) as f64 / self.size as f64
     }
 
-    /// Seconds of a reduce-scatter or an all-gather of `bytes` in all.
+    /// Seconds of a reduce-scatter or an all-gather of `bytes` in all: a ring.
     pub fn reduce_scatter(&self, bytes: f64) -> f64 {
         if self.size == 1 || bytes == 0.0 {
             return 0.0;
         }
-        self.reduce_scatter_bytes(bytes) / self.link.bandwidth + self.reduce_scatter_latency()
+        self.reduce_scatter_bytes(bytes) / self.link.bandwidth + self.ring_latency()
     }
 
-    /// Seconds of a reduce-scatter or an all-gather of a few bytes.
-    pub fn reduce_scatter_latency(&self) -> f64 {
-        let steps = usize::BITS - (self.size - 1).leading_zeros();
-        f64::from(steps) * self.link.latency
+    /// Seconds of a reduce-scatter or an all-gather of a few bytes. What a rank sends passes all other
+    /// ranks, one after the other.
+    pub fn ring_latency(&self) -> f64 {
+        let nodes = self.size.div_ceil(self.on_a_node);
+        let between = (nodes - 1) as f64 * self.link.latency;
+        between + (self.size - nodes) as f64 * self.latency_on_a_node
     }
 
-    /// Seconds of an all-reduce of `bytes`.
+    /// Seconds of an all-reduce of `bytes`. Its latency is that of a tree.
     pub fn all_reduce(&self, bytes: f64) -> f64 {
-        2.0 * self.reduce_scatter(bytes)
+        if self.size == 1 || bytes == 0.0 {
+            return 0.0;
+        }
+        let levels = usize::BITS - (self.size - 1).leading_zeros();
+        let way = self.reduce_scatter_bytes(bytes) / self.link.bandwidth
+            + f64::from(levels) * self.link.latency;
+        2.0 * way
     }
 
     /// Seconds until the next rank has `bytes`.
@@ -206,6 +215,18 @@ mod tests {
         assert_eq!(cluster.group(4, 4, 16).link.bandwidth, 2.0 * cluster.inter_node.bandwidth);
         assert_eq!(cluster.neighbours(4, 4, 16).link.bandwidth, cluster.inter_node.bandwidth);
         assert_eq!(cluster.neighbours(2, 4, 8).link.bandwidth, cluster.intra_node.bandwidth);
+    }
+
+    #[test]
+    fn a_ring_passes_each_rank() {
+        let cluster = dgx();
+        let (within, between) = (cluster.intra_node.latency, cluster.inter_node.latency);
+        let close = |seconds: f64, expected: f64| assert!((seconds / expected - 1.0).abs() < 1e-9);
+        close(cluster.group(8, 1, 64).ring_latency(), 7.0 * within);
+        close(cluster.group(64, 1, 64).ring_latency(), 56.0 * within + 7.0 * between);
+        close(cluster.group(8, 8, 64).ring_latency(), 7.0 * between);
+        // Not so the trees of an all-reduce.
+        close(cluster.group(64, 1, 64).all_reduce(1e-9), 2.0 * 6.0 * between);
     }
 
     #[test]

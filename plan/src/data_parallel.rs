@@ -3,7 +3,7 @@
 use crate::bubble::StageTime;
 use crate::cluster::Group;
 use crate::cost::Cost;
-use crate::layout::Layout;
+use crate::layout::{Layout, Recompute};
 use crate::task::Task;
 use crate::training::Training;
 
@@ -31,7 +31,7 @@ impl DataParallel {
         layout: &Layout,
     ) -> Self {
         let group = task.cluster.group(layout.data, layout.tensor, layout.ranks());
-        let Training { weights, gradients, optimizer, data_overlap, .. } = task.training;
+        let Training { weights, gradients, optimizer, data_overlap, gathering, .. } = task.training;
         let parameters = ranks.iter().map(|cost| cost.parameters).fold(0.0, f64::max);
         let layers = ranks.iter().map(|cost| cost.layers).fold(0.0, f64::max);
         let weight_bytes = weights * parameters;
@@ -53,10 +53,18 @@ impl DataParallel {
                 (seconds, count * gradient_bytes + weight_bytes)
             }
             _ => {
-                let latency = 3.0 * (layers - 1.0).max(0.0) * group.reduce_scatter_latency();
-                let each = reduce + 2.0 * gather + latency;
-                let bytes = gradient_bytes + 2.0 * weight_bytes;
-                (count * exposed(each, data_overlap, slowest.total()), count * bytes)
+                let is_again = gathering.again && layout.recompute == Recompute::Full;
+                let gathers = if is_again { 3.0 } else { 2.0 };
+                let collectives = (gathers + 1.0) * layers * gathering.tensors;
+                let bytes = gathers * weight_bytes + gradient_bytes;
+                let moved = group.reduce_scatter_bytes(bytes) / group.link.bandwidth;
+                let each = moved
+                    + collectives * group.ring_latency()
+                    + gathering.seconds(bytes, collectives, &group, &task.cluster);
+                // Nothing is computed before the first layer has come, and after the last gradients.
+                let ends = each * 2.0 / ((gathers + 1.0) * layers.max(1.0));
+                let seconds = ends + exposed(each - ends, data_overlap, slowest.total());
+                (count * seconds, count * bytes)
             }
         };
         let updated = if layout.zero > 0 { parameters / layout.data as f64 } else { parameters };

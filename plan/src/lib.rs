@@ -34,4 +34,4 @@ pub use schedule::ScheduleKind;
 pub use search::{SearchResult, search};
 pub use split::split;
 pub use task::Task;
-pub use training::Training;
+pub use training::{Gathering, Training};

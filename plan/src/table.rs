@@ -28,14 +28,7 @@ pub fn layouts(found: &SearchResult) -> String {
     rows.extend(found.best.iter().map(row));
     let mut text = aligned(&rows);
     text += &format!("{} layouts, {} of them fit in memory\n", found.tried, found.fit);
-    if found.best.iter().any(is_too_fast) {
-        text += "ZeRO 3 on several nodes is predicted too fast: docs/planner.md\n";
-    }
     text
-}
-
-fn is_too_fast(prediction: &Prediction) -> bool {
-    prediction.layout.zero == 3 && prediction.data_traffic.inter_node > 0.0
 }
 
 fn row(prediction: &Prediction) -> [String; 16] {

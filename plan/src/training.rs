@@ -2,7 +2,8 @@
 
 use serde::Deserialize;
 
-use crate::error::{Error, Result, share};
+use crate::cluster::{Cluster, Group};
+use crate::error::{Error, Result, not_negative, positive, share};
 
 /// The bytes of a parameter, and the overlap of communication and computing. The defaults are those of mixed precision with Adam.
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -30,6 +31,46 @@ pub struct Training {
     /// example `gpt` does. Otherwise the rank keeps its part, and the backward gathers again
     /// (Korthikanti et al. 2022, section 4.2.2).
     pub keep_gathered: bool,
+    /// How weights are gathered with ZeRO 3.
+    pub gathering: Gathering,
+}
+
+/// What the software of ZeRO 3 does to gather weights, beside sending them. The default is that of a
+/// good one: a layer at a time, into its place, twice a step.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Gathering {
+    /// Tensors of a layer that have a collective each.
+    pub tensors: f64,
+    /// Whether full recomputation gathers weights once more than the backward after it.
+    pub again: bool,
+    /// How often what is sent is read from memory or written to it, at the full speed of memory.
+    pub memory_passes: f64,
+    /// Seconds for each rank of a collective.
+    pub rank_seconds: f64,
+}
+
+impl Default for Gathering {
+    fn default() -> Self {
+        Self { tensors: 1.0, again: false, memory_passes: 0.0, rank_seconds: 0.0 }
+    }
+}
+
+impl Gathering {
+    /// Returns the seconds of `collectives` of `bytes` in all, without those of sending.
+    pub(crate) fn seconds(
+        &self,
+        bytes: f64,
+        collectives: f64,
+        group: &Group,
+        cluster: &Cluster,
+    ) -> f64 {
+        if group.size == 1 {
+            return 0.0;
+        }
+        self.memory_passes * bytes / cluster.memory_bandwidth
+            + self.rank_seconds * collectives * group.size as f64
+    }
 }
 
 impl Default for Training {
@@ -43,6 +84,7 @@ impl Default for Training {
             pipeline_overlap: 0.0,
             scatter_gather: false,
             keep_gathered: false,
+            gathering: Gathering::default(),
         }
     }
 }
@@ -60,6 +102,9 @@ impl Training {
                 return Err(Error::field(field, bytes, "give a number of bytes from 0 to 1024"));
             }
         }
+        positive("training.gathering.tensors", self.gathering.tensors)?;
+        not_negative("training.gathering.memory_passes", self.gathering.memory_passes)?;
+        not_negative("training.gathering.rank_seconds", self.gathering.rank_seconds)?;
         share("training.data_overlap", self.data_overlap)?;
         share("training.pipeline_overlap", self.pipeline_overlap)
     }

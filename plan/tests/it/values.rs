@@ -1,6 +1,8 @@
 //! Memory, traffic and time by value: what papers print, and what is computed by hand.
 
-use flow_plan::{Layout, Limit, Prediction, Recompute, ScheduleKind, Task, compare, predict};
+use flow_plan::{
+    Gathering, Layout, Limit, Prediction, Recompute, ScheduleKind, Task, compare, predict,
+};
 use serde_json::json;
 
 const NARROW: Layout = Layout {
@@ -107,12 +109,12 @@ fn sequence_parallelism_divides_what_is_not_gathered() {
     assert_eq!(of_block(false, true), paper - 5.0 * a * s * s / t);
 }
 
-/// Three collectives of each layer for each micro-batch, in steps of log2 of the ranks.
+/// Three collectives of each layer for each micro-batch, each a ring of all ranks.
 #[test]
 fn zero_3_waits_for_each_layer() {
     let task = task(10, 1e-20, 8, 1e-3, 0.0);
     let data = predicted(&task, Layout { data: 4, zero: 3, ..NARROW }).time.data;
-    assert!((data - 2.0 * 3.0 * 10.0 * 2.0 * 1e-3).abs() < 1e-9, "{data}");
+    assert!((data - 2.0 * 3.0 * 10.0 * 3.0 * 1e-3).abs() < 1e-9, "{data}");
 }
 
 /// Gradients are reduced beside the backward; updated weights are gathered beside nothing.
@@ -122,7 +124,31 @@ fn only_gradients_are_overlapped() {
     let data = |zero| predicted(&task, Layout { data: 4, zero, ..NARROW }).time.data;
     assert_eq!(data(0), 1_000.0, "an all-reduce of 3000 s beside a backward of 2000 s");
     assert_eq!(data(1), 1_500.0);
-    assert_eq!(data(3), 1_500.0, "4500 s beside a step of 3000 s");
+    assert_eq!(data(3), 3_000.0, "the only layer's weights, and its gradients");
+    let task = self::task(10, 1e3, 4, 0.0, 1.0);
+    let data = predicted(&task, Layout { data: 4, zero: 3, ..NARROW }).time.data;
+    assert!(
+        (data - 300.0).abs() < 1e-9,
+        "{data}: of ten layers the first one's and the last one's"
+    );
+}
+
+/// Ten layers of 100 parameters on 4 ranks: 2 bytes each, gathered three times and reduced once.
+#[test]
+fn software_that_gathers_costs_what_it_says() {
+    let mut task = task(10, 1e3, 4, 0.0, 0.0);
+    let data = |task: &Task, recompute| {
+        predicted(task, Layout { data: 4, zero: 3, recompute, ..NARROW }).time.data
+    };
+    assert!((data(&task, Recompute::Full) - 4_500.0).abs() < 1e-9);
+    task.cluster.memory_bandwidth = 2.0;
+    task.training.gathering =
+        Gathering { tensors: 5.0, again: true, memory_passes: 3.0, rank_seconds: 0.25 };
+    let sending = 4.0 * 1_500.0;
+    let software = 3.0 * 4.0 * 2e3 / 2.0 + 0.25 * 4.0 * 10.0 * 5.0 * 4.0;
+    assert!((data(&task, Recompute::Full) - sending - software).abs() < 1e-9);
+    let less = data(&task, Recompute::Full) - data(&task, Recompute::None);
+    assert!((less - (sending + software) / 4.0).abs() < 1e-9, "{less}");
 }
 
 /// What ZeRO 2 moves for one micro-batch, ZeRO 1 moves too.
