@@ -76,6 +76,9 @@ pub struct LayoutArgs {
     /// This stage of ZeRO: else 0 and 1, which Flow has
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(..4))]
     zero: Option<u8>,
+    /// Weights once for all ranks of a node, as in Flow's Fsdp, or not
+    #[arg(long, value_name = "BOOL")]
+    shared_weights: Option<bool>,
     /// This recomputation of activations: else none and full, which Flow has
     #[arg(long, value_name = "WHAT", value_parser = recompute())]
     recompute: Option<Recompute>,
@@ -95,6 +98,7 @@ impl LayoutArgs {
             schedule: self.schedule,
             chunks: self.chunks,
             zero: self.zero,
+            shared_weights: self.shared_weights,
             recompute: self.recompute,
             sequence_parallel: self.sequence_parallel,
         }

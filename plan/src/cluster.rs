@@ -26,6 +26,9 @@ pub struct Cluster {
     pub inter_node: Link,
     /// Ranks of a node that compute at once. By default all of them do; fewer if ranks share cores.
     pub concurrent_ranks: Option<usize>,
+    /// Whether ranks of a node can have memory in common, as processes on CPUs can.
+    #[serde(default)]
+    pub shared_memory: bool,
     /// Seconds that a layer's forward takes to start its operations.
     #[serde(default)]
     pub layer_overhead: f64,

@@ -48,6 +48,7 @@ impl DataParallel {
         let (exposed_seconds, bytes) = match layout.zero {
             0 => (exposed(2.0 * reduce, data_overlap, backward), 2.0 * gradient_bytes),
             1 => (zero_1, gradient_bytes + weight_bytes),
+            // Ranks that share weights fetch what others have updated from their caches.
             2 => {
                 let seconds = count * exposed(reduce, data_overlap, backward) + gather;
                 (seconds, count * gradient_bytes + weight_bytes)

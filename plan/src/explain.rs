@@ -32,6 +32,7 @@ pub fn prediction(prediction: &Prediction, cluster: &Cluster) -> String {
 /// Returns a row for each part of a step's time.
 fn times(layout: &Layout, time: &Time, micro_batches: usize) -> [[String; 4]; 9] {
     let Layout { pipeline, chunks, zero, .. } = layout;
+    let way = if layout.shared_weights { "Fsdp".into() } else { format!("ZeRO {zero}") };
     let sends = 2 * (pipeline - 1);
     let exchanged = match zero {
         0 => "gradients",
@@ -49,7 +50,7 @@ fn times(layout: &Layout, time: &Time, micro_batches: usize) -> [[String; 4]; 9]
         ("recompute", time.recompute, format!("of activations: {}", layout.recompute.name())),
         ("tp", time.tensor, format!("all-reduces of {} ranks", layout.tensor)),
         ("pp", time.pipeline, format!("sends of micro-batches: {micro_batches}; hops: {sends}")),
-        ("dp", time.data, format!("{exchanged} of {} ranks, ZeRO {zero}", layout.data)),
+        ("dp", time.data, format!("{exchanged} of {} ranks, {way}", layout.data)),
         ("optimizer", time.optimizer, "reads and writes its state once".into()),
         ("imbalance", time.imbalance, "stages that take longer than the average".into()),
         ("bubble", time.bubble, format!("{schedule}; stages: {pipeline} ranks x {chunks}")),
@@ -76,12 +77,15 @@ fn parts(layout: &Layout, memory: &Memory) -> [[String; 4]; 4] {
 
 /// Says how ranks have what the stage `stage` of ZeRO shares out.
 fn shared(layout: &Layout, stage: u8) -> String {
-    if layout.zero < stage {
-        return "whole".into();
+    let ranks = layout.data;
+    match stage {
+        3 if layout.shared_weights => format!("once for {ranks} ranks"),
+        2 if layout.shared_weights => format!("shared by {ranks} ranks, and three buckets whole"),
+        _ if layout.zero < stage => "whole".into(),
+        // The optimizer needs no whole layer.
+        1 => format!("shared by {ranks} ranks"),
+        _ => format!("shared by {ranks} ranks, and one layer whole"),
     }
-    // The optimizer needs no whole layer.
-    let layer = if stage > 1 { ", and one layer whole" } else { "" };
-    format!("shared by {} ranks{layer}", layout.data)
 }
 
 /// Returns the row of the traffic between so many ranks.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cluster::Cluster;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::schedule::ScheduleKind;
@@ -57,6 +58,8 @@ pub struct Layout {
     /// The stage of ZeRO (Rajbhandari et al. 2020). Ranks of data parallelism share out: with 0 nothing,
     /// with 1 the optimizer's state, with 2 gradients too, with 3 weights too.
     pub zero: u8,
+    /// Whether the ranks of a node have the weights once in common, beside ZeRO 2, as in Flow's `Fsdp`.
+    pub shared_weights: bool,
     /// The part of the forward that the backward computes again.
     pub recompute: Recompute,
     /// Whether ranks of tensor parallelism share out the activations between its matrix products.
@@ -79,16 +82,21 @@ impl Layout {
         batch / self.data.saturating_mul(self.micro_batch).max(1)
     }
 
-    /// Returns an error unless the layout divides the model and the batch.
-    pub(crate) fn check(&self, model: &Model, batch: usize) -> Result<()> {
-        match self.reason_against(model, batch) {
+    /// Returns an error unless the layout divides the model and the batch, and the cluster can have it.
+    pub(crate) fn check(&self, model: &Model, batch: usize, cluster: &Cluster) -> Result<()> {
+        match self.reason_against(model, batch, cluster) {
             None => Ok(()),
             Some(reason) => Err(Error::Layout { layout: self.to_string(), reason }),
         }
     }
 
     /// Returns why the layout is impossible, or None if it is possible.
-    pub(crate) fn reason_against(&self, model: &Model, batch: usize) -> Option<String> {
+    pub(crate) fn reason_against(
+        &self,
+        model: &Model,
+        batch: usize,
+        cluster: &Cluster,
+    ) -> Option<String> {
         let Self { data, tensor, pipeline, micro_batch, chunks, .. } = *self;
         if [data, tensor, pipeline, micro_batch, chunks].contains(&0) {
             return Some("all sizes are at least 1".into());
@@ -106,6 +114,9 @@ impl Layout {
         }
         if self.zero > 3 {
             return Some("ZeRO stages go from 0 to 3".into());
+        }
+        if let Some(reason) = self.reason_against_sharing(cluster) {
+            return Some(reason.into());
         }
         if !BATCHES.contains(&batch) {
             return Some(format!("a batch of {batch}; give 1 to 2^32 samples"));
@@ -132,6 +143,26 @@ impl Layout {
         }
         None
     }
+
+    /// Returns why the ranks cannot have the weights in common, if they are to.
+    fn reason_against_sharing(&self, cluster: &Cluster) -> Option<&'static str> {
+        if !self.shared_weights {
+            return None;
+        }
+        if !cluster.shared_memory {
+            return Some("ranks share weights where `cluster.shared_memory` is true");
+        }
+        if self.zero != 2 {
+            return Some("ranks share weights with ZeRO 2");
+        }
+        if self.tensor * self.pipeline > 1 {
+            return Some("ranks share weights with data parallelism alone");
+        }
+        if self.data > cluster.ranks_per_node {
+            return Some("ranks share weights on one node");
+        }
+        None
+    }
 }
 
 impl fmt::Display for Layout {
@@ -143,6 +174,9 @@ impl fmt::Display for Layout {
             write!(f, " x {}", self.chunks)?;
         }
         write!(f, ", ZeRO {zero}, recompute {}", self.recompute.name())?;
+        if self.shared_weights {
+            write!(f, ", shared weights")?;
+        }
         if self.sequence_parallel {
             write!(f, ", sequence parallel")?;
         }
@@ -168,6 +202,8 @@ pub struct Constraints {
     pub chunks: Option<usize>,
     /// The wanted [`Layout::zero`].
     pub zero: Option<u8>,
+    /// The wanted [`Layout::shared_weights`].
+    pub shared_weights: Option<bool>,
     /// The wanted [`Layout::recompute`].
     pub recompute: Option<Recompute>,
     /// The wanted [`Layout::sequence_parallel`].
@@ -185,6 +221,7 @@ impl Constraints {
             schedule: self.schedule.or(other.schedule),
             chunks: self.chunks.or(other.chunks),
             zero: self.zero.or(other.zero),
+            shared_weights: self.shared_weights.or(other.shared_weights),
             recompute: self.recompute.or(other.recompute),
             sequence_parallel: self.sequence_parallel.or(other.sequence_parallel),
         }
@@ -210,6 +247,7 @@ impl Constraints {
 
     /// Makes a layout of these parts. A part that is not given is 1, 1f1b, or nothing.
     pub fn filled(self) -> Layout {
+        let shared_weights = self.shared_weights.unwrap_or(false);
         Layout {
             data: self.data.unwrap_or(1),
             tensor: self.tensor.unwrap_or(1),
@@ -217,7 +255,8 @@ impl Constraints {
             micro_batch: self.micro_batch.unwrap_or(1),
             schedule: self.schedule.unwrap_or(ScheduleKind::OneFOneB),
             chunks: self.chunks.unwrap_or(1),
-            zero: self.zero.unwrap_or(0),
+            zero: self.zero.unwrap_or(if shared_weights { 2 } else { 0 }),
+            shared_weights,
             recompute: self.recompute.unwrap_or(Recompute::None),
             sequence_parallel: self.sequence_parallel.unwrap_or(false),
         }

@@ -9,6 +9,9 @@ use crate::schedule::ScheduleKind;
 use crate::task::Task;
 use crate::training::Training;
 
+/// Bytes of gradients that Flow's `Fsdp` has not reduced yet: three buckets.
+const UNREDUCED: f64 = 3.0 * 25.0 * 1024.0 * 1024.0;
+
 /// Bytes on the rank that needs most.
 #[derive(Clone, Copy, Default, Debug, Serialize)]
 pub struct Memory {
@@ -62,6 +65,11 @@ impl Memory {
         }
         if layout.zero >= 3 {
             stored_weights = parameters / shares + whole_layer;
+        }
+        if layout.shared_weights {
+            stored_weights = parameters / shares;
+            let buckets = (UNREDUCED / gradients).max(whole_layer).min(parameters);
+            stored_gradients = parameters / shares + buckets;
         }
         let mut memory = Self {
             weights: weights * stored_weights,

@@ -129,7 +129,7 @@ pub struct Prediction {
 /// The layout does not divide the model or the batch.
 /// Predicts time and memory of a step.
 pub fn predict(task: &Task, layout: &Layout) -> Result<Prediction> {
-    layout.check(&task.model, task.batch)?;
+    layout.check(&task.model, task.batch, &task.cluster)?;
     let costs = LayerCosts::new(&task.model, &task.cluster, &task.training, layout);
     let stages = Stages::new(task, layout, &costs, &task.model.stages(layout.stages()));
     Ok(stages.predict(task, layout, &costs))

@@ -15,7 +15,7 @@ use crate::task::Task;
 const MOST_CHUNKS: usize = 8;
 
 /// The recomputations and stages of ZeRO that are tried unless others are wanted. Flow has these only:
-/// no selective recomputation, and no stages 2 and 3 of ZeRO.
+/// no selective recomputation, and no stages 2 and 3 of ZeRO but its `Fsdp`.
 const RECOMPUTATIONS: [Recompute; 2] = [Recompute::None, Recompute::Full];
 const ZERO_STAGES: RangeInclusive<u8> = 0..=1;
 
@@ -113,7 +113,6 @@ impl Search<'_> {
     /// one beats in both time and memory.
     fn best_of(&mut self, mesh: &Layout) -> Vec<Candidate> {
         let task = self.task;
-        let zero_stages = if mesh.data > 1 { ZERO_STAGES } else { 0..=0 };
         let mut candidates = Vec::new();
         for variant in self.variants(mesh) {
             let costs = LayerCosts::new(&task.model, &task.cluster, &task.training, &variant);
@@ -122,8 +121,7 @@ impl Search<'_> {
                 let ranges =
                     self.ranges_of.entry(count).or_insert_with(|| task.model.stages(count));
                 let stages = Stages::new(task, &scheduled, &costs, ranges);
-                for zero in choices(self.wanted.zero, zero_stages.clone()) {
-                    let layout = Layout { zero, ..scheduled };
+                for layout in self.shardings(&scheduled) {
                     let prediction = stages.predict(task, &layout, &costs);
                     candidates.extend(self.candidate(&prediction));
                 }
@@ -208,15 +206,35 @@ impl Search<'_> {
         let mut schedules = Vec::new();
         for schedule in choices(wanted.schedule, kinds) {
             for chunks in choices(wanted.chunks, self.chunks_of(schedule)) {
-                // The stage of ZeRO is checked here; the caller tries the others.
-                let zero = wanted.zero.unwrap_or(0);
-                let layout = Layout { schedule, chunks, zero, ..*variant };
+                // The wanted stage of ZeRO is checked here; the caller tries the others.
+                let Layout { zero, shared_weights, .. } = wanted.filled();
+                let layout = Layout { schedule, chunks, zero, shared_weights, ..*variant };
                 if self.is_possible(&layout) {
                     schedules.push(layout);
                 }
             }
         }
         schedules
+    }
+
+    /// Returns the layout with each way of sharing out the state of the model.
+    fn shardings(&self, scheduled: &Layout) -> Vec<Layout> {
+        let Constraints { zero, shared_weights, .. } = *self.wanted;
+        let mut layouts = Vec::new();
+        if shared_weights != Some(true) {
+            let stages = if scheduled.data > 1 { ZERO_STAGES } else { 0..=0 };
+            for zero in choices(zero, stages) {
+                layouts.push(Layout { zero, shared_weights: false, ..*scheduled });
+            }
+        }
+        if shared_weights != Some(false) && zero.is_none_or(|zero| zero == 2) {
+            let shared = Layout { zero: 2, shared_weights: true, ..*scheduled };
+            let is_useful = scheduled.data > 1 || shared_weights.is_some();
+            if is_useful && self.reason_against(&shared).is_none() {
+                layouts.push(shared);
+            }
+        }
+        layouts
     }
 
     /// Returns the numbers of chunks that a schedule is tried with.
@@ -228,9 +246,13 @@ impl Search<'_> {
         }
     }
 
+    fn reason_against(&self, layout: &Layout) -> Option<String> {
+        layout.reason_against(&self.task.model, self.task.batch, &self.task.cluster)
+    }
+
     /// Checks a layout, and keeps the reason if it is impossible.
     fn is_possible(&mut self, layout: &Layout) -> bool {
-        let reason = layout.reason_against(&self.task.model, self.task.batch);
+        let reason = self.reason_against(layout);
         let is_possible = reason.is_none();
         self.reason = reason.or(self.reason.take());
         is_possible

@@ -45,7 +45,7 @@ fn row(prediction: &Prediction) -> [String; 16] {
         layout.pipeline.to_string(),
         layout.micro_batch.to_string(),
         schedule,
-        layout.zero.to_string(),
+        if layout.shared_weights { "Fsdp".into() } else { layout.zero.to_string() },
         layout.recompute.name().into(),
         if layout.sequence_parallel { "yes" } else { "-" }.into(),
         operations(prediction.flops),

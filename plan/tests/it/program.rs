@@ -148,6 +148,27 @@ fn what_flow_lacks_is_listed_only_if_asked_for() {
     assert!(wanted.iter().all(is_wanted), "{wanted:?}");
 }
 
+/// `Fsdp` is tried where ranks can share memory, and only there.
+#[test]
+fn shared_weights_are_tried_where_ranks_share_memory() {
+    let text = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/models/gpt.json")).unwrap();
+    let mut model: Value = serde_json::from_str(&text).unwrap();
+    let layouts = |model: &Value, wanted: &str| {
+        let (_folder, path) = file(&model.to_string());
+        output(&format!("{path} -n 8 --top 1000 {wanted}"))
+    };
+    assert!(!layouts(&model, "").contains("Fsdp"));
+    model["cluster"]["shared_memory"] = true.into();
+    assert!(layouts(&model, "").contains("Fsdp"));
+    assert!(!layouts(&model, "--shared-weights false").contains("Fsdp"));
+    let only = layouts(&model, "--shared-weights true --explain");
+    let layouts: Vec<&str> = only.lines().filter(|line| line.starts_with("dp ")).collect();
+    assert!(!layouts.is_empty(), "{only}");
+    let is_fsdp = |line: &&str| line.starts_with("dp 8 ") && line.contains("shared weights");
+    assert!(layouts.iter().all(is_fsdp), "{only}");
+    assert!(only.contains("once for 8 ranks"), "{only}");
+}
+
 #[test]
 fn a_model_may_have_its_cluster() {
     let text = output("plan/models/gpt.json --ranks 8 --top 3");

@@ -47,6 +47,7 @@ fn layouts() -> impl Strategy<Value = Layout> {
                 schedule,
                 chunks,
                 zero,
+                shared_weights: false,
                 recompute,
                 sequence_parallel,
             }
@@ -190,6 +191,7 @@ fn ranks_that_share_cores_are_no_faster() {
         schedule: ScheduleKind::OneFOneB,
         chunks: 1,
         zero: 0,
+        shared_weights: false,
         recompute: Recompute::None,
         sequence_parallel: false,
     };

@@ -13,6 +13,7 @@ const NARROW: Layout = Layout {
     schedule: ScheduleKind::OneFOneB,
     chunks: 1,
     zero: 0,
+    shared_weights: false,
     recompute: Recompute::None,
     sequence_parallel: false,
 };
@@ -107,6 +108,34 @@ fn sequence_parallelism_divides_what_is_not_gathered() {
     assert_eq!(of_block(false, false), paper);
     assert_eq!(of_block(true, false), paper + 4.0 * s * h * (t - 1.0) / t);
     assert_eq!(of_block(false, true), paper - 5.0 * a * s * s / t);
+}
+
+/// docs/sharded.md: on R ranks of a machine P bytes of parameters, P of gradients, and what of them waits
+/// in buckets. What moves is as with ZeRO 2.
+#[test]
+fn shared_weights_are_there_once_for_a_node() {
+    let mut task = task(100, 1e9, 8, 0.0, 0.0);
+    task.cluster.shared_memory = true;
+    let zero_2 = Layout { data: 8, zero: 2, ..NARROW };
+    let fsdp = Layout { shared_weights: true, ..zero_2 };
+    let memory = predicted(&task, fsdp).memory;
+    assert_eq!(8.0 * memory.weights, 2e9);
+    assert_eq!(8.0 * memory.optimizer, 12e9);
+    let buckets = 3.0 * 25.0 * 1024.0 * 1024.0;
+    assert!((memory.gradients - 2e9 / 8.0 - buckets).abs() < 1.0, "{memory:?}");
+    assert_eq!(predicted(&task, fsdp).time.step, predicted(&task, zero_2).time.step);
+    // No more of a small model waits than there is.
+    let small = self::task(1, 1e3, 8, 0.0, 0.0);
+    let small = Task { cluster: task.cluster.clone(), ..small };
+    assert_eq!(predicted(&small, fsdp).memory.gradients, 2e3 / 8.0 + 2e3);
+
+    let error = |layout| predict(&task, &layout).unwrap_err().to_string();
+    assert!(error(Layout { zero: 3, ..fsdp }).contains("share weights with ZeRO 2"));
+    assert!(error(Layout { data: 4, tensor: 1, pipeline: 2, ..fsdp }).contains("alone"));
+    assert!(error(Layout { data: 16, ..fsdp }).contains("on one node"));
+    task.cluster.shared_memory = false;
+    let error = predict(&task, &fsdp).unwrap_err().to_string();
+    assert!(error.contains("`cluster.shared_memory` is true"), "{error}");
 }
 
 /// Three collectives of each layer for each micro-batch, each a ring of all ranks.
