@@ -99,7 +99,7 @@ pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use fsdp::shared_parameters::is_fully_sharded;
-pub use fsdp::{Fsdp, FsdpBuilder};
+pub use fsdp::{Fsdp, FsdpBuilder, MemoryPlan, PlanError};
 pub use grad_reducer::GradReducer;
 pub use grad_scaler::{Found, GradScaler, ScaledOptimizer};
 pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};

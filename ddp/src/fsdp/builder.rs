@@ -5,22 +5,51 @@ use std::sync::{Arc, Mutex};
 
 use flow_comm::ProcessGroup;
 use tch::Device;
-use tch::nn::{VarStore, Variables};
+use tch::nn::{OptimizerConfig, VarStore, Variables};
 
 use super::Fsdp;
 use super::grad_shards::GradShards;
+use super::plan::{MemoryPlan, PlanError, check_wrapping};
 use super::shared_parameters::{SharedParameters, bytes_of};
 use crate::builder::DdpBuilder;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result};
 use crate::mixed_precision::MixedPrecision;
 use crate::model_check::agree;
+use crate::optimizer_choice::OptimizerChoice;
 use crate::zero::sharded_parameter::{ShardedParameter, sharded_parameters};
 
 impl Fsdp<()> {
     /// Options to choose before wrapping a model, of whatever type.
     pub fn builder(group: &ProcessGroup) -> FsdpBuilder {
         FsdpBuilder { ddp: Ddp::builder(group) }
+    }
+
+    /// Returns the memory that `ranks` ranks of a machine need to train the variables of `vs`, which
+    /// nothing has wrapped yet.
+    ///
+    /// ```
+    /// use flow_ddp::Fsdp;
+    /// use tch::nn::{self, OptimizerConfig};
+    ///
+    /// let vs = nn::VarStore::new(tch::Device::Cpu);
+    /// let config = nn::LinearConfig { bias: false, ..Default::default() };
+    /// let net = nn::linear(vs.root(), 1000, 250, config);
+    /// let plan = Fsdp::plan(&vs, nn::Adam::default(), 8)?;
+    /// assert_eq!(plan.parameters, 1_000_000);
+    /// assert_eq!(plan.optimizer, 2_000_000);
+    /// # Ok::<(), flow_ddp::PlanError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// The optimizer cannot be made, or is none of tch's.
+    pub fn plan(
+        vs: &VarStore,
+        config: impl OptimizerConfig + Send + 'static,
+        ranks: usize,
+    ) -> Result<MemoryPlan, PlanError> {
+        MemoryPlan::new(&vs.variables_, &OptimizerChoice::new(config, 1e-3), ranks)
     }
 }
 
@@ -87,6 +116,7 @@ impl FsdpBuilder {
 pub(crate) fn share(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<Arc<GradShards>> {
     let parameters = sharded_parameters(store, group.local_world_size());
     let parameters = agree(group, parameters.map_err(|reason| Error::fsdp(group, reason)))?;
+    check_wrapping(group, store)?;
     let shared = SharedParameters::new(group, &parameters)?;
     let shards = shared.spread().and_then(|()| {
         let shards = GradShards::new(Arc::clone(&shared), &parameters, group.local_index());

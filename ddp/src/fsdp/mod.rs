@@ -7,9 +7,13 @@
 //! | `builder.rs` | its options, and how a model is wrapped |
 //! | `shared_parameters.rs` | parameters that the ranks of a machine have in common |
 //! | `grad_shards.rs` | the gradients that a rank keeps |
+//! | `plan.rs` | the memory that all of it needs, and whether the machine has it |
+//! | `machine_memory.rs` | the memory of the machine |
 
 pub(crate) mod builder;
 pub(crate) mod grad_shards;
+mod machine_memory;
+mod plan;
 pub(crate) mod shared_parameters;
 
 use std::collections::HashSet;
@@ -25,6 +29,7 @@ use tch::nn::{ModuleT, OptimizerConfig, VarStore, Variables};
 
 pub use self::builder::FsdpBuilder;
 use self::grad_shards::GradShards;
+pub use self::plan::{MemoryPlan, PlanError};
 use crate::ddp::Ddp;
 use crate::error::{Error, Result};
 use crate::model_check::agree;
@@ -82,7 +87,7 @@ impl<M> Fsdp<M> {
     /// # Errors
     ///
     /// Those of [`Ddp::new`]; a model on a GPU, and more than one rank; no shared memory for the
-    /// parameters.
+    /// parameters; less memory than they and their gradients need.
     pub fn new(model: M, vs: &VarStore, group: &ProcessGroup) -> Result<Self> {
         Fsdp::builder(group).wrap(model, vs)
     }
@@ -91,7 +96,7 @@ impl<M> Fsdp<M> {
     ///
     /// # Errors
     ///
-    /// Those of [`ZeroRedundancyOptimizer::new`].
+    /// Those of [`ZeroRedundancyOptimizer::new`]; less memory than the training needs.
     pub fn optimizer(
         &self,
         config: impl OptimizerConfig + Send + 'static,
@@ -99,6 +104,9 @@ impl<M> Fsdp<M> {
     ) -> Result<ZeroRedundancyOptimizer> {
         let choice = OptimizerChoice::new(config, learning_rate);
         let group = self.ddp.group();
+        if group.cuda_device().is_none() {
+            plan::check_optimizer(group, &self.store, &choice)?;
+        }
         ZeroRedundancyOptimizer::with(&self.store, group, choice, self.kept().cloned())
     }
 

@@ -9,6 +9,7 @@ mod failures;
 mod forks;
 mod fsdp;
 mod fsdp_misused;
+mod fsdp_plan;
 mod globals;
 mod helpers;
 mod hooks;
@@ -123,6 +124,9 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_batch_norm", fsdp::batch_norm, CPU_AND_NODES),
     scenario("fsdp_scaled", fsdp::scaled, CPU_AND_NODES),
     scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY_ON_NODES),
+    scenario("fsdp_plan_of_adam", fsdp_plan::of_adam, MEASURES_MEMORY),
+    scenario("fsdp_plan_of_sgd", fsdp_plan::of_sgd, MEASURES_MEMORY),
+    scenario("fsdp_plan_too_large", fsdp_plan::too_large, CPU_AND_NODES),
     scenario("fsdp_resumed", fsdp::resumed, CPU_AND_NODES),
     scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),
     scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU_AND_NODES),

@@ -1,0 +1,296 @@
+//! The memory that a model and its optimizer need, before they need it.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use flow_autograd::{OptimizerState, identity};
+use flow_comm::ProcessGroup;
+use tch::nn::Variables;
+use tch::{Device, Kind, Tensor};
+
+use super::machine_memory::MachineMemory;
+use super::shared_parameters::bytes_of;
+use crate::bucket::assignment::{Caps, Item, assign};
+use crate::error::{Error, Result};
+use crate::model_check::agree;
+use crate::optimizer_choice::{OptimizerChoice, one_line};
+
+/// Bytes that the training of a model in an [`Fsdp`](crate::Fsdp) takes on a machine, on all its ranks together.
+/// Activations are not among them, nor what an operation needs on its way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct MemoryPlan {
+    /// Parameters, which all ranks have in common.
+    pub parameters: u64,
+    /// Gradients of the parameters that are trained, of which each rank keeps a part.
+    pub gradients: u64,
+    /// The optimizer's state, of which each rank keeps a part.
+    pub optimizer: u64,
+    /// Whole gradients during backward, in three buckets of each rank, with the default
+    /// [`bucket_cap_mb`](crate::FsdpBuilder::bucket_cap_mb).
+    pub buckets: u64,
+    /// The elements of the optimizer's state for each that is trained: 2 of Adam, 1 of SGD with momentum.
+    pub state_elements: u64,
+}
+
+/// An optimizer whose state cannot be foretold.
+#[derive(thiserror::Error, Debug)]
+#[error("Fsdp::plan: the optimizer cannot be made: {0}; use one of tch's")]
+pub struct PlanError(String);
+
+impl MemoryPlan {
+    /// Counts the memory of the variables of a store with an optimizer.
+    pub(crate) fn new(
+        store: &Mutex<Variables>,
+        choice: &OptimizerChoice,
+        ranks: usize,
+    ) -> Result<Self, PlanError> {
+        let state_elements = state_elements(choice).map_err(PlanError)?;
+        Ok(Self::of(store, state_elements, ranks))
+    }
+
+    /// Counts the memory of the variables of a store.
+    fn of(store: &Mutex<Variables>, state_elements: u64, ranks: usize) -> Self {
+        let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = HashSet::new();
+        let mut parameters = 0;
+        let mut trained = Vec::new();
+        for variable in &variables.trainable_variables {
+            let tensor = &variable.tensor;
+            if !seen.insert(identity(tensor)) {
+                continue;
+            }
+            parameters += bytes_of(tensor) as u64;
+            if tensor.requires_grad() {
+                trained.push(Item { bytes: bytes_of(tensor), class: tensor.kind() as u8 });
+            }
+        }
+        let gradients: u64 = trained.iter().map(|item| item.bytes as u64).sum();
+        let waiting = if ranks > 1 { unreduced(&trained) } else { 0 };
+        Self {
+            parameters,
+            gradients,
+            optimizer: state_elements * gradients,
+            buckets: ranks as u64 * waiting,
+            state_elements,
+        }
+    }
+
+    /// Returns the sum of all.
+    pub fn total(&self) -> u64 {
+        self.certain() + self.buckets
+    }
+
+    /// Returns what is needed whatever the size of buckets.
+    fn certain(&self) -> u64 {
+        self.parameters + self.gradients + self.optimizer
+    }
+
+    /// Returns what is wrong if these bytes are all that ranks can have.
+    fn check(&self, there: u64) -> Result<(), String> {
+        if self.certain() <= there {
+            return Ok(());
+        }
+        let without_state = self.parameters + self.gradients;
+        let advice = if self.state_elements > 1 && without_state + self.gradients <= there {
+            "without a second moment it would fit, as with SGD with momentum"
+        } else if self.state_elements > 0 && without_state <= there {
+            "without the optimizer's state it would fit, as with SGD without momentum"
+        } else {
+            "take a machine with more memory, or divide the model, as a pipeline does"
+        };
+        Err(format!(
+            "Fsdp: training needs {} on this machine ({} of parameters, {} of gradients, {} of the \
+             optimizer's state), and {} are there: {advice}",
+            size(self.certain()),
+            size(self.parameters),
+            size(self.gradients),
+            size(self.optimizer),
+            size(there)
+        ))
+    }
+
+    /// Returns what is wrong if so many bytes are free while the ranks' own parameters are copied.
+    fn check_copy(&self, available: u64) -> Result<(), String> {
+        if self.parameters <= available {
+            return Ok(());
+        }
+        Err(format!(
+            "Fsdp: the parameters need {} once more on this machine, beside what each rank has of them, and \
+             {} are free: take fewer ranks or a machine with more memory, or divide the model, as a \
+             pipeline does",
+            size(self.parameters),
+            size(available)
+        ))
+    }
+}
+
+/// In a line, such as `31.0 GB: 8.0 GB of parameters, ...`.
+impl fmt::Display for MemoryPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { parameters, gradients, optimizer, buckets, .. } = *self;
+        write!(f, "{}: {} of parameters, ", size(self.total()), size(parameters))?;
+        write!(
+            f,
+            "{} of gradients, {} of the optimizer's state, ",
+            size(gradients),
+            size(optimizer)
+        )?;
+        write!(f, "{} in buckets", size(buckets))
+    }
+}
+
+/// Returns the error of a machine that has no room for the model that is to be wrapped. All ranks call
+/// this.
+pub(crate) fn check_wrapping(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
+    let checked = check_machine(group, store, 0);
+    let plan = MemoryPlan::of(store, 0, group.local_world_size());
+    let available = MachineMemory::read().map_or(u64::MAX, |memory| memory.available);
+    let checked = checked
+        .and_then(|()| plan.check_copy(available).map_err(|reason| Error::fsdp(group, reason)));
+    agree(group, checked)
+}
+
+/// Returns the error of a machine that has not enough memory to train a model with this optimizer. All
+/// ranks call this.
+pub(crate) fn check_optimizer(
+    group: &ProcessGroup,
+    store: &Mutex<Variables>,
+    choice: &OptimizerChoice,
+) -> Result<()> {
+    // Of one that cannot be made, its maker says why.
+    let state_elements = state_elements(choice).unwrap_or(0);
+    agree(group, check_machine(group, store, state_elements))
+}
+
+fn check_machine(
+    group: &ProcessGroup,
+    store: &Mutex<Variables>,
+    state_elements: u64,
+) -> Result<()> {
+    let memory = MachineMemory::read();
+    let own = [memory.map_or(0, |memory| memory.own as i64)];
+    let mut all = vec![0; group.world_size()];
+    group.all_gather(&own, &mut all)?;
+    let Some(memory) = memory else { return Ok(()) };
+    // What the machine's ranks have now is of this training, or may be freed.
+    let ranks = group.ranks_on_machine_of(group.rank());
+    let owned: i64 = ranks.into_iter().map(|rank| all[rank]).sum();
+    let there = memory.available.saturating_add(owned as u64);
+    let plan = MemoryPlan::of(store, state_elements, group.local_world_size());
+    plan.check(there).map_err(|reason| Error::fsdp(group, reason))
+}
+
+/// Returns the elements of state that an optimizer keeps for each of a parameter: it takes a step.
+fn state_elements(choice: &OptimizerChoice) -> Result<u64, String> {
+    let parameter = Tensor::zeros([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let optimizer = choice.build_for(&parameter).map_err(one_line)?;
+    let gradient = Tensor::zeros([1], (Kind::Float, Device::Cpu));
+    flow_autograd::set_grad(&parameter, Some(&gradient)).map_err(one_line)?;
+    optimizer.step().map_err(one_line)?;
+    let state = optimizer.state().map_err(one_line)?;
+    Ok(state.tensors.iter().filter(|(name, _)| !name.ends_with(".step")).count() as u64)
+}
+
+/// Returns the most bytes of gradients that a rank has not reduced: those of two buckets, and of the one
+/// that fills. `trained` is in the order of the parameters' use.
+fn unreduced(trained: &[Item]) -> u64 {
+    let order: Vec<usize> = (0..trained.len()).rev().collect();
+    let buckets = assign(trained, &order, &Caps::default());
+    let bytes: Vec<u64> = buckets
+        .iter()
+        .map(|members| members.iter().map(|&member| trained[member].bytes as u64).sum())
+        .collect();
+    let windows = bytes.windows(bytes.len().clamp(1, 3));
+    windows.map(|buckets| buckets.iter().sum()).max().unwrap_or(0)
+}
+
+/// Formats bytes.
+fn size(bytes: u64) -> String {
+    let bytes = bytes as f64;
+    if bytes < 1e9 { format!("{:.1} MB", bytes / 1e6) } else { format!("{:.1} GB", bytes / 1e9) }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::nn::{Adam, AdamW, OptimizerConfig, RmsProp, Sgd, VarStore};
+
+    use super::*;
+    use crate::Fsdp;
+
+    fn elements(config: impl OptimizerConfig + Send + 'static) -> u64 {
+        state_elements(&OptimizerChoice::new(config, 0.1)).unwrap()
+    }
+
+    #[test]
+    fn the_state_of_each_optimizer_is_counted() {
+        assert_eq!(elements(Sgd::default()), 0);
+        assert_eq!(elements(Sgd { momentum: 0.9, ..Default::default() }), 1);
+        assert_eq!(elements(Adam::default()), 2);
+        assert_eq!(elements(AdamW::default()), 2);
+        assert_eq!(elements(RmsProp::default()), 1);
+        assert_eq!(elements(RmsProp { momentum: 0.9, centered: true, ..Default::default() }), 3);
+    }
+
+    #[test]
+    fn parameters_count_once_and_frozen_ones_have_no_gradient() {
+        let vs = VarStore::new(Device::Cpu);
+        let _ = vs.root().zeros("trained", &[1000]);
+        let _ = vs.root().zeros("frozen", &[10]).set_requires_grad(false);
+        let _ = vs.root().zeros_no_train("buffer", &[5000]);
+        let plan = Fsdp::plan(&vs, Adam::default(), 2).unwrap();
+        assert_eq!((plan.parameters, plan.gradients, plan.optimizer), (4040, 4000, 8000));
+        assert_eq!((plan.buckets, plan.total()), (2 * 4000, 4040 + 4000 + 8000 + 8000));
+        assert_eq!(Fsdp::plan(&vs, Sgd::default(), 1).unwrap().total(), 4040 + 4000);
+    }
+
+    /// Buckets of 1 MiB and 25 MiB: the last parameter's alone, and then five at a time.
+    #[test]
+    fn three_buckets_wait() {
+        const MIB: usize = 1 << 20;
+        let items = vec![Item { bytes: 5 * MIB, class: 0 }; 21];
+        assert_eq!(unreduced(&items), 75 * MIB as u64);
+        assert_eq!(unreduced(&items[..7]), 35 * MIB as u64);
+        assert_eq!(unreduced(&[]), 0);
+    }
+
+    fn of_8_gb() -> MemoryPlan {
+        MemoryPlan {
+            parameters: 8_000_000_000,
+            gradients: 8_000_000_000,
+            optimizer: 16_000_000_000,
+            buckets: 100_000_000,
+            state_elements: 2,
+        }
+    }
+
+    #[test]
+    fn a_small_machine_is_an_error_that_says_what_would_fit() {
+        let plan = of_8_gb();
+        let error = |there: u64| plan.check(there).unwrap_err();
+        assert_eq!(plan.check(32_000_000_000), Ok(()));
+        assert_eq!(
+            error(24_000_000_000),
+            "Fsdp: training needs 32.0 GB on this machine (8.0 GB of parameters, 8.0 GB of gradients, \
+             16.0 GB of the optimizer's state), and 24.0 GB are there: without a second moment it would \
+             fit, as with SGD with momentum"
+        );
+        assert!(error(16_000_000_000).contains("as with SGD without momentum"));
+        assert!(error(15_900_000_000).contains("a machine with more memory"));
+        let sgd = MemoryPlan { optimizer: 0, state_elements: 0, ..plan };
+        assert!(sgd.check(15_900_000_000).unwrap_err().contains("a machine with more memory"));
+        assert_eq!(plan.check_copy(8_000_000_000), Ok(()));
+        let text = plan.check_copy(7_000_000_000).unwrap_err();
+        assert!(text.contains("8.0 GB once more") && text.contains("7.0 GB are free"), "{text}");
+    }
+
+    #[test]
+    fn a_plan_is_a_line() {
+        assert_eq!(
+            of_8_gb().to_string(),
+            "32.1 GB: 8.0 GB of parameters, 8.0 GB of gradients, 16.0 GB of the optimizer's state, \
+             100.0 MB in buckets"
+        );
+    }
+}
