@@ -244,7 +244,7 @@ impl fmt::Display for OpDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = self.label.map_or(self.kind, Label::kind);
         write!(f, "{} #{}", kind.name(), self.sequence)?;
-        if matches!(kind, Kind::Barrier | Kind::NewGroup) {
+        if matches!(kind, Kind::Barrier | Kind::BarrierOnMachine | Kind::NewGroup) {
             return Ok(());
         }
         write!(f, " ({}", Elements(self.count, self.dtype, self.label))?;

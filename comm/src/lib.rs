@@ -74,6 +74,6 @@ pub use interrupt::set_interrupt_check;
 pub use label::Label;
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
-pub use shm::machine_buffer::{MachineBuffer, MachinePart};
+pub use shm::machine_buffer::{MachineBuffer, MachinePart, WeakMachineBuffer};
 pub use shm::segments::Segments;
 pub use work::{Work, Worker};

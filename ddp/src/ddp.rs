@@ -185,6 +185,11 @@ impl<M> Ddp<M> {
         low.cast_together().inspect_err(|error| fail_with(reducer, error))
     }
 
+    /// Returns whether forwards compute with parameters in half precision.
+    pub fn has_mixed_precision(&self) -> bool {
+        self.low_precision.is_some()
+    }
+
     /// Returns what operations of a forward take in place of the parameters.
     fn replacements(&self, low: &LowPrecision, train: bool) -> Result<Replacements> {
         let all_ranks_come = train

@@ -94,7 +94,7 @@ impl LowPrecision {
             for ((_, tensor), cast) in self.parameters.iter().zip(&mut copy.casts) {
                 cast.write(tensor, rank, ranks);
             }
-            self.group.barrier()?;
+            self.group.barrier_on_machine()?;
         }
         copy.count += 1;
         self.check_equal(&copy)

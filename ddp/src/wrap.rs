@@ -19,6 +19,7 @@ use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::fsdp::builder as fsdp;
 use crate::fsdp::grad_shards::GradShards;
+use crate::fsdp::shared_parameters::is_fully_sharded;
 use crate::in_backward::InBackward;
 use crate::low_precision::LowPrecision;
 use crate::mixed_precision::MixedPrecision;
@@ -198,6 +199,13 @@ impl DdpBuilder {
         self.check_zero()?;
         if let Some(store) = self.sharded.as_ref().filter(|_| self.group.world_size() > 1) {
             fsdp::check(store)?;
+        } else if let Some((name, _)) =
+            parameters.iter().find(|(_, tensor)| is_fully_sharded(tensor))
+        {
+            return Err(format!(
+                "the ranks of a machine have {name} in common, which an Fsdp has left so: each would step \
+                 it; call into_inner of the Fsdp first"
+            ));
         }
         if self.buffer_comm_hook.is_some() && !self.broadcast_buffers {
             return Err(

@@ -54,8 +54,7 @@ impl<S: Stage> Stage for DdpStage<S> {
     }
 
     fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
-        self.0.sync_buffers()?;
-        Ok(Some(self.0.no_sync()))
+        begin_step(&self.0)
     }
 
     fn abort(&self, cause: &str) {
@@ -73,13 +72,24 @@ impl<S: Stage> Stage for FsdpStage<S> {
     }
 
     fn begin_step(&self) -> Result<Option<NoSync>, BoxError> {
-        self.0.sync_buffers()?;
-        Ok(Some(self.0.no_sync()))
+        begin_step(&self.0)
     }
 
     fn abort(&self, cause: &str) {
         self.0.abort(cause);
     }
+}
+
+fn begin_step<S>(replica: &Ddp<S>) -> Result<Option<NoSync>, BoxError> {
+    if replica.has_mixed_precision() {
+        return Err(
+            "the model's mixed_precision has no effect in a stage: build it without, and let the \
+                    stage compute in half precision itself"
+                .into(),
+        );
+    }
+    replica.sync_buffers()?;
+    Ok(Some(replica.no_sync()))
 }
 
 impl Stage for Box<dyn Stage> {

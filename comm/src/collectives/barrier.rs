@@ -20,7 +20,7 @@ impl ProcessGroup {
     }
 
     /// Returns when all ranks of the group on this machine have called it. All ranks of the group call
-    /// this: it is in the order of their collectives.
+    /// this, in the order of their collectives. That is checked on each machine, and not between them.
     pub fn barrier_on_machine(&self) -> Result<()> {
         let operation = OpDescriptor::new(Kind::BarrierOnMachine, DType::U8, 0);
         let nothing = Buffers::new(BufferView::NONE, BufferView::NONE);

@@ -88,7 +88,7 @@ impl Member {
         self.core().local
     }
 
-    /// Returns the members that are on the node of one of them, in their order.
+    /// Returns the members that are on the node of one of them, in their order; none if it is no member.
     pub fn ranks_on_machine_of(&self, rank: usize) -> Vec<usize> {
         let nodes = &self.core().nodes;
         self.core().ranks_where(|other| nodes.get(rank) == Some(&nodes[other]))

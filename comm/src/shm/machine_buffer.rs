@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use flow_store::fork::ForkSafe;
 
@@ -19,6 +19,9 @@ pub const HEADER: usize = 64;
 /// is there until all ranks have dropped the buffer and its parts.
 #[derive(Clone)]
 pub struct MachineBuffer(Arc<ForkSafe<Attachment>>);
+
+/// Tells of a [`MachineBuffer`] whether this rank still uses it.
+pub struct WeakMachineBuffer(Weak<ForkSafe<Attachment>>);
 
 /// A part of a [`MachineBuffer`], which it keeps.
 pub struct MachinePart {
@@ -83,6 +86,26 @@ impl MachineBuffer {
     pub fn part(&self, range: Range<usize>) -> MachinePart {
         assert!(range.start <= range.end && range.end <= self.0.len, "{range:?} of {}", self.0.len);
         MachinePart { buffer: self.clone(), range }
+    }
+
+    /// Returns a handle that does not keep the memory.
+    pub fn downgrade(&self) -> WeakMachineBuffer {
+        WeakMachineBuffer(Arc::downgrade(&self.0))
+    }
+}
+
+impl WeakMachineBuffer {
+    /// Whether this rank still uses the buffer.
+    pub fn is_used(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+
+    /// Whether this rank still uses the buffer, and this address is in it.
+    pub fn contains(&self, address: usize) -> bool {
+        self.0.upgrade().is_some_and(|attachment| {
+            let start = attachment.arena.at(attachment.offset + HEADER).addr();
+            (start..start + attachment.len).contains(&address)
+        })
     }
 }
 

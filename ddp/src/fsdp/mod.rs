@@ -61,9 +61,10 @@ use crate::zero::ZeroRedundancyOptimizer;
 /// - **Gradients**: as soon as a bucket has come, each rank adds up its parts of it, and all free the rest.
 ///   Over several machines, a bucket is first reduced as a [`Ddp`]'s, and each rank then takes its parts.
 ///   `.grad` of a parameter is undefined after backward; the parts are where the optimizer finds them.
-/// - **The optimizer** of [`Fsdp::optimizer`] steps this rank's parts, and waits until all ranks of the
-///   machine have. Those of other machines find an error of it out in their next backward. An optimizer of
-///   the `VarStore` finds no gradients: to train with none but that is an error of the second backward.
+/// - **The optimizer** of [`Fsdp::optimizer`] waits until all ranks have come, steps this rank's parts, and
+///   waits until all ranks of the machine have. Those of other machines may find an error of it out in their
+///   next backward. An optimizer of the `VarStore` finds no gradients: to train with none but that is an
+///   error of the second backward.
 ///
 /// The weights have the bits of a [`Ddp`]'s: sums are the same. Norms of gradients are summed in another
 /// order.
@@ -140,10 +141,9 @@ impl<M> Fsdp<M> {
             changed = tch::no_grad(change).map_err(of_change);
         }
         let is_in_place = kept.shared.check_memory().map_err(|reason| Error::fsdp(group, reason));
-        agree(group, is_in_place)?;
         // Also of a change that has failed half way: machines must not differ.
         kept.shared.spread()?;
-        agree(group, changed)?;
+        agree(group, changed.and(is_in_place))?;
         let buffers = CoalescedBroadcast::new(group, self.buffers()).map_err(Error::from);
         let mut buffers = agree(group, buffers)?;
         agree(group, buffers.run(group, 0).map_err(Error::from))

@@ -4,8 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use flow_autograd::{data_ptr, identity};
-use flow_comm::{MachineBuffer, ProcessGroup};
-use flow_tensor::CoalescedBroadcast;
+use flow_comm::{MachineBuffer, ProcessGroup, WeakMachineBuffer};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -15,12 +14,20 @@ use crate::zero::sharded_parameter::ShardedParameter;
 /// The alignment of each parameter: a cache line.
 const ALIGNMENT: usize = 64;
 
+/// The bytes that machines send each other at once.
+const PIECE: usize = 16 << 20;
+
+/// The memory of all parameters of this process that are in common, also of models that were dropped.
+static MEMORY: Mutex<Vec<WeakMachineBuffer>> = Mutex::new(Vec::new());
+
 /// All shared parameters of this process.
 static SHARED: Mutex<Vec<Weak<SharedParameters>>> = Mutex::new(Vec::new());
 
 /// The parameters of a model that lie in memory of all ranks of the machine.
 pub(crate) struct SharedParameters {
     group: ProcessGroup,
+    memory: MachineBuffer,
+    bytes: usize,
     parameters: Mutex<Vec<SharedParameter>>,
 }
 
@@ -44,6 +51,7 @@ impl SharedParameters {
             end += bytes_of(&parameter.tensor).next_multiple_of(ALIGNMENT);
         }
         let memory = group.alloc_on_machine(end)?;
+        remember(&memory);
         let mut places = Vec::with_capacity(parameters.len());
         for (parameter, start) in parameters.iter().zip(starts) {
             places.push(place(&memory, parameter, start));
@@ -65,7 +73,7 @@ impl SharedParameters {
             shared.push(SharedParameter { name: parameter.name.clone(), tensor, version, address });
         }
         let parameters = Mutex::new(shared);
-        let shared = Arc::new(Self { group: group.clone(), parameters });
+        let shared = Arc::new(Self { group: group.clone(), memory, bytes: end, parameters });
         let mut all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|other| other.strong_count() > 0);
         all.push(Arc::downgrade(&shared));
@@ -76,20 +84,29 @@ impl SharedParameters {
     pub fn spread(&self) -> Result<()> {
         let group = &self.group;
         if group.local_world_size() < group.world_size() {
-            for SharedParameter { name, tensor, .. } in &mut *self.lock() {
-                let value = tensor.detach().copy();
-                let named = vec![(name.clone(), value.shallow_clone())];
-                let broadcast = CoalescedBroadcast::new(group, named).map_err(Error::from);
-                let mut broadcast = agree(group, broadcast)?;
-                agree(group, broadcast.run(group, 0).map_err(Error::from))?;
-                if group.local_index() == 0 {
-                    tch::no_grad(|| tensor.copy_(&value));
+            let buffer = group.alloc_shared::<u8>(PIECE.min(self.bytes)).map_err(Error::from);
+            let mut buffer = agree(group, buffer)?;
+            for start in (0..self.bytes).step_by(PIECE) {
+                let end = self.bytes.min(start + PIECE);
+                let mut part = self.memory.part(start..end);
+                let piece = &mut buffer[..end - start];
+                if group.rank() == 0 {
+                    piece.copy_from_slice(part.as_mut());
+                }
+                group.broadcast(&mut *piece, 0)?;
+                if group.local_index() == 0 && group.rank() != 0 {
+                    part.as_mut().copy_from_slice(piece);
                 }
             }
             group.barrier_on_machine()?;
         }
         self.accept_writes();
         Ok(())
+    }
+
+    /// Makes the next backward fail, on all ranks.
+    pub fn abort(&self, cause: &str) {
+        self.group.abort(cause);
     }
 
     /// Takes what was written into the parameters as written for all ranks.
@@ -145,11 +162,18 @@ impl SharedParameters {
     }
 }
 
-/// Returns whether a tensor is a parameter of an [`Fsdp`](crate::Fsdp) of several ranks.
+fn remember(memory: &MachineBuffer) {
+    let mut all = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(WeakMachineBuffer::is_used);
+    all.push(memory.downgrade());
+}
+
+/// Returns whether the ranks of a machine have a tensor in common: a parameter of an [`Fsdp`](crate::Fsdp) of
+/// several ranks, until [`into_inner`](crate::Fsdp::into_inner).
 pub fn is_fully_sharded(tensor: &Tensor) -> bool {
-    let identities = HashSet::from([identity(tensor)]);
-    let all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    all.iter().filter_map(Weak::upgrade).any(|shared| shared.has_any(&identities))
+    let address = data_ptr(tensor).addr();
+    let all = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
+    all.iter().any(|memory| memory.contains(address))
 }
 
 /// Writes into these tensors what all ranks load alike. Before that, ranks that have some of them in common

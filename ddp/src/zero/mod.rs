@@ -180,15 +180,21 @@ impl ZeroRedundancyOptimizer {
         let checked = shards.check().map_err(|reason| self.parts.failed(reason));
         let begun = checked.and_then(|()| {
             if shards.kept.is_some() {
-                // Until then other ranks read the parameters that this one steps.
-                self.parts.group.barrier_on_machine()?;
+                // Until then other ranks read the parameters that this one steps. Of all machines, so that
+                // none leaves out a step of the others.
+                self.parts.group.barrier()?;
             }
             Ok(())
         });
         let stepped = begun.and_then(|()| step(shards).map_err(|reason| self.parts.failed(reason)));
         let gathered = stepped.and_then(|()| self.parts.gather());
-        // The others wait for this rank's parts.
-        gathered.inspect_err(|error| self.parts.group.abort(&error.to_string()))
+        gathered.inspect_err(|error| {
+            // The others wait for this rank's parts, or in their next backward.
+            self.parts.group.abort(&error.to_string());
+            if let Some(kept) = &shards.kept {
+                kept.shared.abort(&error.to_string());
+            }
+        })
     }
 
     /// Drops the gradients, runs backward from `loss`, and steps, unless a `Ddp` steps in backward.

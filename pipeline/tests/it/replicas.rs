@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::common::replicas::{self, Half, ROWS, Replica, loss};
 use crate::common::{close, numbers, ranks};
 use flow_comm::Mesh;
-use flow_ddp::{Ddp, Fsdp};
+use flow_ddp::{Ddp, Fsdp, MixedPrecision};
 use flow_global::{B, GlobalTensor, Placement, S, distribute};
 use flow_pipeline::{DdpStage, FsdpStage, Pipeline, Schedule, Stage, stage_fn};
 use flow_tensor::ProcessGroup;
@@ -196,6 +196,29 @@ fn stages_of_fsdp_train_as_those_of_ddp() {
             })
         };
         assert_eq!(weights(true), weights(false), "{name}");
+    }
+}
+
+/// A stage is called without the forward of the `Ddp`, which would cast.
+#[test]
+fn mixed_precision_of_a_stage_is_an_error() {
+    let half = MixedPrecision { param: Some(Kind::BFloat16), ..Default::default() };
+    let errors = ranks(4, |group| {
+        let mesh = mesh_of_four(&group);
+        let vs = VarStore::new(Device::Cpu);
+        let mut pipeline = Pipeline::builder(&mesh, "pp")
+            .build(|_| {
+                let layer = nn::linear(vs.root(), 4, 4, Default::default());
+                let builder = Fsdp::builder(mesh.group("dp")?).mixed_precision(half);
+                Ok(Box::new(FsdpStage(builder.wrap(layer, &vs)?)))
+            })
+            .unwrap();
+        let x = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
+        let step = pipeline.step(&[x], |outputs, _| outputs[0].mean(Kind::Float));
+        step.unwrap_err().to_string()
+    });
+    for error in &errors {
+        assert!(error.contains("mixed_precision has no effect in a stage"), "{error}");
     }
 }
 

@@ -41,6 +41,19 @@ pub fn random(group: &ProcessGroup) -> Result<()> {
     random_models(group, 24, trained)
 }
 
+/// The same in groups of some of the ranks: one on each machine, and more on one than on the other.
+pub fn in_parts(group: &ProcessGroup) -> Result<()> {
+    for ranks in [&[0, 2][..], &[3, 1, 0], &[2, 3]] {
+        if let Some(part) = group.new_group(ranks)? {
+            for seed in 0..6 {
+                trained(&part, seed).with_context(|| format!("seed {seed}, ranks {ranks:?}"))?;
+            }
+        }
+        group.barrier()?;
+    }
+    Ok(())
+}
+
 fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let mut draws = Draws(seed);
     let config = configs()[seed as usize % 6];

@@ -64,6 +64,17 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let other = store();
     let text = error(builder.wrap(Vectors::new(&other, &[10]), &other))?;
     says_in_a_line(text, &["the optimizer of an Fsdp: call step after backward"])?;
+    let again = Vectors(model.0.iter().map(Tensor::shallow_clone).collect());
+    let left = store();
+    drop(wrapped(group, &left)?);
+    let again_left = Vectors(left.trainable_variables());
+    for (model, store) in [(again, &own), (again_left, &left)] {
+        let text = error(Ddp::new(model, store, group))?;
+        says_in_a_line(text, &["have w0 in common", "call into_inner of the Fsdp"])?;
+    }
+    let apart = store();
+    drop(wrapped(group, &apart)?.into_inner());
+    Ddp::new(Vectors(apart.trainable_variables()), &apart, group)?;
     let _ = own.root().ones("later", &[3]);
     let text = error(model.optimizer(Adam::default(), 1.0))?;
     says_in_a_line(text, &["got variables since the model was wrapped"])
@@ -117,11 +128,7 @@ pub fn written(group: &ProcessGroup) -> Result<()> {
     }
     says_in_a_line(error(model.write(|| Ok::<_, Error>(())))?, &words)?;
     says_in_a_line(error(model.refresh())?, &words)?;
-    let stepped = optimizer.step();
-    // Other machines step, and find out in the backward.
-    if group.ranks_on_machine_of(1).contains(&group.rank()) {
-        says_in_a_line(error(stepped)?, &words)?;
-    }
+    says_in_a_line(error(optimizer.step())?, &words)?;
     says_in_a_line(error(backward(&model))?, &words)?;
 
     // Other memory.

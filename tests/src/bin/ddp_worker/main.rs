@@ -121,6 +121,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
     scenario("fsdp_random", fsdp::random, CPU_AND_NODES_AND_THREADS),
+    scenario("fsdp_in_parts", fsdp::in_parts, &[NODES[0]]),
     scenario("fsdp_batch_norm", fsdp::batch_norm, CPU_AND_NODES),
     scenario("fsdp_scaled", fsdp::scaled, CPU_AND_NODES),
     scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY_ON_NODES),
