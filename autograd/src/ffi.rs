@@ -272,9 +272,10 @@ unsafe extern "C" {
         data: *mut c_void,
         visit: VisitText,
     ) -> *mut c_char;
-    /// Visits the tensors of an optimizer's state.
+    /// Visits the tensors of an optimizer's state, or copies of them.
     pub fn flow_optimizer_state(
         optimizer: *const C_optimizer,
+        copy: bool,
         data: *mut c_void,
         visit: VisitTensor,
     ) -> *mut c_char;

@@ -60,7 +60,7 @@ pub use memory::{
     bump_version, bytes, bytes_mut, data_ptr, dtype, identity, resolved, set_grad,
     tensor_from_memory, tensor_from_raw, unsendable, use_count,
 };
-pub use optimizer::{OptimizerState, StateDict};
+pub use optimizer::{OptimizerState, SavedState, StateDict, StatePart, StateParts};
 pub use random::{RngState, with_rng_state};
 pub use recompute::{recompute, versions};
 pub use replace::Replacements;

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::size_of;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 use std::sync::{Arc, OnceLock};
@@ -25,20 +26,91 @@ pub struct StateDict {
     pub tensors: Vec<(String, Tensor)>,
 }
 
-impl StateDict {
-    /// Checks that this is the state of an optimizer of such [`parameters`](Self::parameters).
+/// What a rank has of an optimizer's state. The tensors may share the optimizer's memory.
+#[derive(Debug)]
+pub struct StateParts {
+    /// [`StateDict::parameters`].
+    pub parameters: Vec<String>,
+    /// The parts.
+    pub parts: Vec<StatePart>,
+    /// They are the whole state, which each rank has.
+    pub are_whole: bool,
+}
+
+/// Elements of a tensor of the state.
+#[derive(Debug)]
+pub struct StatePart {
+    /// The tensor's name, as in [`StateDict::tensors`].
+    pub name: String,
+    /// The shape of the whole tensor.
+    pub shape: Vec<i64>,
+    /// The first of the elements, row-major.
+    pub start: usize,
+    /// The elements, in the same order.
+    pub tensor: Tensor,
+}
+
+impl StateParts {
+    /// Makes the parts of a rank that has the whole state.
+    pub fn whole(state: StateDict) -> Self {
+        let mut parts = Vec::with_capacity(state.tensors.len());
+        for (name, tensor) in state.tensors {
+            parts.push(StatePart { name, shape: tensor.size(), start: 0, tensor });
+        }
+        Self { parameters: state.parameters, parts, are_whole: true }
+    }
+}
+
+/// A [`StateDict`] that is read piece by piece.
+pub trait SavedState {
+    /// Returns [`StateDict::parameters`].
+    fn parameters(&self) -> &[String];
+
+    /// Returns the names and shapes of the tensors.
+    fn shapes(&self) -> Vec<(String, Vec<i64>)>;
+
+    /// Returns elements of a tensor, row-major: a tensor of one dimension on the CPU or the state's
+    /// device.
+    ///
+    /// # Errors
+    ///
+    /// They cannot be read.
+    fn read(&self, name: &str, elements: Range<usize>) -> Result<Tensor, Error>;
+
+    /// Checks that this is the state of an optimizer of such [`parameters`](StateDict::parameters).
     ///
     /// # Errors
     ///
     /// It is not. The error names the first parameter that differs.
-    pub fn check_parameters(&self, own: &[String]) -> Result<(), Error> {
-        let saved = &self.parameters;
+    fn check_parameters(&self, own: &[String]) -> Result<(), Error> {
+        let saved = self.parameters();
         let number = (0..own.len().max(saved.len())).find(|&i| own.get(i) != saved.get(i));
         let Some(number) = number else { return Ok(()) };
         let found = saved.get(number).map_or("none", String::as_str);
         let expected = own.get(number).map_or("none", String::as_str);
         let reason = format!("parameter {number} is {found} in the state, {expected} was expected");
         Err(Error::Libtorch { operation: LOAD_STATE, reason })
+    }
+}
+
+impl SavedState for StateDict {
+    fn parameters(&self) -> &[String] {
+        &self.parameters
+    }
+
+    fn shapes(&self) -> Vec<(String, Vec<i64>)> {
+        self.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.size())).collect()
+    }
+
+    fn read(&self, name: &str, elements: Range<usize>) -> Result<Tensor, Error> {
+        let found = self.tensors.iter().find(|(known, _)| known == name);
+        let Some((_, tensor)) = found else {
+            let reason = format!("the state has no {name}");
+            return Err(Error::Libtorch { operation: LOAD_STATE, reason });
+        };
+        let flat = tensor.f_reshape([-1]);
+        flat.and_then(|flat| flat.f_narrow(0, elements.start as i64, elements.len() as i64))
+            .map_err(|error| Error::Libtorch { operation: LOAD_STATE, reason: error.to_string() })
     }
 }
 
@@ -79,6 +151,31 @@ pub trait OptimizerState {
     /// was.
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error>;
 
+    /// Returns what this rank has of the state, to be written before the next step. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`state`](Self::state); a failure of another rank.
+    fn parts(&self) -> Result<StateParts, Error> {
+        self.state().map(StateParts::whole)
+    }
+
+    /// Replaces the state as [`load_state`](Self::load_state) does, and reads no more of `saved` than
+    /// this rank is to have.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load_state`](Self::load_state) and of reading.
+    fn load_from(&mut self, saved: &dyn SavedState) -> Result<(), Error> {
+        let mut state = StateDict { parameters: saved.parameters().to_vec(), tensors: Vec::new() };
+        for (name, shape) in saved.shapes() {
+            let elements = shape.iter().product::<i64>() as usize;
+            let tensor = saved.read(&name, 0..elements)?.view(&shape[..]);
+            state.tensors.push((name, tensor));
+        }
+        self.load_state(&state)
+    }
+
     /// Gathers the whole state on rank `to`, for its [`state`](Self::state), where ranks share it. All
     /// ranks call this after a step; checkpoints do. Others have nothing to gather, and do nothing.
     ///
@@ -93,7 +190,11 @@ pub trait OptimizerState {
 
 impl OptimizerState for Optimizer {
     fn state(&self) -> Result<StateDict, Error> {
-        state(c_optimizer(self, STATE)?)
+        state(c_optimizer(self, STATE)?, true)
+    }
+
+    fn parts(&self) -> Result<StateParts, Error> {
+        state(c_optimizer(self, STATE)?, false).map(StateParts::whole)
     }
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
@@ -103,7 +204,11 @@ impl OptimizerState for Optimizer {
 
 impl OptimizerState for COptimizer {
     fn state(&self) -> Result<StateDict, Error> {
-        state(pointer(self))
+        state(pointer(self), true)
+    }
+
+    fn parts(&self) -> Result<StateParts, Error> {
+        state(pointer(self), false).map(StateParts::whole)
     }
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
@@ -114,13 +219,13 @@ impl OptimizerState for COptimizer {
 const STATE: &str = "OptimizerState::state";
 const LOAD_STATE: &str = "OptimizerState::load_state";
 
-/// The optimizer is one that lives.
-fn state(optimizer: *const C_optimizer) -> Result<StateDict, Error> {
+/// Returns the state, or a copy. The optimizer is one that lives.
+fn state(optimizer: *const C_optimizer, copy: bool) -> Result<StateDict, Error> {
     let mut tensors = Vec::<(String, Tensor)>::new();
     // SAFETY: the optimizer is alive; `push_tensor` fits the data.
     unsafe {
         let data = (&raw mut tensors).cast();
-        ffi::check(STATE, ffi::flow_optimizer_state(optimizer, data, push_tensor))?;
+        ffi::check(STATE, ffi::flow_optimizer_state(optimizer, copy, data, push_tensor))?;
     }
     Ok(StateDict { parameters: parameters(optimizer, STATE)?, tensors })
 }

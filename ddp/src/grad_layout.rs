@@ -29,6 +29,11 @@ impl GradLayout {
         Self { shape, strided: order.map(|order| (strides, order)) }
     }
 
+    /// Returns whether it is that of a contiguous tensor.
+    pub fn is_row_major(&self) -> bool {
+        self.strided.is_none()
+    }
+
     /// Returns the tensor with its dimensions as they come in memory: contiguous if it has this
     /// layout.
     pub fn in_memory_order(&self, tensor: &Tensor) -> Tensor {

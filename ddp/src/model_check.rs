@@ -60,7 +60,7 @@ pub(crate) fn agree<T>(group: &ProcessGroup, made: Result<T>) -> Result<T> {
 }
 
 /// Gathers a text of each rank.
-pub(crate) fn gather_texts(group: &ProcessGroup, text: &str) -> flow_comm::Result<Vec<String>> {
+pub fn gather_texts(group: &ProcessGroup, text: &str) -> flow_comm::Result<Vec<String>> {
     let mut lengths = vec![0i64; group.world_size()];
     group.all_gather(&[text.len() as i64], &mut lengths)?;
     let lengths: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::{OptimizerState, StateDict};
+use flow_autograd::{OptimizerState, SavedState, StateDict};
 use flow_comm::{ForkSafe, ProcessGroup};
 use tch::{COptimizer, TchError, Tensor};
 

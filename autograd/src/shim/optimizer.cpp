@@ -102,16 +102,16 @@ char* flow_optimizer_parameters(const optim::Optimizer* optimizer, void* data, V
     });
 }
 
-// Calls `visit`, which owns the tensor that it gets, with a copy of each part of the optimizer's
-// state.
-char* flow_optimizer_state(const optim::Optimizer* optimizer, void* data, VisitTensor visit) {
+// Calls `visit`, which owns the tensor that it gets, with each part of the optimizer's state, or a copy.
+char* flow_optimizer_state(const optim::Optimizer* optimizer, bool copy, void* data, VisitTensor visit) {
     return guarded([&] {
         const auto& states = optimizer->state();
         each_parameter(*optimizer, [&](const at::Tensor& parameter, const std::string& number, const auto& options) {
             const auto state = states.find(parameter.unsafeGetTensorImpl());
             if (state == states.end()) return;
             for (const auto& part : parts(*state->second, options)) {
-                const auto value = part.count ? at::scalar_tensor(*part.count, at::kLong) : part.tensor->detach().clone();
+                auto value = part.count ? at::scalar_tensor(*part.count, at::kLong) : part.tensor->detach();
+                if (copy && part.tensor) value = value.clone();
                 visit(data, (number + part.name).c_str(), new at::Tensor(value));
             }
         });

@@ -3,63 +3,85 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `mod.rs` | [`Checkpoints`]: save, find the latest; [`Checkpoint`]: resume |
+//! | `mod.rs` | [`Checkpoints`]: save, find the latest |
+//! | `resume.rs` | [`Checkpoint`]: resume |
+//! | `parts.rs` | what each rank writes |
+//! | `plan.rs` | all files that are written, and where this rank's parts go |
+//! | `layout.rs` | which file has which tensor; for both kinds |
+//! | `write.rs` | how a rank writes its parts; for both kinds |
+//! | `saved.rs` | the tensors of files, which are read as they are needed; for both kinds |
+//! | `sums.rs` | the sums of files; for both kinds |
+//! | `state.rs` | `state.json`, and what files are called |
+//! | `sharers.rs` | which ranks see rank 0's disk, and files for the others |
 //! | `folder.rs` | [`Folder`]: checkpoints that are whole or not there, for both kinds |
 //! | `agree.rs` | what one rank has come to, on all; for both kinds |
 //! | `files.rs` | locks, and files that survive a loss of power; for both kinds |
+//! | `safetensors.rs` | the head of a safetensors file; for both kinds |
 //! | `error.rs` | [`CheckpointError`], for both kinds |
-//! | `tensors.rs` | tensors as safetensors |
-//! | `sums.rs` | the sums of files |
 
 pub mod agree;
 mod error;
 pub mod files;
 mod folder;
-mod sums;
-mod tensors;
+pub mod layout;
+mod parts;
+mod plan;
+mod resume;
+pub mod safetensors;
+pub mod saved;
+mod sharers;
+mod state;
+pub mod sums;
+pub mod write;
 
-use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::collections::HashSet;
+use std::fs;
+use std::path::Path;
 
-use flow_autograd::{OptimizerState, StateDict};
+use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts, identity};
 use flow_comm::ProcessGroup;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
-use tch::Tensor;
 use tch::nn::VarStore;
 
-use crate::data::sampler_state::{SamplerState, Stateful};
+use crate::apart::are_apart;
+use crate::data::sampler_state::Stateful;
 use crate::ddp::Ddp;
-use crate::fsdp::shared_parameters;
+pub use crate::model_check::gather_texts;
+use agree::{agree, from_rank_0};
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
-use sums::SUMS;
+use layout::lay_out;
+use parts::{Part, Whole, divide, gather};
+use plan::Plan;
+pub use resume::Checkpoint;
+use state::{FORMAT, SavedState};
+pub use state::{MODEL, OPTIMIZER, STATE};
+use sums::{SUMS, read_checked};
 
-/// Files of a checkpoint.
-const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.safetensors";
-/// The file of what the program, the sampler and the optimizer go on from.
-const STATE: &str = "state.json";
-/// Raised when files change so that versions before cannot read them.
-const FORMAT: u32 = 2;
+/// Bytes of tensors in a file: as many as Hugging Face's files have.
+pub const FILE_BYTES: u64 = 5_000_000_000;
 
 /// The checkpoints of one training, in a folder.
 ///
-/// Rank 0 writes and reads for all ranks: the others need not see the folder. The checkpoint of
-/// step 100 is the folder `step-100`:
+/// All ranks that see rank 0's disk write and read; the others need not see the folder. The checkpoint
+/// of step 100 is the folder `step-100`:
 ///
 /// | file | what |
 /// |---|---|
 /// | `model.safetensors` | the variables of the `VarStore`, by their names |
-/// | `optimizer.safetensors` | momentum and the like, as [`StateDict`] names them |
+/// | `optimizer.safetensors` | momentum and the like, as [`StateDict`](flow_autograd::StateDict) names them |
 /// | `state.json` | the optimizer's kind, the sampler's state, and the program's |
-/// | `SHA256SUMS` | the sums of the others, as `sha256sum --check` takes them |
+/// | `sums.json` | the sums of the others |
+///
+/// A model of more than 5 GB is in several files and an index, as Hugging Face lays them out
+/// ([`file_bytes`](Self::file_bytes)). So is the optimizer's state.
 ///
 /// A checkpoint is whole or not there, even if the process is killed or the machine loses its
 /// power. Its files are flushed to the disk under another name, and the folder is then renamed. The
 /// last two are kept ([`keep`](Self::keep)). A damaged one that [`latest`](Self::latest) has found
 /// is never removed: `save` renames it to `step-100.damaged`. A folder `step-100` that has neither
-/// `SHA256SUMS` nor `state.json` is no checkpoint, and stays as it is.
+/// `sums.json` nor `state.json` is no checkpoint, and stays as it is.
 ///
 /// ```no_run
 /// use flow_ddp::{Checkpoints, Ddp, DistributedSampler, ProcessGroup};
@@ -84,32 +106,7 @@ const FORMAT: u32 = 2;
 pub struct Checkpoints {
     folder: Folder,
     group: ProcessGroup,
-}
-
-/// A checkpoint to resume from.
-pub struct Checkpoint<S> {
-    /// The program's own state.
-    pub state: S,
-    path: PathBuf,
-    world_size: usize,
-    threads: i32,
-    sampler: SamplerState,
-    model: HashMap<String, Tensor>,
-    optimizer: StateDict,
-    group: ProcessGroup,
-}
-
-/// `state.json`.
-#[derive(Serialize, Deserialize)]
-struct SavedState<S> {
-    format: u32,
-    world_size: usize,
-    /// The threads of each rank.
-    threads: i32,
-    /// [`StateDict::parameters`].
-    optimizer: Vec<String>,
-    sampler: SamplerState,
-    state: S,
+    file_bytes: u64,
 }
 
 impl Checkpoints {
@@ -120,7 +117,7 @@ impl Checkpoints {
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let folder = Folder::open(folder.as_ref(), group, &[SUMS, STATE])?;
-        Ok(Self { folder, group: group.clone() })
+        Ok(Self { folder, group: group.clone(), file_bytes: FILE_BYTES })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
@@ -129,17 +126,27 @@ impl Checkpoints {
         self
     }
 
+    /// Puts tensors of at most so many bytes into a file, but a tensor that has more (default: 5 GB).
+    pub fn file_bytes(mut self, most: u64) -> Self {
+        self.file_bytes = most;
+        self
+    }
+
     /// Writes the checkpoint of `step`, which counts up over the whole training, and removes those
-    /// before the last few. All ranks call this; rank 0 writes, and the others go on.
+    /// before the last few. All ranks call this, and return when it is whole.
     ///
-    /// `state` is what else the program needs to go on, as JSON, which has no NaN and no infinity.
+    /// Each rank writes its part of what all have: parameters of `model`, and the state of their
+    /// optimizer. All other variables, such as buffers, are rank 0's. So are parameters that ranks have
+    /// stepped apart.
+    ///
+    /// `state` is what else the program needs to go on, as JSON, which has no NaN and no infinity;
+    /// rank 0's counts.
     ///
     /// # Errors
     ///
-    /// When the last backward has failed ([`Ddp::synchronize`]), or a tensor cannot be kept, such as a
-    /// complex one, on all ranks. On rank 0, when the checkpoint cannot be written; those before it are
-    /// then still there. Also when the folder has checkpoints and [`latest`](Self::latest) was not
-    /// called.
+    /// On all ranks: when the last backward has failed ([`Ddp::synchronize`]), a tensor cannot be kept,
+    /// such as a sparse one, or the checkpoint cannot be written; those before it are then still there.
+    /// Also when the folder has checkpoints and [`latest`](Self::latest) was not called.
     pub fn save<M, S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -150,40 +157,118 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         model.synchronize()?;
+        let begun = self.folder.begin(step);
+        let partial = agree(&self.group, begun)?;
+        let parts = self.parts(&partial, step, (model, vs), optimizer);
+        let saved = parts.and_then(|Parts { parameters, files }| {
+            let state = SavedState {
+                format: FORMAT,
+                world_size: self.group.world_size(),
+                threads: tch::get_num_threads(),
+                optimizer: parameters,
+                sampler: sampler.state(),
+                state,
+            };
+            let state = json::<SavedState<S>>(&state)
+                .map_err(|reason| self.unfit("the program's state", step, reason));
+            let own = (self.group.rank() == 0).then_some(state);
+            let state = from_rank_0(&self.group, own)?;
+            self.write(step, &partial, files, state)
+        });
+        saved.inspect_err(|_| self.folder.abandon())
+    }
+
+    /// Returns what this rank writes into the folder `partial`.
+    fn parts<M>(
+        &self,
+        partial: &Path,
+        step: usize,
+        (model, vs): (&Ddp<M>, &VarStore),
+        optimizer: &dyn OptimizerState,
+    ) -> Result<Parts> {
+        let writers = sharers::ranks(&self.group, partial)?;
+        let variables = variables(&self.group, model, vs);
+        // All ranks find what cannot be kept, also those that write nothing.
+        agree(&self.group, self.check(step, &variables))?;
+        let all_write = writers.len() == self.group.world_size();
+        let state = self.state_parts(optimizer, all_write);
+        let state = state.map_err(|error| self.unfit("the optimizer", step, error.to_string()));
+        let state = agree(&self.group, state)?;
+        let mut wholes = Vec::new();
+        let mut parts = Vec::new();
+        let mut unfit = Ok(());
+        for StatePart { name, shape, start, tensor } in state.parts {
+            if state.are_whole {
+                wholes.push(Whole { name, tensor, is_common: true });
+                continue;
+            }
+            match Part::new(&name, &shape, start, tensor) {
+                Ok(part) => parts.push(part),
+                Err(reason) => unfit = Err(self.unfit(&name, step, reason)),
+            }
+        }
+        let checked = unfit.and_then(|()| self.check(step, &wholes));
+        agree(&self.group, checked)?;
+        let model = divide(&self.group, &writers, variables)?;
+        parts.extend(divide(&self.group, &writers, wholes)?);
+        Ok(Parts { parameters: state.parameters, files: [(MODEL, model), (OPTIMIZER, parts)] })
+    }
+
+    /// Returns what this rank has of the optimizer's state: rank 0 has all if not all ranks write.
+    fn state_parts(
+        &self,
+        optimizer: &dyn OptimizerState,
+        all_write: bool,
+    ) -> Result<StateParts, flow_autograd::Error> {
+        if all_write {
+            return optimizer.parts();
+        }
+        optimizer.consolidate_state_dict(0)?;
+        if self.group.rank() == 0 {
+            return optimizer.state().map(StateParts::whole);
+        }
+        Ok(StateParts::whole(StateDict::default()))
+    }
+
+    /// Checks that tensors can be kept.
+    fn check(&self, step: usize, tensors: &[Whole]) -> Result<()> {
+        for Whole { name, tensor, .. } in tensors {
+            parts::check(tensor).map_err(|reason| self.unfit(name, step, reason))?;
+        }
+        Ok(())
+    }
+
+    /// Writes the files of all ranks' parts, and makes them the checkpoint.
+    fn write(
+        &mut self,
+        step: usize,
+        partial: &Path,
+        parts: [(&str, Vec<Part>); 2],
+        state: Vec<u8>,
+    ) -> Result<()> {
         let path = self.folder.checkpoint(step);
-        let mut variables: Vec<_> = vs.variables().into_iter().collect();
-        variables.sort_by(|(left, _), (right, _)| left.cmp(right));
-        let check = |tensors: &[_]| {
-            tensors::check(tensors).map_err(|(what, reason)| unfit(&what, &path, reason))
-        };
-        // All ranks find what cannot be kept: those that write nothing would wait for rank 0 later.
-        check(&variables)?;
-        optimizer
-            .consolidate_state_dict(0)
-            .map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
-        let optimizer = optimizer.state();
-        if let Ok(optimizer) = &optimizer {
-            check(&optimizer.tensors)?;
+        let mut plan = Plan::default();
+        plan.add(STATE.to_owned(), state, 0);
+        for (stem, parts) in parts {
+            let tensors = gather(&self.group, &parts)?;
+            let files = lay_out(stem, &tensors, self.file_bytes)
+                .map_err(|reason| self.unfit("its files", step, reason))?;
+            plan.add_tensors(stem, files, parts);
         }
-        if self.group.rank() != 0 {
-            return Ok(());
-        }
-        let optimizer =
-            optimizer.map_err(|error| unfit("the optimizer", &path, error.to_string()))?;
-        let state = SavedState {
-            format: FORMAT,
-            world_size: self.group.world_size(),
-            threads: tch::get_num_threads(),
-            optimizer: optimizer.parameters,
-            sampler: sampler.state(),
-            state,
-        };
-        let state = json::<SavedState<S>>(&state)
-            .map_err(|reason| unfit("the program's state", &path, reason))?;
-        let partial = self.folder.begin(step)?;
-        write(&partial, &path, &variables, &optimizer.tensors, &state)
-            .and_then(|()| self.folder.commit(step))
-            .inspect_err(|_| self.folder.abandon())
+        let is_first = self.group.rank() == 0;
+        let created = if is_first { plan.create(partial, &path) } else { Ok(()) };
+        agree(&self.group, created)?;
+        let written = plan.write(partial, &path, is_first);
+        let pieces = agree(&self.group, written)?;
+        let texts = gather_texts(&self.group, &pieces)?;
+        let finished = if is_first { plan.finish(partial, &path, &texts) } else { Ok(()) };
+        let finished = finished.and_then(|()| self.folder.commit(step));
+        agree(&self.group, finished)
+    }
+
+    fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {
+        let path = self.folder.checkpoint(step);
+        CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
     }
 
     /// Returns the latest checkpoint that is whole, the same on all ranks; None where there is none
@@ -194,134 +279,62 @@ impl Checkpoints {
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
     /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
-        let mut contents = [const { Vec::new() }; 3];
         let found = self.folder.latest(|path| {
-            contents = sums::read(path, [STATE, MODEL, OPTIMIZER])?;
-            Ok(())
+            if !path.join(SUMS).exists() {
+                check_format(path)?; // other formats have none
+            }
+            let sums = read_checked(path)?;
+            check_format(path)?;
+            Ok(sums)
         })?;
-        let Some((step, ())) = found else { return Ok(None) };
-        for bytes in &mut contents {
-            agree::broadcast(&self.group, 0, bytes)?;
-        }
-        self.parse(self.folder.checkpoint(step), contents).map(Some)
-    }
-
-    fn parse<S: DeserializeOwned>(
-        &self,
-        path: PathBuf,
-        [state, model, optimizer]: [Vec<u8>; 3],
-    ) -> Result<Checkpoint<S>> {
-        let state: SavedState<S> =
-            parse_state(&state).map_err(|reason| of_other("program", &path, reason))?;
-        let SavedState { world_size, threads, optimizer: parameters, sampler, state, .. } = state;
-        let model = tensors::read(&model).map_err(|reason| of_other("program", &path, reason))?;
-        let model = model.into_iter().collect();
-        let tensors =
-            tensors::read(&optimizer).map_err(|reason| of_other("program", &path, reason))?;
-        let optimizer = StateDict { parameters, tensors };
-        let group = self.group.clone();
-        Ok(Checkpoint { state, path, world_size, threads, sampler, model, optimizer, group })
+        let Some((step, sums)) = found else { return Ok(None) };
+        let path = self.folder.checkpoint(step);
+        let names: Vec<&String> = sums.keys().collect();
+        let files = sharers::open(&self.group, &path, &names)?;
+        let read = Checkpoint::read(&self.group, &path, files);
+        agree(&self.group, read).map(Some)
     }
 }
 
-fn unfit(what: &str, path: &Path, reason: String) -> CheckpointError {
-    CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
+/// What a rank writes of a checkpoint.
+struct Parts {
+    /// [`StateDict::parameters`].
+    parameters: Vec<String>,
+    /// The parts of the tensors of each kind of files.
+    files: [(&'static str, Vec<Part>); 2],
 }
 
-fn of_other(what: &'static str, path: &Path, reason: String) -> CheckpointError {
-    CheckpointError::Other { path: path.to_path_buf(), what, reason }
-}
-
-/// Writes the files of the checkpoint `path` into the folder `partial`.
-fn write(
-    partial: &Path,
-    path: &Path,
-    model: &[(String, Tensor)],
-    optimizer: &[(String, Tensor)],
-    state: &[u8],
-) -> Result<()> {
-    for (tensors, file) in [(model, MODEL), (optimizer, OPTIMIZER)] {
-        tensors::write(tensors, &partial.join(file))
-            .map_err(|(what, reason)| unfit(&what, path, reason))?;
-    }
-    let file = partial.join(STATE);
-    std::fs::write(&file, state).map_err(CheckpointError::write(file))?;
-    sums::write(partial).map_err(CheckpointError::write(path))
-}
-
-/// Reads `state.json`. The format comes first: the rest may be of another one.
-fn parse_state<S: DeserializeOwned>(text: &[u8]) -> Result<SavedState<S>, String> {
-    let value: serde_json::Value =
-        serde_json::from_slice(text).map_err(|error| error.to_string())?;
-    if value.get("format").and_then(serde_json::Value::as_u64) != Some(u64::from(FORMAT)) {
-        return Err(format!("it has not format {FORMAT} of Flow's checkpoints"));
-    }
-    serde_json::from_slice(text).map_err(|error| error.to_string())
-}
-
-impl<S> Checkpoint<S> {
-    /// Gives the model, the optimizer and the sampler what they had. The number of ranks may be
-    /// another one: the rest of the epoch is dealt out anew. A warning in the log then says that
-    /// the weights will not be the same to the bit as those of a training without interruption.
-    ///
-    /// # Errors
-    ///
-    /// When one of them is of another kind or has other settings; none of them is of use then.
-    pub fn resume(
-        &self,
-        vs: &VarStore,
-        optimizer: &mut dyn OptimizerState,
-        sampler: &mut dyn Stateful,
-    ) -> Result<()> {
-        sampler
-            .resume(&self.sampler)
-            .map_err(|cause| CheckpointError::Sampler { path: self.path.clone(), cause })?;
-        self.load_model(vs).map_err(|reason| of_other("model", &self.path, reason))?;
-        optimizer
-            .load_state(&self.optimizer)
-            .map_err(|error| of_other("optimizer", &self.path, error.to_string()))?;
-
-        let here = (self.group.world_size(), tch::get_num_threads());
-        if self.group.rank() == 0 && here != (self.world_size, self.threads) {
-            log::warn!(
-                "{} was saved by {} rank(s) of {} thread(s), and {} of {} resume: the weights will \
-                 not be the same to the bit",
-                self.path.display(),
-                self.world_size,
-                self.threads,
-                here.0,
-                here.1
-            );
-        }
-        Ok(())
-    }
-
-    fn load_model(&self, vs: &VarStore) -> Result<(), String> {
-        // In the order of names: all ranks, and all runs, name the same one.
-        let mut variables: BTreeMap<_, _> = vs.variables().into_iter().collect();
-        for (name, variable) in &variables {
-            let wanted = (variable.kind(), variable.size());
-            match self.model.get(name).map(|saved| (saved.kind(), saved.size())) {
-                Some(found) if found == wanted => {}
-                Some((kind, shape)) => {
-                    let wanted = format!("{:?} {:?}", wanted.0, wanted.1);
-                    return Err(format!("its {name} is {kind:?} {shape:?}, not {wanted}"));
-                }
-                None => return Err(format!("it has no {name}")),
+/// Returns the variables, by name: the same order on all ranks.
+fn variables<M>(group: &ProcessGroup, model: &Ddp<M>, vs: &VarStore) -> Vec<Whole> {
+    let mut common = HashSet::new();
+    if let Some(reducer) = &model.reducer
+        && model.group().ranks() == group.ranks()
+    {
+        for (_, parameter) in reducer.named_parameters() {
+            if !are_apart([&parameter]) {
+                common.insert(identity(&parameter));
             }
         }
-        if let Some(name) = self.model.keys().filter(|name| !variables.contains_key(*name)).min() {
-            return Err(format!("it has {name}, and this model has not"));
-        }
-        let tensors: Vec<Tensor> = variables.values().map(Tensor::shallow_clone).collect();
-        shared_parameters::load(tensors.iter(), || {
-            for (name, variable) in &mut variables {
-                tch::no_grad(|| variable.f_copy_(&self.model[name]))
-                    .map_err(|error| error.to_string())?;
-            }
-            Ok(())
-        })
     }
+    let mut variables = Vec::new();
+    for (name, tensor) in vs.variables() {
+        let is_common = common.contains(&identity(&tensor));
+        variables.push(Whole { name, tensor, is_common });
+    }
+    variables.sort_by(|one, other| one.name.cmp(&other.name));
+    variables
+}
+
+/// Checks that the checkpoint is of this format, if it says which it has. The rest may be of another
+/// one.
+fn check_format(path: &Path) -> Result<()> {
+    let Ok(text) = fs::read(path.join(STATE)) else { return Ok(()) };
+    let Ok(state) = serde_json::from_slice::<serde_json::Value>(&text) else { return Ok(()) };
+    if state["format"] == FORMAT {
+        return Ok(());
+    }
+    let reason = format!("it has not format {FORMAT} of Flow's checkpoints");
+    Err(CheckpointError::Other { path: path.to_owned(), what: "program", reason })
 }
 
 /// Returns JSON that can be read back as a `T`: it has `null` where a number is NaN.

@@ -1,58 +1,138 @@
-//! The SHA-256 of a checkpoint's files, in a file that `sha256sum --check` takes.
+//! The sums of a checkpoint's files: BLAKE3 of each piece that a rank has written.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::thread;
 
-use sha2::{Digest, Sha256};
+use rustix::fs::{Advice, fadvise};
+use serde::{Deserialize, Serialize};
 
 use super::error::{CheckpointError, Result};
 
 /// The sums of a checkpoint's other files.
-pub const SUMS: &str = "SHA256SUMS";
+pub const SUMS: &str = "sums.json";
 
-/// Writes the sums of the files in `folder`, and flushes all files to the disk.
-pub fn write(folder: &Path) -> io::Result<()> {
-    let mut sums = String::new();
-    for entry in fs::read_dir(folder)? {
-        let entry = entry?;
-        let file = File::open(entry.path())?;
-        sums += &format!("{}  {}\n", sum(&file)?, entry.file_name().to_string_lossy());
-        file.sync_all()?;
-    }
-    fs::write(folder.join(SUMS), sums)?;
-    File::open(folder.join(SUMS))?.sync_all()
+/// The longest piece.
+pub const PIECE: usize = 8 << 20;
+
+/// The most threads that check sums.
+const THREADS: usize = 8;
+
+/// The pieces of each file, in order.
+pub type Sums = BTreeMap<String, Vec<Piece>>;
+
+/// Bytes of a file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Piece {
+    /// The first byte.
+    pub start: u64,
+    /// At most [`PIECE`].
+    pub length: usize,
+    /// The BLAKE3 of the bytes, in hexadecimal digits.
+    pub blake3: String,
 }
 
-/// Returns the contents of files in `folder`, if they have their sums.
-pub fn read<const N: usize>(folder: &Path, names: [&str; N]) -> Result<[Vec<u8>; N]> {
-    let sums = String::from_utf8_lossy(&read_file(folder, SUMS)?).into_owned();
-    let mut contents = [const { Vec::new() }; N];
-    for (name, bytes) in names.iter().zip(&mut contents) {
-        *bytes = read_file(folder, name)?;
-        let line = format!("{}  {name}", sum(&bytes[..]).unwrap_or_default());
-        if !sums.lines().any(|known| known == line) {
-            let reason = format!("it has not the sum that is in {SUMS}");
-            return Err(CheckpointError::damaged(folder.join(name), reason));
+impl Piece {
+    /// Returns the piece of these bytes.
+    pub fn of(start: u64, bytes: &[u8]) -> Self {
+        Self { start, length: bytes.len(), blake3: blake3::hash(bytes).to_hex().to_string() }
+    }
+}
+
+/// Returns the sums of a checkpoint whose files have them.
+///
+/// # Errors
+/// A file is missing or damaged, or cannot be read.
+pub fn read_checked(folder: &Path) -> Result<Sums> {
+    let sums = read(folder)?;
+    check_files(folder, &sums)?;
+    Ok(sums)
+}
+
+/// Checks that files in `folder` have these sums.
+///
+/// # Errors
+/// A file is missing or damaged, or cannot be read.
+pub fn check_files(folder: &Path, sums: &Sums) -> Result<()> {
+    let mut pieces = Vec::new();
+    for (name, of_file) in sums {
+        check_length(folder, name, of_file)?;
+        pieces.extend(of_file.iter().map(|piece| (&name[..], piece)));
+    }
+    let threads = thread::available_parallelism().map_or(1, |cores| cores.get().min(THREADS));
+    let each = pieces.len().div_ceil(threads).max(1);
+    thread::scope(|scope| {
+        let parts = pieces.chunks(each);
+        let checks: Vec<_> = parts.map(|part| scope.spawn(move || check(folder, part))).collect();
+        for check in checks {
+            check.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
+        Ok(())
+    })
+}
+
+/// Returns the sums of the checkpoint in `folder`.
+fn read(folder: &Path) -> Result<Sums> {
+    let path = folder.join(SUMS);
+    let text = fs::read(&path).map_err(failed_to_read(&path))?;
+    serde_json::from_slice(&text).map_err(|error| CheckpointError::damaged(&path, error))
+}
+
+/// Checks that the pieces are all of the file.
+fn check_length(folder: &Path, name: &str, pieces: &[Piece]) -> Result<()> {
+    let path = folder.join(name);
+    let mut end = 0;
+    for piece in pieces {
+        if piece.start != end || piece.length > PIECE {
+            let reason = format!("{SUMS} is not that of its file {name}");
+            return Err(CheckpointError::damaged(folder.join(SUMS), reason));
+        }
+        end += piece.length as u64;
     }
-    Ok(contents)
+    let bytes = fs::metadata(&path).map_err(failed_to_read(&path))?.len();
+    if bytes > end {
+        return Err(CheckpointError::damaged(path, format!("it has {bytes} bytes, not {end}")));
+    }
+    Ok(())
 }
 
-fn read_file(folder: &Path, name: &str) -> Result<Vec<u8>> {
-    let file = folder.join(name);
-    let remedy = "see that the disk can be read, or move the checkpoint away";
-    fs::read(&file).map_err(CheckpointError::file("read", file, remedy))
+/// Checks the sums of some pieces.
+fn check(folder: &Path, pieces: &[(&str, &Piece)]) -> Result<()> {
+    let mut open: Option<(&str, File)> = None;
+    let mut bytes = Vec::new();
+    for &(name, piece) in pieces {
+        let path = folder.join(name);
+        let file = match open.take().filter(|(known, _)| *known == name) {
+            Some((_, file)) => file,
+            None => {
+                let file = File::open(&path).map_err(failed_to_read(&path))?;
+                // The kernel then reads further ahead.
+                let _ = fadvise(&file, 0, None, Advice::Sequential);
+                file
+            }
+        };
+        bytes.resize(piece.length, 0);
+        file.read_exact_at(&mut bytes, piece.start).map_err(failed_to_read(&path))?;
+        if Piece::of(piece.start, &bytes) != *piece {
+            let reason = format!("the bytes from {} on do not have their sum", piece.start);
+            return Err(CheckpointError::damaged(path, reason));
+        }
+        open = Some((name, file));
+    }
+    Ok(())
 }
 
-/// Returns the SHA-256 of a file's bytes, in hexadecimal digits.
-fn sum(mut from: impl Read) -> io::Result<String> {
-    let mut hash = Sha256::new();
-    let mut chunk = vec![0; 1 << 20];
-    loop {
-        match from.read(&mut chunk)? {
-            0 => return Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()),
-            length => hash.update(&chunk[..length]),
+/// Makes the error of reading a checkpoint's file.
+pub fn failed_to_read(path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError + '_ {
+    move |error| match error.kind() {
+        ErrorKind::UnexpectedEof => CheckpointError::damaged(path, "its end is missing"),
+        ErrorKind::InvalidData => CheckpointError::damaged(path, error),
+        _ => {
+            let remedy = "see that the disk can be read, or move the checkpoint away";
+            CheckpointError::file("read", path, remedy)(error)
         }
     }
 }

@@ -177,11 +177,12 @@ pub fn is_fully_sharded(tensor: &Tensor) -> bool {
 }
 
 /// Writes into these tensors what all ranks load alike. Before that, ranks that have some of them in common
-/// wait until none reads them.
-pub(crate) fn load<'a>(
+/// wait until none reads them. `write` is told which part of a tensor this rank is to write, and of how many:
+/// of one that ranks have in common each writes its own. All have written once ranks agree on the result.
+pub(crate) fn load<'a, E: From<flow_comm::Error>>(
     tensors: impl Iterator<Item = &'a Tensor>,
-    write: impl FnOnce() -> Result<(), String>,
-) -> Result<(), String> {
+    write: impl FnOnce(&dyn Fn(&Tensor) -> (usize, usize)) -> Result<(), E>,
+) -> Result<(), E> {
     let identities: HashSet<usize> = tensors.map(identity).collect();
     let all: Vec<Arc<SharedParameters>> = {
         let all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -189,11 +190,15 @@ pub(crate) fn load<'a>(
     };
     let loaded: Vec<_> = all.into_iter().filter(|shared| shared.has_any(&identities)).collect();
     for shared in &loaded {
-        shared.group.barrier().map_err(|error| error.to_string())?;
+        shared.group.barrier()?;
     }
-    write()?;
+    let written = write(&|tensor| {
+        let shared = loaded.iter().find(|shared| shared.has_any(&[identity(tensor)].into()));
+        shared
+            .map_or((0, 1), |shared| (shared.group.local_index(), shared.group.local_world_size()))
+    });
     loaded.iter().for_each(|shared| shared.accept_writes());
-    Ok(())
+    written
 }
 
 /// Returns the bytes of a tensor's elements.

@@ -18,7 +18,7 @@
 mod error;
 mod gather;
 mod join;
-mod partition;
+pub(crate) mod partition;
 mod parts;
 mod scaled;
 mod setting;

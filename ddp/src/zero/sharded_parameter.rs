@@ -186,6 +186,25 @@ impl OwnShard {
         Ok(whole)
     }
 
+    /// Returns the state without a copy: the name of each part, the first of its elements that the
+    /// tensor has, counted in the parameter, and the tensor.
+    pub fn parts(&self) -> Result<Vec<(String, usize, Tensor)>, flow_autograd::Error> {
+        let mut parts = Vec::new();
+        let mut start = self.elements.start;
+        for chunk in &self.chunks {
+            for part in chunk.optimizer.parts()?.parts {
+                let name = part.name.strip_prefix("0.").unwrap_or(&part.name);
+                if name != COUNT {
+                    parts.push((name.to_owned(), start, part.tensor));
+                } else if start == 0 {
+                    parts.push((name.to_owned(), 0, part.tensor));
+                }
+            }
+            start += chunk.length as usize;
+        }
+        Ok(parts)
+    }
+
     /// Replaces the state by these tensors, named as [`OwnShard::state`] names them.
     pub fn load_state(&mut self, named: Vec<(String, Tensor)>) -> Result<(), flow_autograd::Error> {
         let mut start = 0;

@@ -1,13 +1,14 @@
 //! The state as a whole: gathered on a rank, and loaded.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use flow_autograd::{OptimizerState, StateDict};
+use flow_autograd::{OptimizerState, SavedState, StateDict, StatePart, StateParts};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::ZeroRedundancyOptimizer;
 use super::error::{agree, failed};
-use super::sharded_parameter::COUNT;
+use super::sharded_parameter::{COUNT, ShardedParameter};
 use super::shards::Shards;
 use super::sharers;
 use crate::error::{Result, job_rank};
@@ -40,6 +41,11 @@ impl OptimizerState for ZeroRedundancyOptimizer {
     /// Replaces this rank's part of the state. All ranks call this, with the same state: they all take
     /// it, or none does.
     fn load_state(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
+        self.load_from(saved)
+    }
+
+    /// Replaces this rank's part of the state, as [`load_state`](Self::load_state) does.
+    fn load_from(&mut self, saved: &dyn SavedState) -> Result<(), flow_autograd::Error> {
         let shards = &mut *self.parts.shards();
         let before = shards.own_state()?;
         let loaded = shards.load_own(saved);
@@ -52,16 +58,43 @@ impl OptimizerState for ZeroRedundancyOptimizer {
         agreed.map_err(|error| in_state(error.to_string()))
     }
 
+    /// Returns this rank's parts, and on rank 0 what ranks do not have row-major.
+    fn parts(&self) -> Result<StateParts, flow_autograd::Error> {
+        let gathered = self.gather_state(0, |parameter| !parameter.layout.is_row_major());
+        let gathered = gathered.map_err(|error| in_state(error.to_string()))?;
+        let shards = self.parts.shards();
+        let mut parts = Vec::new();
+        for (name, tensor) in gathered.into_iter().flat_map(|state| state.tensors) {
+            parts.push(StatePart { name, shape: tensor.size(), start: 0, tensor });
+        }
+        for (place, number) in shards.in_groups().into_iter().enumerate() {
+            let parameter = &shards.parameters[number];
+            let own = parameter.own.as_ref().filter(|_| parameter.layout.is_row_major());
+            let Some(own) = own else { continue };
+            for (name, start, tensor) in own.parts()? {
+                let is_count = name == COUNT;
+                let shape = if is_count { Vec::new() } else { parameter.tensor.size() };
+                parts.push(StatePart { name: format!("{place}.{name}"), shape, start, tensor });
+            }
+        }
+        let parameters = shards.described.clone();
+        Ok(StateParts { parameters, parts, are_whole: false })
+    }
+
     fn consolidate_state_dict(&self, to: usize) -> Result<(), flow_autograd::Error> {
-        let state = self.gather_state(to).map_err(|error| in_state(error.to_string()))?;
+        let state = self.gather_state(to, |_| true).map_err(|error| in_state(error.to_string()))?;
         *self.parts.consolidated() = state;
         Ok(())
     }
 }
 
 impl ZeroRedundancyOptimizer {
-    /// Returns the whole state on rank `to`; None on the others.
-    fn gather_state(&self, to: usize) -> Result<Option<StateDict>> {
+    /// Returns the whole state of some parameters on rank `to`; None on the others.
+    fn gather_state(
+        &self,
+        to: usize,
+        of: impl Fn(&ShardedParameter) -> bool,
+    ) -> Result<Option<StateDict>> {
         let ranks = self.parts.group.world_size();
         if to >= ranks {
             return Err(self
@@ -69,7 +102,7 @@ impl ZeroRedundancyOptimizer {
                 .failed(format!("there is no rank {to}, but {ranks} ranks from 0 on")));
         }
         let shards = self.parts.shards();
-        let own = own_bytes(&shards).map_err(|error| self.parts.failed(error));
+        let own = own_bytes(&shards, of).map_err(|error| self.parts.failed(error));
         let (names, bytes) = agree(&self.parts.group, own)?;
         let names = gather_texts(&self.parts.group, &names)?;
         let sharers = sharers(&self.parts.group, to, shards.kept.is_some());
@@ -103,12 +136,17 @@ impl ZeroRedundancyOptimizer {
     }
 }
 
-/// Returns the names of this rank's parts of the state, each in a line, and their bytes.
-fn own_bytes(shards: &Shards) -> Result<(String, Vec<u8>), flow_autograd::Error> {
+/// Returns the names of this rank's parts of the state of some parameters, each in a line, and their
+/// bytes.
+fn own_bytes(
+    shards: &Shards,
+    of: impl Fn(&ShardedParameter) -> bool,
+) -> Result<(String, Vec<u8>), flow_autograd::Error> {
     let mut names = String::new();
     let mut all = Vec::new();
-    for (number, parts) in shards.own_state()?.into_iter().enumerate() {
-        for (name, tensor) in parts {
+    for (number, parameter) in shards.parameters.iter().enumerate() {
+        let Some(own) = parameter.own.as_ref().filter(|_| of(parameter)) else { continue };
+        for (name, tensor) in own.state()? {
             names += &format!("{number} {name}\n");
             let tensor = tensor.to_device(Device::Cpu).contiguous();
             all.extend_from_slice(flow_autograd::bytes(&tensor)?);
@@ -170,11 +208,14 @@ fn whole(shards: &Shards, mut parts: BTreeMap<Part, Tensor>) -> StateDict {
 /// The state of each parameter, by PyTorch's names.
 type OwnState = Vec<Vec<(String, Tensor)>>;
 
-/// Returns this rank's part of a state.
-fn own_parts(shards: &Shards, saved: &StateDict) -> Result<OwnState, flow_autograd::Error> {
+/// Returns the names in PyTorch and in the state of what a state has of each parameter.
+fn names(
+    shards: &Shards,
+    saved: &dyn SavedState,
+) -> Result<Vec<Vec<(String, String)>>, flow_autograd::Error> {
     let order = shards.in_groups();
-    let mut own: OwnState = order.iter().map(|_| Vec::new()).collect();
-    for (name, tensor) in &saved.tensors {
+    let mut names: Vec<Vec<(String, String)>> = order.iter().map(|_| Vec::new()).collect();
+    for (name, shape) in saved.shapes() {
         let place = name.split_once('.').and_then(|(place, part)| {
             let place: usize = place.parse().ok()?;
             Some((*order.get(place)?, part))
@@ -185,24 +226,35 @@ fn own_parts(shards: &Shards, saved: &StateDict) -> Result<OwnState, flow_autogr
             )));
         };
         let parameter = &shards.parameters[number];
-        let Some(own_shard) = &parameter.own else { continue };
-        let value = if part == COUNT {
-            tensor.shallow_clone()
-        } else {
-            if tensor.size() != parameter.tensor.size() {
-                return Err(in_state(format!(
-                    "{name} has the shape {:?} in the state, {} has {:?}",
-                    tensor.size(),
-                    parameter.name,
-                    parameter.tensor.size()
-                )));
-            }
-            let elements = parameter.elements_of(tensor, &own_shard.elements);
-            elements.map_err(|error| in_state(error.to_string()))?
-        };
-        own[number].push((part.to_owned(), value));
+        let wanted = if part == COUNT { Vec::new() } else { parameter.tensor.size() };
+        if shape != wanted {
+            return Err(in_state(format!(
+                "{name} has the shape {shape:?} in the state, and of {} it has {wanted:?}",
+                parameter.name
+            )));
+        }
+        names[number].push((part.to_owned(), name));
     }
-    Ok(own)
+    Ok(names)
+}
+
+/// Returns what this rank has of a parameter's part of a state.
+fn own_part(
+    parameter: &ShardedParameter,
+    own: &Range<usize>,
+    (part, name): (String, String),
+    saved: &dyn SavedState,
+) -> Result<(String, Tensor), flow_autograd::Error> {
+    let value = if part == COUNT {
+        saved.read(&name, 0..1)?.reshape([0i64; 0])
+    } else if parameter.layout.is_row_major() {
+        saved.read(&name, own.clone())?
+    } else {
+        let whole = saved.read(&name, 0..parameter.tensor.numel())?;
+        let whole = whole.reshape(parameter.tensor.size());
+        parameter.elements_of(&whole, own).map_err(|error| in_state(error.to_string()))?
+    };
+    Ok((part, value))
 }
 
 impl Shards {
@@ -223,9 +275,19 @@ impl Shards {
 
     /// Replaces the state of this rank's parts by what a whole state has of them; of some only, if there
     /// is an error.
-    fn load_own(&mut self, saved: &StateDict) -> Result<(), flow_autograd::Error> {
+    fn load_own(&mut self, saved: &dyn SavedState) -> Result<(), flow_autograd::Error> {
         saved.check_parameters(&self.described)?;
-        self.load(own_parts(self, saved)?)
+        let names = names(self, saved)?;
+        for (parameter, names) in self.parameters.iter_mut().zip(names) {
+            let Some(mut own) = parameter.own.take() else { continue };
+            let parts = names.into_iter();
+            let parts: Result<Vec<_>, _> =
+                parts.map(|names| own_part(parameter, &own.elements, names, saved)).collect();
+            let loaded = parts.and_then(|parts| own.load_state(parts));
+            parameter.own = Some(own);
+            loaded?;
+        }
+        Ok(())
     }
 
     /// Replaces the state of this rank's parts; of some only, if there is an error.

@@ -4,6 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
+use flow_ddp::checkpoint::sums::Sums;
 use flow_ddp::checkpoint::{CheckpointError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +14,7 @@ use super::shards::file_name;
 /// Says what is in a checkpoint.
 pub const INDEX: &str = "index.json";
 /// Raised when files change so that versions before cannot read them.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 /// The text before the names of the `VarStore`'s variables.
 pub const MODEL: &str = "model.";
 /// The text before the names of the optimizer's state.
@@ -26,6 +27,8 @@ pub struct Contents {
     pub step: usize,
     /// The length of each rank's file; 0 of a rank that had nothing to save.
     pub files: Vec<u64>,
+    /// The sums of these files.
+    pub sums: Sums,
     /// [`flow_autograd::StateDict::parameters`]; None without an optimizer.
     pub optimizer: Option<Vec<String>>,
     /// [`crate::random::Generator::state`].

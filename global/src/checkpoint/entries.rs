@@ -9,11 +9,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::contents::{MODEL, OPTIMIZER};
 use super::index::Index;
-use super::safetensors::dtype;
 use super::shards::Entry;
 use crate::handle::{find_spec, local_of, wrap};
 use crate::placement::Placement;
 use crate::sbp::B;
+use flow_ddp::checkpoint::safetensors::dtype;
 
 /// Returns the variables, by name: the same order on all ranks.
 pub fn variables(vs: &VarStore) -> Vec<(String, Tensor)> {

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::safetensors;
 use crate::error::{Error, Result};
 use crate::placement::Placement;
 use crate::region::{Region, is_first, regions};
 use crate::sbp::Sbp;
+use flow_ddp::checkpoint::safetensors;
 
 /// All tensors of a checkpoint, by name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -1,18 +1,14 @@
-//! One plain safetensors file of a sharded checkpoint.
+//! Plain safetensors files of a checkpoint.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 
-use flow_ddp::checkpoint::{CheckpointError, Result, files};
+use flow_ddp::checkpoint::layout::{TensorFile, index, lay_out};
+use flow_ddp::checkpoint::{CheckpointError, MODEL, Result, files};
 
-use super::contents::{Contents, MODEL};
-use super::safetensors::{Header, size};
-use super::shards::Reader;
-use crate::region::Region;
-
-/// The most bytes of elements that are in memory at once.
-const BLOCK: usize = 16 << 20;
+use super::opened::Opened;
 
 /// Writes the model of the checkpoint in the folder `checkpoint` to the file `out`, whole or not at
 /// all, with the names of its variables: PyTorch's `safetensors` and tch's
@@ -21,74 +17,69 @@ const BLOCK: usize = 16 << 20;
 /// # Errors
 /// A file of the checkpoint is missing or damaged; `out` cannot be written.
 pub fn merge(checkpoint: impl AsRef<Path>, out: impl AsRef<Path>) -> Result<()> {
-    let checkpoint = checkpoint.as_ref();
     let out = out.as_ref();
-    let contents = Contents::read(checkpoint)?;
-    contents.check_files(checkpoint)?;
-    files::write_whole(out, |partial| write(&contents, checkpoint, partial, out))
+    let model = Model::open(checkpoint.as_ref(), u64::MAX)?;
+    model.files.iter().try_for_each(|file| model.write(file, out))
 }
 
-fn write(contents: &Contents, checkpoint: &Path, partial: &Path, out: &Path) -> Result<()> {
-    let mut file = File::create(partial).map_err(CheckpointError::write(out))?;
-    let tensors = contents.index.tensors.iter();
-    let named = tensors.filter_map(|(name, saved)| {
-        Some((name.strip_prefix(MODEL)?.to_owned(), &saved.dtype[..], &saved.shape[..]))
-    });
-    let header = Header::of(named);
-    let mut header = header.map_err(|reason| CheckpointError::damaged(checkpoint, reason))?;
-    // Some of PyTorch's users ask for it.
-    header.metadata.insert("format".into(), "pt".into());
-    let head = header.to_bytes().map_err(CheckpointError::write(out))?;
-    file.write_all(&head).map_err(CheckpointError::write(out))?;
-    let mut reader = Reader::new(checkpoint, &contents.index);
-    let mut bytes = Vec::new();
-    for (name, info) in header.in_order() {
-        let element = size(&info.dtype, &[]).unwrap_or_default();
-        for block in blocks(&Region::all(&info.shape), BLOCK / element.max(1)) {
-            bytes.resize(block.elements() * element, 0);
-            reader.read(&format!("{MODEL}{name}"), &block, &mut bytes)?;
-            file.write_all(&bytes).map_err(CheckpointError::write(out))?;
-        }
+/// Writes the model of a checkpoint into the folder `out`, as Hugging Face lays models out:
+/// `model.safetensors`, or several files of at most so many bytes and `model.safetensors.index.json`.
+/// Each file is whole or not there; the index is written last.
+///
+/// # Errors
+/// Those of [`merge`].
+pub fn merge_into_folder(
+    checkpoint: impl AsRef<Path>,
+    out: impl AsRef<Path>,
+    file_bytes: u64,
+) -> Result<()> {
+    let out = out.as_ref();
+    let model = Model::open(checkpoint.as_ref(), file_bytes)?;
+    files::create(out).map_err(CheckpointError::write(out))?;
+    for file in &model.files {
+        model.write(file, &out.join(&file.name))?;
     }
-    Ok(())
+    let Some((name, text)) = index(MODEL, &model.files) else { return Ok(()) };
+    let path = out.join(name);
+    files::write_whole(&path, |partial| {
+        std::fs::write(partial, text).map_err(CheckpointError::write(&path))
+    })
 }
 
-/// Cuts a region into blocks of at most so many elements, which follow each other row-major.
-fn blocks(region: &Region, limit: usize) -> Vec<Region> {
-    let dim = region.0.iter().position(|range| range.len() > 1);
-    let Some(dim) = dim.filter(|_| region.elements() > limit) else { return vec![region.clone()] };
-    let range = region.0[dim].clone();
-    let rows = (limit / (region.elements() / range.len())).max(1);
-    let mut all = Vec::new();
-    for start in range.clone().step_by(rows) {
-        let mut block = region.clone();
-        block.0[dim] = start..range.end.min(start + rows);
-        all.extend(blocks(&block, limit));
-    }
-    all
+/// The model of a checkpoint, and the files that it is to have.
+struct Model {
+    opened: Opened,
+    files: Vec<TensorFile>,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_are_the_region_in_order() {
-        let elements = |region: &Region| -> Vec<usize> {
-            let strides = [15, 5, 1];
-            let dims = region.0.iter().zip(strides);
-            dims.fold(vec![0], |all, (range, stride)| {
-                all.iter().flat_map(|at| range.clone().map(move |i| at + i * stride)).collect()
+impl Model {
+    fn open(checkpoint: &Path, file_bytes: u64) -> Result<Self> {
+        let opened = Opened::new(checkpoint)?;
+        let prefix = format!("{MODEL}.");
+        let tensors = opened.tensors.iter();
+        let tensors: BTreeMap<_, _> = tensors
+            .filter_map(|(name, tensor)| {
+                Some((name.strip_prefix(&prefix)?.to_owned(), tensor.clone()))
             })
-        };
-        for limit in 1..=31 {
-            let blocks = blocks(&Region::all(&[2, 3, 5]), limit);
-            assert!(blocks.iter().all(|block| block.elements() <= limit));
-            let all: Vec<usize> = blocks.iter().flat_map(elements).collect();
-            assert_eq!(all, (0..30).collect::<Vec<_>>());
-            assert!(blocks.len() <= 30usize.div_ceil(limit) * 3, "{limit}: {}", blocks.len());
-        }
-        assert_eq!(blocks(&Region::all(&[]), 1), [Region::all(&[])]);
-        assert_eq!(blocks(&Region::all(&[4, 0]), 1), [Region::all(&[4, 0])]);
+            .collect();
+        let files = lay_out(MODEL, &tensors, file_bytes)
+            .map_err(|reason| CheckpointError::damaged(checkpoint, reason))?;
+        Ok(Self { opened, files })
+    }
+
+    fn write(&self, file: &TensorFile, out: &Path) -> Result<()> {
+        files::write_whole(out, |partial| {
+            let mut written = File::create(partial).map_err(CheckpointError::write(out))?;
+            written.write_all(&file.head).map_err(CheckpointError::write(out))?;
+            let mut bytes = Vec::new();
+            for (name, _) in file.header.in_order() {
+                let name = format!("{MODEL}.{name}");
+                for block in self.opened.blocks(&name) {
+                    self.opened.read(&name, &block, &mut bytes)?;
+                    written.write_all(&bytes).map_err(CheckpointError::write(out))?;
+                }
+            }
+            Ok(())
+        })
     }
 }

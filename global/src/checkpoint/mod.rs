@@ -9,18 +9,21 @@
 //! | `shards.rs` | each rank's file: write it, read regions of any |
 //! | `entries.rs` | the variables of a `VarStore` and an optimizer's state as entries |
 //! | `index.rs` | which file has which region of which tensor |
-//! | `safetensors.rs` | the head of a safetensors file |
-//! | `merge.rs` | one plain file for PyTorch |
+//! | `opened.rs` | the tensors of a checkpoint of either kind, for tools |
+//! | `merge.rs` | plain files for PyTorch |
+//! | `diff.rs` | what a checkpoint has, and how two differ |
 //!
 //! `flow_ddp::checkpoint` has what `Ddp`'s checkpoints are made of too: folders that are whole or
 //! not there, ranks that agree, and [`CheckpointError`].
 
 mod contents;
+mod diff;
 mod entries;
 pub mod index;
 mod merge;
+mod opened;
 mod resume;
-mod safetensors;
+
 mod shards;
 #[cfg(test)]
 mod tests;
@@ -31,17 +34,20 @@ use std::path::{Path, PathBuf};
 use flow_autograd::OptimizerState;
 use flow_comm::digest;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
-use flow_ddp::checkpoint::{Folder, Result, json};
+use flow_ddp::checkpoint::sums::{Piece, Sums};
+use flow_ddp::checkpoint::{Folder, Result, gather_texts, json};
 use flow_tensor::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::nn::{Optimizer, VarStore};
 
 use contents::{Contents, FORMAT, INDEX};
+pub use diff::{diff, inspect};
 use entries::{entries, named, variables};
 pub use flow_ddp::CheckpointError;
 use index::Index;
-pub use merge::merge;
+pub use merge::{merge, merge_into_folder};
+pub use opened::verify;
 pub use resume::ShardedCheckpoint;
 use shards::{Entry, file_name};
 
@@ -134,13 +140,13 @@ impl ShardedCheckpoints {
         state: &S,
     ) -> Result<(Contents, Vec<Entry>)> {
         let mut tensors = variables(vs);
-        let dict = optimizer
-            .map(OptimizerState::state)
+        let state_parts = optimizer
+            .map(OptimizerState::parts)
             .transpose()
             .map_err(|error| CheckpointError::unfit("save", "the optimizer", error))?;
-        let parameters = dict.map(|dict| {
-            tensors.extend(named(dict.tensors));
-            dict.parameters
+        let parameters = state_parts.map(|state| {
+            tensors.extend(named(state.parts.into_iter().map(|part| (part.name, part.tensor))));
+            state.parameters
         });
         let state = json::<S>(state)
             .and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()))
@@ -149,6 +155,7 @@ impl ShardedCheckpoints {
             format: FORMAT,
             step,
             files: Vec::new(),
+            sums: Sums::new(),
             optimizer: parameters,
             generator: rng_state(&Placement::all(&self.group)?)?,
             state,
@@ -167,10 +174,16 @@ impl ShardedCheckpoints {
     /// Writes the files into the folder `partial`, and makes that the checkpoint.
     fn write(&mut self, mut contents: Contents, entries: &[Entry], partial: &Path) -> Result<()> {
         let written = shards::write(partial, self.group.rank(), &contents.index, entries);
-        let own = [agree(&self.group, written)? as i64];
-        let mut files = vec![0i64; self.group.world_size()];
-        self.group.all_gather(&own, &mut files)?;
-        contents.files = files.into_iter().map(|bytes| bytes as u64).collect();
+        let own = agree(&self.group, written)?;
+        let own = serde_json::to_string(&own).unwrap_or_default();
+        for (rank, text) in gather_texts(&self.group, &own)?.into_iter().enumerate() {
+            let pieces: Vec<Piece> = serde_json::from_str(&text).unwrap_or_default();
+            let bytes = pieces.iter().map(|piece| piece.length as u64).sum();
+            contents.files.push(bytes);
+            if bytes > 0 {
+                contents.sums.insert(file_name(rank), pieces);
+            }
+        }
         let finished = self.finish(&contents, partial);
         agree(&self.group, finished)
     }

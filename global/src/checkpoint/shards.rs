@@ -2,18 +2,20 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, ErrorKind, Write};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use flow_ddp::checkpoint::sums::Piece;
+use flow_ddp::checkpoint::write::write as write_pieces;
 use flow_ddp::checkpoint::{CheckpointError, Result};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::index::{Index, Saved};
-use super::safetensors::{Header, dtype, size};
 use crate::placement::Placement;
 use crate::region::{self, Region, regions};
 use crate::sbp::NdSbp;
+use flow_ddp::checkpoint::safetensors::{Header, dtype, size};
 
 /// Bytes between two pieces that are read along with them: less than a disk reads at once.
 const GAP: usize = 4096;
@@ -60,12 +62,12 @@ pub fn file_name(rank: usize) -> String {
 }
 
 /// Writes this rank's file into `folder`, with what the index says that it saves, and flushes it to
-/// the disk. Returns its length: 0 if there is nothing to write, and no file. One tensor is copied
+/// the disk. Returns its pieces: none if there is nothing to write, and no file. One tensor is copied
 /// at a time, and only if it is not contiguous on the CPU.
 ///
 /// # Errors
 /// The file cannot be written; libtorch cannot give a tensor's bytes.
-pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Result<u64> {
+pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Result<Vec<Piece>> {
     let path = folder.join(file_name(rank));
     let mut own = HashMap::new();
     let mut named = Vec::new();
@@ -77,24 +79,27 @@ pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Re
         own.insert(&entry.name, local);
     }
     if named.is_empty() {
-        return Ok(0);
+        return Ok(Vec::new());
     }
     let header =
         Header::of(named).map_err(|reason| CheckpointError::unfit("save", "its file", reason))?;
-    let mut file = File::create_new(&path).map_err(failed_to_write(&path))?;
+    File::create_new(&path).map_err(failed_to_write(&path))?;
     let head = header.to_bytes().map_err(failed_to_write(&path))?;
-    file.write_all(&head).map_err(failed_to_write(&path))?;
-    for (name, info) in header.in_order() {
-        let plain = plain(own[name]).map_err(|error| unfit(name, error))?;
-        let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error))?;
-        if Some(bytes.len()) != size(&info.dtype, &info.shape) {
-            let reason = format!("this rank has {:?} of it, not {:?}", plain.size(), info.shape);
-            return Err(unfit(name, reason));
+    let pieces = write_pieces(folder, folder, &[file_name(rank)], |pieces| {
+        pieces.add(0, 0, &head)?;
+        for (name, info) in header.in_order() {
+            let plain = plain(own[name]).map_err(|error| unfit(name, error))?;
+            let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error))?;
+            if Some(bytes.len()) != size(&info.dtype, &info.shape) {
+                let reason =
+                    format!("this rank has {:?} of it, not {:?}", plain.size(), info.shape);
+                return Err(unfit(name, reason));
+            }
+            pieces.add(0, head.len() as u64 + info.data_offsets.0, bytes)?;
         }
-        file.write_all(bytes).map_err(failed_to_write(&path))?;
-    }
-    file.sync_all().map_err(failed_to_write(&path))?;
-    file.metadata().map(|metadata| metadata.len()).map_err(failed_to_write(&path))
+        Ok(())
+    })?;
+    Ok(pieces.into_iter().map(|(_, piece)| piece).collect())
 }
 
 /// Returns the tensor in memory of the CPU without gaps.

@@ -14,11 +14,11 @@ mod pytorch;
 use pytorch::pytorch;
 
 use super::contents::{Contents, FORMAT, INDEX, MODEL};
-use super::safetensors::DTYPES;
 use super::shards::{Entry, file_name};
 use super::{CheckpointError, ShardedCheckpoint, ShardedCheckpoints, merge};
 use crate::region::Region;
 use crate::{B, NdSbp, Placement, S, Sbp};
+use flow_ddp::checkpoint::safetensors::{DTYPES, Header, size};
 
 /// Runs `body` on each of so many ranks.
 fn ranks<T: Send>(size: usize, body: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
@@ -67,6 +67,7 @@ fn contents(step: usize) -> Contents {
         format: FORMAT,
         step,
         files: Vec::new(),
+        sums: Default::default(),
         optimizer: None,
         generator: [0; 2],
         state: serde_json::Value::Null,
@@ -154,12 +155,11 @@ fn every_pair_of_layouts_and_every_kind() {
     // What several ranks have is there once.
     let contents = Contents::read(&folder.path().join("step-3")).unwrap();
     let tensors = contents.index.tensors.values();
-    let bytes: usize =
-        tensors.map(|saved| super::safetensors::size(&saved.dtype, &saved.shape).unwrap()).sum();
+    let bytes: usize = tensors.map(|saved| size(&saved.dtype, &saved.shape).unwrap()).sum();
     let heads: u64 = (0..6)
         .map(|rank| {
             let file = fs::File::open(folder.path().join("step-3").join(file_name(rank))).unwrap();
-            super::safetensors::Header::read(&file).unwrap().1
+            Header::read(&file).unwrap().1
         })
         .sum();
     assert_eq!(contents.files.iter().sum::<u64>(), bytes as u64 + heads);
@@ -369,7 +369,7 @@ fn damaged_checkpoints_are_passed_over_or_errors() {
     assert!(error.ends_with(missing), "{error}");
 
     fs::write(file(2, INDEX), r#"{"format": 7}"#).unwrap();
-    let error = "F/step-2 is of another program: it has not format 1 of Flow's sharded \
+    let error = "F/step-2 is of another program: it has not format 2 of Flow's sharded \
                  checkpoints; use what it was saved with, or another folder";
     assert_eq!(latest(&folder)[0], Err(error.to_owned()));
 }

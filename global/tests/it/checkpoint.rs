@@ -1,13 +1,14 @@
 //! Checkpoints of a model and its optimizer, on ranks that are threads.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use crate::common::pytorch::pytorch;
 use crate::common::ranks::ranks;
 use flow_autograd::OptimizerState;
-use flow_ddp::{Ddp, DistributedSampler};
+use flow_ddp::{Checkpoints, Ddp, DistributedSampler};
 use flow_global::checkpoint::{CheckpointError, ShardedCheckpoints};
 use flow_global::{B, GlobalTensor, NdSbp, P, Placement, S, Sbp, distribute, distribute_tensor};
 use flow_tensor::ProcessGroup;
@@ -362,11 +363,112 @@ fn what_does_not_fit_is_an_error_that_says_so() {
     });
 }
 
+/// `flow-checkpoint` with these arguments.
+fn flow_checkpoint(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_flow-checkpoint"));
+    command.args(arguments).output().unwrap()
+}
+
 /// `flow-checkpoint merge` with these arguments: whether it has succeeded, and its errors.
 fn merge(checkpoint: &Path, out: &Path) -> (bool, String) {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_flow-checkpoint"));
-    let output = command.arg("merge").args([checkpoint, out]).output().unwrap();
+    let output = flow_checkpoint(&["merge", checkpoint.to_str().unwrap(), out.to_str().unwrap()]);
     (output.status.success(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// What `flow-checkpoint` printed, and its exit code.
+fn printed(arguments: &[&str]) -> (String, Option<i32>) {
+    let output = flow_checkpoint(arguments);
+    (String::from_utf8(output.stdout).unwrap(), output.status.code())
+}
+
+/// Checkpoints of both kinds have the same tensors, are whole, and are told from others.
+#[test]
+fn flow_checkpoint_looks_into_both_kinds() {
+    let folder = tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let group = ProcessGroup::in_process(1).unwrap().remove(0);
+    let vs = VarStore::new(Device::Cpu);
+    let weight = vs.root().add("weight", Tensor::ones([70, 60], (Kind::Float, Device::Cpu)), true);
+    let _ = vs.root().add("count", Tensor::zeros([0, 3], (Kind::Int64, Device::Cpu)), false);
+    let model = Ddp::new((), &vs, &group).unwrap();
+    let mut optimizer = nn::Adam::default().build(&vs, 0.1).unwrap();
+    optimizer.backward_step(&weight.square().sum(Kind::Float));
+    let sampler = DistributedSampler::new(10, &group);
+    let mut plain = Checkpoints::open(path("plain"), &group).unwrap();
+    plain.save(1, &model, &vs, &optimizer, &sampler, &()).unwrap();
+    let mut sharded = ShardedCheckpoints::open(path("sharded"), &group).unwrap();
+    sharded.save(1, &vs, Some(&optimizer), &()).unwrap();
+    let _ = tch::no_grad(|| weight.get(3).narrow(0, 7, 2).fill_(0.0));
+    plain.save(2, &model, &vs, &optimizer, &sampler, &()).unwrap();
+    let [plain, sharded, changed] = ["plain/step-1", "sharded/step-1", "plain/step-2"].map(path);
+
+    let tensors = "model.count: I64 [0, 3]\nmodel.weight: F32 [70, 60]\n\
+                   optimizer.0.exp_avg: F32 [70, 60]\noptimizer.0.exp_avg_sq: F32 [70, 60]\n\
+                   optimizer.0.step: I64 []\n5 tensors, 50408 bytes\n";
+    for checkpoint in [&plain, &sharded] {
+        assert_eq!(printed(&["inspect", checkpoint]), (tensors.to_owned(), Some(0)));
+        assert_eq!(printed(&["verify", checkpoint]), (String::new(), Some(0)));
+    }
+    let model = format!("{plain}/model.safetensors");
+    let tensors = "count: I64 [0, 3]\nweight: F32 [70, 60]\n2 tensors, 16800 bytes\n";
+    assert_eq!(printed(&["inspect", &model]), (tensors.to_owned(), Some(0)));
+    assert_eq!(printed(&["diff", &plain, &sharded]), (String::new(), Some(0)));
+    let difference = "model.weight: 2 of 4200 elements differ\n".to_owned();
+    assert_eq!(printed(&["diff", &sharded, &changed]), (difference, Some(1)));
+    let (lines, code) = printed(&["diff", &model, &plain]);
+    assert!(code == Some(1) && lines.starts_with(&format!("count: only in {model}\n")), "{lines}");
+
+    for (file, checkpoint) in
+        [(model, &plain), (format!("{sharded}/rank-00000.safetensors"), &sharded)]
+    {
+        let mut bytes = std::fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&file, bytes).unwrap();
+        let output = flow_checkpoint(&["verify", checkpoint]);
+        let error = String::from_utf8(output.stderr).unwrap();
+        let expected = format!("flow-checkpoint: {file} is damaged: ");
+        assert!(error.starts_with(&expected) && error.lines().count() == 1, "{error}");
+        assert_eq!(output.status.code(), Some(2));
+    }
+    let output = flow_checkpoint(&["inspect", &path("none")]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        error.starts_with(&format!("flow-checkpoint: cannot read {}: ", path("none"))),
+        "{error}"
+    );
+}
+
+/// Hugging Face's layout has the tensors of the model, in files that are not too long.
+#[test]
+fn flow_checkpoint_lays_out_several_files() {
+    let folder = tempdir().unwrap();
+    let (step, out) = (folder.path().join("step-1"), folder.path().join("out"));
+    let expected = ranks(2, |group| {
+        let training = Training::new(5);
+        let layout = &layouts()[5];
+        layout.on(&group, &training);
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save(1, &training.vs, None, &()).unwrap();
+        // In the order of names: all ranks gather the same one.
+        let variables = BTreeMap::from_iter(training.vs.variables()).into_iter();
+        variables.map(|(name, tensor)| (name, tensor.full().unwrap())).collect::<Vec<_>>()
+    });
+    let [from, to] = [&step, &out].map(|path| path.to_str().unwrap());
+    assert_eq!(printed(&["merge", from, to, "--file-bytes", "130"]), (String::new(), Some(0)));
+    let index = std::fs::read(out.join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    let mut bytes = 0;
+    for (name, tensor) in &expected[0] {
+        let file = index["weight_map"][name].as_str().expect("it is in the index");
+        let read = Tensor::read_safetensors(out.join(file)).unwrap();
+        let (_, found) = read.iter().find(|(found, _)| found == name).expect("it is in the file");
+        assert_eq!(found, tensor);
+        let all = read.iter().map(|(_, tensor)| tensor.numel() * 8).sum::<usize>();
+        assert!(all <= 130 || read.len() == 1, "{file} has {all} bytes");
+        bytes += tensor.numel() * 8;
+    }
+    assert_eq!(index["metadata"]["total_size"], bytes);
+    assert!(std::fs::read_dir(&out).unwrap().count() > 2);
 }
 
 /// The file is PyTorch's and tch's, whatever lay in parts: their models compute the same.

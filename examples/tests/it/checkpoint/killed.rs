@@ -81,8 +81,8 @@ fn a_damaged_checkpoint_is_kept_aside_and_the_one_before_serves() {
         ("optimizer.safetensors", Some(&good[..good.len() - 1])),
         ("model.safetensors", Some(&[])),
         ("state.json", Some(state.as_bytes())),
-        ("SHA256SUMS", Some(&[])),
-        ("SHA256SUMS", None),
+        ("sums.json", Some(&[])),
+        ("sums.json", None),
     ]
     .into_iter()
     .zip(names)

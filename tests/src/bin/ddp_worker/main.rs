@@ -2,6 +2,7 @@
 
 mod accumulation;
 mod buffer_hook;
+mod checkpoint_random;
 mod checkpoints;
 mod compression;
 mod equivalence;
@@ -129,6 +130,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_plan_of_sgd", fsdp_plan::of_sgd, MEASURES_MEMORY),
     scenario("fsdp_plan_too_large", fsdp_plan::too_large, CPU_AND_NODES),
     scenario("fsdp_resumed", fsdp::resumed, CPU_AND_NODES),
+    scenario("checkpoint_random", checkpoint_random::random, CPU_AND_NODES),
     scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),
     scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU_AND_NODES),
     scenario("fsdp_written", fsdp_misused::written, CPU_AND_NODES),

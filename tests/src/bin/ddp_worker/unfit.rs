@@ -284,11 +284,11 @@ pub fn checkpoints(group: &ProcessGroup) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("flow-unfit-{}", pid[0]));
     let sampler = DistributedSampler::new(10, group);
     for (is_complex, words) in [
-        (true, ["cannot save weight in ", "it is of kind ComplexFloat"]),
+        (true, ["cannot save weight in ", "it is of kind ComplexDouble"]),
         (false, ["cannot save 0.momentum_buffer in ", "it is sparse"]),
     ] {
         let store = store();
-        let kind = if is_complex { Kind::ComplexFloat } else { Kind::Float };
+        let kind = if is_complex { Kind::ComplexDouble } else { Kind::Float };
         let weight = store.root().add("weight", Tensor::ones([4, 2], (kind, device())), true);
         let model = Ddp::builder(group).sparse_gradients(&["weight"]);
         let model = if is_complex { Ddp::builder(group) } else { model }.wrap((), &store)?;

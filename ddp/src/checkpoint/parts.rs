@@ -1,0 +1,226 @@
+//! What each rank writes of the tensors of a checkpoint.
+
+use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
+
+use flow_autograd::global::is_global;
+use flow_comm::ProcessGroup;
+use serde::{Deserialize, Serialize};
+use tch::{Device, TchError, Tensor};
+
+use super::agree::agree;
+use super::error::{CheckpointError, Result};
+use super::layout::Described;
+use super::safetensors::dtype;
+use super::write::Pieces;
+use crate::grad_layout::GradLayout;
+use crate::model_check::gather_texts;
+use crate::zero::partition::partition;
+
+/// The elements from a tensor's start, middle and end that ranks compare.
+const SAMPLE: i64 = 256;
+/// The bytes that are copied at once from a GPU.
+const BLOCK: usize = 8 << 20;
+
+/// A tensor that this rank has all of.
+pub struct Whole {
+    pub name: String,
+    pub tensor: Tensor,
+    /// Each rank is to have the same.
+    pub is_common: bool,
+}
+
+/// Elements of a tensor, which this rank writes.
+pub struct Part {
+    pub name: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    /// The first of the elements, row-major.
+    start: usize,
+    tensor: Tensor,
+    /// Where the elements are in that, row-major.
+    elements: Range<usize>,
+}
+
+/// A part, as ranks tell each other of it.
+#[derive(Serialize, Deserialize)]
+struct Listed {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+    start: usize,
+    elements: usize,
+}
+
+/// Returns the type's name of a tensor that can be kept. The error is why it cannot.
+pub fn check(tensor: &Tensor) -> Result<&'static str, String> {
+    if tensor.is_sparse() {
+        return Err("it is sparse, which safetensors cannot keep; make it dense".into());
+    }
+    if is_global(tensor) && flow_autograd::data_ptr(tensor).is_null() {
+        return Err(SHARDED.into());
+    }
+    let kind = tensor.kind();
+    dtype(kind).ok_or_else(|| format!("it is of kind {kind:?}, which safetensors cannot keep"))
+}
+
+/// Why a global tensor without memory of its own is not kept.
+const SHARDED: &str = "it is a global tensor, and no rank has all of it; use \
+                       flow::global::checkpoint::ShardedCheckpoints, where each rank saves its part";
+
+impl Part {
+    /// Returns the part of a tensor of shape `shape` that begins at `start`. The error is why it cannot
+    /// be kept.
+    pub fn new(name: &str, shape: &[i64], start: usize, tensor: Tensor) -> Result<Self, String> {
+        let elements = 0..tensor.numel();
+        let dtype = check(&tensor)?;
+        let shape = shape.iter().map(|&size| size as usize).collect();
+        Ok(Self { name: name.to_owned(), dtype, shape, start, tensor, elements })
+    }
+
+    /// Returns the first of the elements, row-major.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Gives its bytes to the file whose first byte of the whole tensor is at `base`.
+    ///
+    /// # Errors
+    /// Those of libtorch and of [`Pieces::add`].
+    pub fn write(&self, pieces: &mut Pieces, file: usize, base: u64) -> Result<()> {
+        let element = self.tensor.kind().elt_size_in_bytes();
+        let mut at = base + (self.start * element) as u64;
+        let unfit = |error: TchError| CheckpointError::unfit("save", &self.name, error);
+        let tensor = self.tensor.detach();
+        let tensor = flow_autograd::resolved(&tensor).unwrap_or(tensor);
+        let flat = tensor.f_reshape([-1]).map_err(unfit)?;
+        for start in self.elements.clone().step_by(BLOCK / element) {
+            let length = (BLOCK / element).min(self.elements.end - start);
+            let block = flat.f_narrow(0, start as i64, length as i64);
+            let block = block.and_then(|block| block.f_to_device(Device::Cpu)).map_err(unfit)?;
+            let bytes = flow_autograd::bytes(&block)
+                .map_err(|error| CheckpointError::unfit("save", &self.name, error))?;
+            pieces.add(file, at, bytes)?;
+            at += bytes.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Divides tensors among the ranks `writers`: what all ranks have equal, evenly; all else is rank 0's.
+/// Returns this rank's parts. All ranks call this.
+pub fn divide(group: &ProcessGroup, writers: &[usize], tensors: Vec<Whole>) -> Result<Vec<Part>> {
+    let equal = equal_names(group, writers, &tensors)?;
+    let mut sizes = Vec::new();
+    for Whole { name, tensor, .. } in &tensors {
+        if equal.contains(name) {
+            sizes.push((tensor.numel(), tensor.kind().elt_size_in_bytes()));
+        }
+    }
+    let mut shards = partition(&sizes, writers.len()).into_iter();
+    let mut parts = Vec::new();
+    for Whole { name, tensor, .. } in tensors {
+        let all = 0..tensor.numel();
+        let own = if equal.contains(&name) {
+            let shards = shards.next().into_iter().flatten();
+            let mut own = shards.filter(|shard| writers[shard.rank] == group.rank());
+            own.next().map(|shard| shard.elements)
+        } else {
+            (group.rank() == 0).then_some(all)
+        };
+        let Some(elements) = own else { continue };
+        let part = Part::new(&name, &tensor.size(), elements.start, tensor);
+        let part = part.map_err(|reason| CheckpointError::unfit("save", &name, reason))?;
+        parts.push(Part { elements, ..part });
+    }
+    Ok(parts)
+}
+
+/// Returns the names of the common tensors that all ranks have, as far as a sample of each tells.
+fn equal_names(
+    group: &ProcessGroup,
+    writers: &[usize],
+    tensors: &[Whole],
+) -> Result<HashSet<String>> {
+    if writers.len() == 1 {
+        return Ok(HashSet::new());
+    }
+    let mut lines = Vec::new();
+    for Whole { name, tensor, .. } in tensors.iter().filter(|whole| whole.is_common) {
+        let sample = sample(tensor);
+        let sample = sample.map_err(|error| CheckpointError::unfit("save", name, error));
+        lines.push(sample.map(|sample| (name.clone(), sample)));
+    }
+    let own: Vec<(String, String)> = agree(group, lines.into_iter().collect())?;
+    let text = serde_json::to_string(&own).unwrap_or_default();
+    let mut equal: HashSet<(String, String)> = own.into_iter().collect();
+    for text in gather_texts(group, &text)? {
+        let others: HashSet<(String, String)> = serde_json::from_str(&text).unwrap_or_default();
+        equal.retain(|sample| others.contains(sample));
+    }
+    Ok(equal.into_iter().map(|(name, _)| name).collect())
+}
+
+/// Returns a sum of the tensor's kind, its shape and some of its elements.
+fn sample(tensor: &Tensor) -> Result<String, TchError> {
+    let mut hash = blake3::Hasher::new();
+    hash.update(format!("{:?} {:?}", tensor.kind(), tensor.size()).as_bytes());
+    let tensor = tensor.detach();
+    let flat = GradLayout::of(&tensor).in_memory_order(&tensor).f_reshape([-1])?;
+    let elements = flat.numel() as i64;
+    let length = SAMPLE.min(elements);
+    for start in [0, (elements - length) / 2, elements - length] {
+        let some = flat.f_narrow(0, start, length)?.f_to_device(Device::Cpu)?;
+        let some = flow_autograd::resolved(&some).unwrap_or(some);
+        let bytes =
+            flow_autograd::bytes(&some).map_err(|error| TchError::Torch(error.to_string()))?;
+        hash.update(bytes);
+    }
+    Ok(hash.finalize().to_hex()[..32].to_owned())
+}
+
+/// Returns the tensors whose parts the ranks have. All ranks call this.
+///
+/// # Errors
+/// On all ranks: the parts of a tensor are not all of it.
+pub fn gather(group: &ProcessGroup, parts: &[Part]) -> Result<BTreeMap<String, Described>> {
+    let mut own = Vec::with_capacity(parts.len());
+    for Part { name, dtype, shape, start, elements, .. } in parts {
+        own.push(Listed {
+            name: name.clone(),
+            dtype: (*dtype).to_owned(),
+            shape: shape.clone(),
+            start: *start,
+            elements: elements.len(),
+        });
+    }
+    let text = serde_json::to_string(&own).unwrap_or_default();
+    let mut all: Vec<Listed> = Vec::new();
+    for text in gather_texts(group, &text)? {
+        let of_rank: Vec<Listed> = serde_json::from_str(&text).unwrap_or_default();
+        all.extend(of_rank);
+    }
+    all.sort_by(|one, other| (&one.name, one.start).cmp(&(&other.name, other.start)));
+    let mut tensors = BTreeMap::new();
+    for parts in all.chunk_by(|one, other| one.name == other.name) {
+        let Listed { name, dtype, shape, .. } = &parts[0];
+        let mut end = 0;
+        for part in parts {
+            if part.start != end || (&part.dtype, &part.shape) != (dtype, shape) {
+                return Err(unequal(name));
+            }
+            end += part.elements;
+        }
+        if end != shape.iter().product::<usize>() {
+            return Err(unequal(name));
+        }
+        tensors.insert(name.clone(), (dtype.clone(), shape.clone()));
+    }
+    Ok(tensors)
+}
+
+fn unequal(name: &str) -> CheckpointError {
+    let reason = "ranks do not have the same of it; save the same model on all ranks, and give a \
+                  parameter a gradient on all of them";
+    CheckpointError::unfit("save", name, reason)
+}

@@ -1,0 +1,98 @@
+//! The files of a checkpoint that is written, and where this rank's parts go.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+
+use super::error::{CheckpointError, Result};
+use super::layout::{TensorFile, index};
+use super::parts::Part;
+use super::sums::{Piece, SUMS, Sums};
+use super::write::write;
+
+/// All files, and what this rank writes.
+#[derive(Default)]
+pub struct Plan {
+    names: Vec<String>,
+    /// The first bytes of each file, which rank 0 writes, and the number of those that follow.
+    files: Vec<(Vec<u8>, u64)>,
+    /// This rank's parts, each with its file and where the tensor begins there.
+    parts: Vec<(usize, u64, Part)>,
+}
+
+impl Plan {
+    /// Adds a file that begins with these bytes and has so many more.
+    pub fn add(&mut self, name: String, head: Vec<u8>, more: u64) {
+        self.names.push(name);
+        self.files.push((head, more));
+    }
+
+    /// Adds files of tensors, and this rank's parts of them.
+    pub fn add_tensors(&mut self, stem: &str, files: Vec<TensorFile>, parts: Vec<Part>) {
+        let index = index(stem, &files);
+        let mut places = HashMap::new();
+        for TensorFile { name, header, head } in files {
+            let file = self.names.len();
+            let mut end = 0;
+            for (tensor, info) in header.tensors {
+                places.insert(tensor, (file, head.len() as u64 + info.data_offsets.0));
+                end = info.data_offsets.1.max(end);
+            }
+            self.add(name, head, end);
+        }
+        if let Some((name, text)) = index {
+            self.add(name, text, 0);
+        }
+        for part in parts {
+            let (file, start) = places[&part.name];
+            self.parts.push((file, start, part));
+        }
+        self.parts.sort_by_key(|(file, start, part)| (*file, *start, part.start()));
+    }
+
+    /// Makes the files, in the folder `partial`. `path` is where they will be.
+    pub fn create(&self, partial: &Path, path: &Path) -> Result<()> {
+        for (name, (head, more)) in self.names.iter().zip(&self.files) {
+            let length = head.len() as u64 + more;
+            let file = File::create_new(partial.join(name));
+            file.and_then(|file| file.set_len(length))
+                .map_err(CheckpointError::write(path.join(name)))?;
+        }
+        Ok(())
+    }
+
+    /// Writes this rank's parts, and the heads of all files if it is the first. Returns the pieces of
+    /// each file, as text for [`finish`](Self::finish).
+    pub fn write(&self, partial: &Path, path: &Path, is_first: bool) -> Result<String> {
+        if !is_first && self.parts.is_empty() {
+            return Ok("[]".into());
+        }
+        let pieces = write(partial, path, &self.names, |pieces| {
+            for (file, (head, _)) in self.files.iter().enumerate().filter(|_| is_first) {
+                pieces.add(file, 0, head)?;
+            }
+            self.parts.iter().try_for_each(|(file, start, part)| part.write(pieces, *file, *start))
+        })?;
+        serde_json::to_string(&pieces).map_err(|error| CheckpointError::unfit("save", SUMS, error))
+    }
+
+    /// Writes the sums of all ranks' pieces.
+    pub fn finish(&self, partial: &Path, path: &Path, pieces: &[String]) -> Result<()> {
+        let unfit = |error| CheckpointError::unfit("save", SUMS, error);
+        let mut sums: Sums = self.names.iter().map(|name| (name.clone(), Vec::new())).collect();
+        for text in pieces {
+            let pieces: Vec<(usize, Piece)> = serde_json::from_str(text).map_err(unfit)?;
+            for (file, piece) in pieces {
+                sums.entry(self.names[file].clone()).or_default().push(piece);
+            }
+        }
+        sums.values_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.start));
+        let text = serde_json::to_vec(&sums).map_err(unfit)?;
+        let written = File::create_new(partial.join(SUMS)).and_then(|mut file| {
+            file.write_all(&text)?;
+            file.sync_all()
+        });
+        written.map_err(CheckpointError::write(path.join(SUMS)))
+    }
+}
