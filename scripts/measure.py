@@ -107,6 +107,9 @@ class Figures(dict):
                 self.add((*key, "ddp"), line["ddp_ms"] * 1e3)
                 self.add((*key, "fsdp"), line["fsdp_ms"] * 1e3)
                 self.add((*key, "speedup"), line["speedup"])
+            elif line["bench"] == "checkpoints":
+                for name in "dd_write", "save", "dd_read", "load":
+                    self.add((who, "checkpoints", name), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "fsdp2":
                 self.add((who, "fsdp2", line["model"], line["optimizer"], line["backend"]), line["step_ms"] * 1e3)
             elif line["bench"] == "sync_batchnorm":

@@ -8,6 +8,7 @@
 
 mod allreduce;
 mod boxing;
+mod checkpoints;
 mod comm_hooks;
 mod gpt;
 mod in_turn;
@@ -60,6 +61,8 @@ enum Command {
     Zero(in_turn::Options),
     /// A training step with Ddp and with Fsdp, on all ranks
     Sharded(in_turn::Options),
+    /// Saving and loading a model and its Adam, trained by Fsdp, on all ranks, beside dd
+    Checkpoints(checkpoints::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
     MixedPrecision(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
@@ -90,6 +93,7 @@ fn main() -> ExitCode {
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Zero(options) => zero::run(options),
         Command::Sharded(options) => sharded::run(options),
+        Command::Checkpoints(options) => checkpoints::run(options),
         Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),

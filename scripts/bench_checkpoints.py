@@ -1,0 +1,13 @@
+"""The bench of checkpoints, for `scripts/bench`."""
+
+from measure import flow_launch, row
+
+
+def one_round(figures):
+    figures.add_lines("flow", flow_launch(2, "flow-bench", "checkpoints", "--json", "--folder", "target")[0])
+
+
+def table(figures):
+    for name, peer in ("save", "dd_write"), ("load", "dd_read"):
+        flow, dd = (figures.median("flow", "checkpoints", what) for what in (name, peer))
+        yield row(f"{name} a model and its Adam, 2 GB, against dd", flow, dd, at_least=0.8)
