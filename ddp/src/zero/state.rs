@@ -67,10 +67,13 @@ impl OptimizerState for ZeroRedundancyOptimizer {
         for (name, tensor) in gathered.into_iter().flat_map(|state| state.tensors) {
             parts.push(StatePart { name, shape: tensor.size(), start: 0, tensor });
         }
+        // Each machine of an Fsdp has all: those of rank 0 give theirs.
+        let sharers = sharers(&self.parts.group, 0, shards.kept.is_some());
+        let is_sharer = sharers.contains(&self.parts.group.rank());
         for (place, number) in shards.in_groups().into_iter().enumerate() {
             let parameter = &shards.parameters[number];
-            let own = parameter.own.as_ref().filter(|_| parameter.layout.is_row_major());
-            let Some(own) = own else { continue };
+            let is_given = is_sharer && parameter.layout.is_row_major();
+            let Some(own) = parameter.own.as_ref().filter(|_| is_given) else { continue };
             for (name, start, tensor) in own.parts()? {
                 let is_count = name == COUNT;
                 let shape = if is_count { Vec::new() } else { parameter.tensor.size() };
