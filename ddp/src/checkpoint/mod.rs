@@ -34,19 +34,18 @@ mod state;
 pub mod sums;
 pub mod write;
 
-use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 
-use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts, identity};
+use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts};
 use flow_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::nn::VarStore;
 
-use crate::apart::are_apart;
 use crate::data::sampler_state::Stateful;
 use crate::ddp::Ddp;
+use crate::fsdp::shared_parameters::is_fully_sharded;
 pub use crate::model_check::gather_texts;
 use agree::{agree, from_rank_0};
 pub use error::{CheckpointError, Result};
@@ -135,9 +134,9 @@ impl Checkpoints {
     /// Writes the checkpoint of `step`, which counts up over the whole training, and removes those
     /// before the last few. All ranks call this, and return when it is whole.
     ///
-    /// Each rank writes its part of what all have: parameters of `model`, and the state of their
-    /// optimizer. All other variables, such as buffers, are rank 0's. So are parameters that ranks have
-    /// stepped apart.
+    /// Each rank writes its part of what ranks share: the parameters of an [`Fsdp`](crate::Fsdp), and the
+    /// state of its optimizer or of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer). All else
+    /// is rank 0's.
     ///
     /// `state` is what else the program needs to go on, as JSON, which has no NaN and no infinity;
     /// rank 0's counts.
@@ -199,7 +198,7 @@ impl Checkpoints {
         let mut unfit = Ok(());
         for StatePart { name, shape, start, tensor } in state.parts {
             if state.are_whole {
-                wholes.push(Whole { name, tensor, is_common: true });
+                wholes.push(Whole { name, tensor, is_common: false });
                 continue;
             }
             match Part::new(&name, &shape, start, tensor) {
@@ -209,8 +208,9 @@ impl Checkpoints {
         }
         let checked = unfit.and_then(|()| self.check(step, &wholes));
         agree(&self.group, checked)?;
-        let model = divide(&self.group, &writers, variables)?;
-        parts.extend(divide(&self.group, &writers, wholes)?);
+        let rank = self.group.rank();
+        let model = agree(&self.group, divide(rank, &writers, variables))?;
+        parts.extend(agree(&self.group, divide(rank, &writers, wholes))?);
         Ok(Parts { parameters: state.parameters, files: [(MODEL, model), (OPTIMIZER, parts)] })
     }
 
@@ -306,19 +306,10 @@ struct Parts {
 
 /// Returns the variables, by name: the same order on all ranks.
 fn variables<M>(group: &ProcessGroup, model: &Ddp<M>, vs: &VarStore) -> Vec<Whole> {
-    let mut common = HashSet::new();
-    if let Some(reducer) = &model.reducer
-        && model.group().ranks() == group.ranks()
-    {
-        for (_, parameter) in reducer.named_parameters() {
-            if !are_apart([&parameter]) {
-                common.insert(identity(&parameter));
-            }
-        }
-    }
+    let are_of_group = model.group().ranks() == group.ranks();
     let mut variables = Vec::new();
     for (name, tensor) in vs.variables() {
-        let is_common = common.contains(&identity(&tensor));
+        let is_common = are_of_group && is_fully_sharded(&tensor);
         variables.push(Whole { name, tensor, is_common });
     }
     variables.sort_by(|one, other| one.name.cmp(&other.name));

@@ -1,6 +1,6 @@
 //! What each rank writes of the tensors of a checkpoint.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use flow_autograd::global::is_global;
@@ -8,17 +8,13 @@ use flow_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use tch::{Device, TchError, Tensor};
 
-use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::layout::Described;
 use super::safetensors::dtype;
 use super::write::Pieces;
-use crate::grad_layout::GradLayout;
 use crate::model_check::gather_texts;
 use crate::zero::partition::partition;
 
-/// The elements from a tensor's start, middle and end that ranks compare.
-const SAMPLE: i64 = 256;
 /// The bytes that are copied at once from a GPU.
 const BLOCK: usize = 8 << 20;
 
@@ -26,7 +22,7 @@ const BLOCK: usize = 8 << 20;
 pub struct Whole {
     pub name: String,
     pub tensor: Tensor,
-    /// Each rank is to have the same.
+    /// Ranks have one copy of it: each writes a part.
     pub is_common: bool,
 }
 
@@ -107,26 +103,22 @@ impl Part {
     }
 }
 
-/// Divides tensors among the ranks `writers`: what all ranks have equal, evenly; all else is rank 0's.
-/// Returns this rank's parts. All ranks call this.
-pub fn divide(group: &ProcessGroup, writers: &[usize], tensors: Vec<Whole>) -> Result<Vec<Part>> {
-    let equal = equal_names(group, writers, &tensors)?;
+/// Divides tensors among the ranks `writers`: what ranks have in common, evenly; all else is rank 0's.
+/// Returns the parts of `rank`. All ranks have the same in common.
+pub fn divide(rank: usize, writers: &[usize], tensors: Vec<Whole>) -> Result<Vec<Part>> {
     let mut sizes = Vec::new();
-    for Whole { name, tensor, .. } in &tensors {
-        if equal.contains(name) {
-            sizes.push((tensor.numel(), tensor.kind().elt_size_in_bytes()));
-        }
+    for Whole { tensor, .. } in tensors.iter().filter(|whole| whole.is_common) {
+        sizes.push((tensor.numel(), tensor.kind().elt_size_in_bytes()));
     }
     let mut shards = partition(&sizes, writers.len()).into_iter();
     let mut parts = Vec::new();
-    for Whole { name, tensor, .. } in tensors {
-        let all = 0..tensor.numel();
-        let own = if equal.contains(&name) {
+    for Whole { name, tensor, is_common } in tensors {
+        let own = if is_common {
             let shards = shards.next().into_iter().flatten();
-            let mut own = shards.filter(|shard| writers[shard.rank] == group.rank());
+            let mut own = shards.filter(|shard| writers[shard.rank] == rank);
             own.next().map(|shard| shard.elements)
         } else {
-            (group.rank() == 0).then_some(all)
+            (rank == 0).then_some(0..tensor.numel())
         };
         let Some(elements) = own else { continue };
         let part = Part::new(&name, &tensor.size(), elements.start, tensor);
@@ -134,49 +126,6 @@ pub fn divide(group: &ProcessGroup, writers: &[usize], tensors: Vec<Whole>) -> R
         parts.push(Part { elements, ..part });
     }
     Ok(parts)
-}
-
-/// Returns the names of the common tensors that all ranks have, as far as a sample of each tells.
-fn equal_names(
-    group: &ProcessGroup,
-    writers: &[usize],
-    tensors: &[Whole],
-) -> Result<HashSet<String>> {
-    if writers.len() == 1 {
-        return Ok(HashSet::new());
-    }
-    let mut lines = Vec::new();
-    for Whole { name, tensor, .. } in tensors.iter().filter(|whole| whole.is_common) {
-        let sample = sample(tensor);
-        let sample = sample.map_err(|error| CheckpointError::unfit("save", name, error));
-        lines.push(sample.map(|sample| (name.clone(), sample)));
-    }
-    let own: Vec<(String, String)> = agree(group, lines.into_iter().collect())?;
-    let text = serde_json::to_string(&own).unwrap_or_default();
-    let mut equal: HashSet<(String, String)> = own.into_iter().collect();
-    for text in gather_texts(group, &text)? {
-        let others: HashSet<(String, String)> = serde_json::from_str(&text).unwrap_or_default();
-        equal.retain(|sample| others.contains(sample));
-    }
-    Ok(equal.into_iter().map(|(name, _)| name).collect())
-}
-
-/// Returns a sum of the tensor's kind, its shape and some of its elements.
-fn sample(tensor: &Tensor) -> Result<String, TchError> {
-    let mut hash = blake3::Hasher::new();
-    hash.update(format!("{:?} {:?}", tensor.kind(), tensor.size()).as_bytes());
-    let tensor = tensor.detach();
-    let flat = GradLayout::of(&tensor).in_memory_order(&tensor).f_reshape([-1])?;
-    let elements = flat.numel() as i64;
-    let length = SAMPLE.min(elements);
-    for start in [0, (elements - length) / 2, elements - length] {
-        let some = flat.f_narrow(0, start, length)?.f_to_device(Device::Cpu)?;
-        let some = flow_autograd::resolved(&some).unwrap_or(some);
-        let bytes =
-            flow_autograd::bytes(&some).map_err(|error| TchError::Torch(error.to_string()))?;
-        hash.update(bytes);
-    }
-    Ok(hash.finalize().to_hex()[..32].to_owned())
 }
 
 /// Returns the tensors whose parts the ranks have. All ranks call this.
