@@ -15,7 +15,7 @@ use crate::zero::sharded_parameter::ShardedParameter;
 const ALIGNMENT: usize = 64;
 
 /// The bytes that machines send each other at once.
-const PIECE: usize = 16 << 20;
+const PIECE: usize = 1 << 20;
 
 /// The memory of all parameters of this process that are in common, also of models that were dropped.
 static MEMORY: Mutex<Vec<WeakMachineBuffer>> = Mutex::new(Vec::new());

@@ -232,7 +232,7 @@ fn names(
         let wanted = if part == COUNT { Vec::new() } else { parameter.tensor.size() };
         if shape != wanted {
             return Err(in_state(format!(
-                "{name} has the shape {shape:?} in the state, and of {} it has {wanted:?}",
+                "{name} has the shape {shape:?} in the state, and {} has {wanted:?}",
                 parameter.name
             )));
         }

@@ -213,7 +213,7 @@ fn mixed_precision_of_a_stage_is_an_error() {
                 Ok(Box::new(FsdpStage(builder.wrap(layer, &vs)?)))
             })
             .unwrap();
-        let x = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
+        let x = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
         let step = pipeline.step(&[x], |outputs, _| outputs[0].mean(Kind::Float));
         step.unwrap_err().to_string()
     });
