@@ -223,7 +223,8 @@ mod tests {
     #[test]
     fn a_ring_passes_each_rank() {
         let cluster = dgx();
-        let (within, between) = (cluster.intra_node.latency, cluster.inter_node.latency);
+        let within = cluster.intra_node.latency;
+        let between = cluster.inter_node.latency;
         let close = |seconds: f64, expected: f64| assert!((seconds / expected - 1.0).abs() < 1e-9);
         close(cluster.group(8, 1, 64).ring_latency(), 7.0 * within);
         close(cluster.group(64, 1, 64).ring_latency(), 56.0 * within + 7.0 * between);

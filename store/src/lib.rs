@@ -12,8 +12,9 @@
 //! | [`TcpStoreServer`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
-//! Beside it is what other crates share with it. That is processes that are forked ([`fork`]), this
-//! host in the network ([`net`]), and proofs of knowing a token ([`proof`]).
+//! Beside it is what other crates share. That is processes that are forked ([`fork`]), this host in the
+//! network ([`net`]), proofs of knowing a token ([`proof`]), and this process's control groups
+//! ([`cgroup`]).
 //!
 //! Whoever connects must prove to know the store's token, which is not sent itself. On a unix
 //! socket both sides must also belong to the same user. Keys and values live until they are
@@ -30,6 +31,7 @@
 mod address;
 mod auth;
 mod blocking_socket;
+pub mod cgroup;
 mod client;
 mod connect;
 mod connection;

@@ -144,12 +144,12 @@ impl fmt::Display for MemoryPlan {
 /// Returns the error of a machine that has no room for the model that is to be wrapped. All ranks call
 /// this.
 pub(crate) fn check_wrapping(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
-    let checked = check_machine(group, store, 0);
     let plan = MemoryPlan::of(store, 0, group.local_world_size());
-    let available = MachineMemory::read().map_or(u64::MAX, |memory| memory.available);
-    let checked = checked
-        .and_then(|()| plan.check_copy(available).map_err(|reason| Error::fsdp(group, reason)));
-    agree(group, checked)
+    let memory = MachineMemory::read();
+    let there = there(group, memory)?;
+    let available = memory.map_or(u64::MAX, |memory| memory.available);
+    let checked = plan.check(there).and_then(|()| plan.check_copy(available));
+    agree(group, checked.map_err(|reason| Error::fsdp(group, reason)))
 }
 
 /// Returns the error of a machine that has not enough memory to train a model with this optimizer. All
@@ -161,25 +161,21 @@ pub(crate) fn check_optimizer(
 ) -> Result<()> {
     // Of one that cannot be made, its maker says why.
     let state_elements = state_elements(choice).unwrap_or(0);
-    agree(group, check_machine(group, store, state_elements))
+    let plan = MemoryPlan::of(store, state_elements, group.local_world_size());
+    let checked = plan.check(there(group, MachineMemory::read())?);
+    agree(group, checked.map_err(|reason| Error::fsdp(group, reason)))
 }
 
-fn check_machine(
-    group: &ProcessGroup,
-    store: &Mutex<Variables>,
-    state_elements: u64,
-) -> Result<()> {
-    let memory = MachineMemory::read();
+/// Returns the bytes that the ranks of this machine can have: what they have now is of this training, or
+/// may be freed. All ranks call this.
+fn there(group: &ProcessGroup, memory: Option<MachineMemory>) -> Result<u64> {
     let own = [memory.map_or(0, |memory| memory.own as i64)];
     let mut all = vec![0; group.world_size()];
     group.all_gather(&own, &mut all)?;
-    let Some(memory) = memory else { return Ok(()) };
-    // What the machine's ranks have now is of this training, or may be freed.
+    let Some(memory) = memory else { return Ok(u64::MAX) };
     let ranks = group.ranks_on_machine_of(group.rank());
     let owned: i64 = ranks.into_iter().map(|rank| all[rank]).sum();
-    let there = memory.available.saturating_add(owned as u64);
-    let plan = MemoryPlan::of(store, state_elements, group.local_world_size());
-    plan.check(there).map_err(|reason| Error::fsdp(group, reason))
+    Ok(memory.available.saturating_add(owned as u64))
 }
 
 /// Returns the elements of state that an optimizer keeps for each of a parameter: it takes a step.

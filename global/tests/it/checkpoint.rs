@@ -442,7 +442,8 @@ fn flow_checkpoint_looks_into_both_kinds() {
 #[test]
 fn flow_checkpoint_lays_out_several_files() {
     let folder = tempdir().unwrap();
-    let (step, out) = (folder.path().join("step-1"), folder.path().join("out"));
+    let step = folder.path().join("step-1");
+    let out = folder.path().join("out");
     let expected = ranks(2, |group| {
         let training = Training::new(5);
         let layout = &layouts()[5];
@@ -475,7 +476,8 @@ fn flow_checkpoint_lays_out_several_files() {
 #[test]
 fn flow_checkpoint_merges() {
     let folder = tempdir().unwrap();
-    let (step, out) = (folder.path().join("step-7"), folder.path().join("model.safetensors"));
+    let step = folder.path().join("step-7");
+    let out = folder.path().join("model.safetensors");
     let expected = ranks(4, |group| {
         let mut training = Training::new(5);
         let layout = &layouts()[2];

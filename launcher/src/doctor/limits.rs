@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
+use flow_store::cgroup;
 use rustix::process::{Resource, getrlimit};
 
 use crate::agent::process;
-use crate::doctor::cgroup;
 use crate::doctor::fact::Fact;
 
 /// Fewer processes and threads than this are soon used up: each rank has some for each core.
@@ -47,7 +47,7 @@ pub fn locked_memory() -> Vec<Fact> {
 /// Returns the limits on processes and threads.
 pub fn processes() -> Vec<Fact> {
     let of_user = getrlimit(Resource::Nproc).current;
-    let of_group = cgroup::limit("pids.max", "pids", "pids.max");
+    let of_group = cgroup::least_limit(&cgroup::groups("pids"), "pids.max", "pids.max");
     let mut value = shown(of_user);
     if let Some(limit) = of_group {
         value += &format!(", the control group's limit is {limit}");

@@ -6,11 +6,11 @@ use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
+use flow_store::cgroup;
 use rustix::fs::MemfdFlags;
 use rustix::process::{Resource, getrlimit};
 
 use crate::cli::rendezvous::{ENDPOINT_PORT, MASTER_PORT};
-use crate::doctor::cgroup;
 use crate::doctor::fact::Fact;
 use crate::net;
 use crate::plan::host::LocalHost;
@@ -80,7 +80,8 @@ pub fn memory() -> Vec<Fact> {
     let (Some(total), Some(available)) = (read("MemTotal"), read("MemAvailable")) else {
         return vec![Fact::ok("memory", "/proc/meminfo does not tell")];
     };
-    let limit = cgroup::limit("memory.max", "memory", "memory.limit_in_bytes");
+    let groups = cgroup::groups("memory");
+    let limit = cgroup::least_limit(&groups, "memory.max", "memory.limit_in_bytes");
     let limit = limit.filter(|limit| *limit < total);
     let mut value = format!("{} available of {}", size(available), size(total));
     if let Some(limit) = limit {

@@ -4,13 +4,12 @@
 //! |---|---|
 //! | `fact.rs` | what a probe has found, and how all of it is printed (pure) |
 //! | `machine.rs` | cores, memory, names and ports |
-//! | `limits.rs`, `cgroup.rs` | limits of the process and of its control group |
+//! | `limits.rs` | limits of the process and of its control group |
 //! | `python.rs`, `probe.py` | Python, PyTorch, flow_torch and libtorch |
 //! | `gpu.rs` | GPUs, driver, NCCL |
 //! | `remote.rs` | other hosts |
 //! | `command.rs` | commands with a time limit |
 
-mod cgroup;
 mod command;
 mod fact;
 mod gpu;

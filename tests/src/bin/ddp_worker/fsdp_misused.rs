@@ -174,6 +174,22 @@ pub fn buffers(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// No rank steps without the last one, also not on another machine.
+pub fn step_left_out(group: &ProcessGroup) -> Result<()> {
+    let own = store();
+    let model = wrapped(group, &own)?;
+    let optimizer = model.optimizer(Sgd::default(), 1.0)?;
+    let last = group.world_size() - 1;
+    backward(&model)?;
+    if group.rank() != last {
+        let text = error(optimizer.step())?;
+        says_in_a_line(text, &[&format!("rank {last} "), "has left the group"])?;
+        let value = own.variables()["w0"].double_value(&[3]);
+        ensure!(value == 1.0, "{value}: a step was taken");
+    }
+    Ok(())
+}
+
 /// No rank steps while another still reads the parameters after its backward.
 pub fn read_before_step(group: &ProcessGroup) -> Result<()> {
     let own = store();

@@ -135,6 +135,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU_AND_NODES),
     scenario("fsdp_written", fsdp_misused::written, CPU_AND_NODES),
     scenario("fsdp_buffers", fsdp_misused::buffers, CPU_AND_NODES),
+    scenario("fsdp_step_left_out", fsdp_misused::step_left_out, CPU_AND_NODES),
     scenario("fsdp_read_before_step", fsdp_misused::read_before_step, CPU_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
