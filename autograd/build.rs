@@ -17,6 +17,7 @@ const UNITS: [(&str, &[&str]); 2] = [
             "function.cpp",
             "batch_norm.cpp",
             "memory.cpp",
+            "transient.cpp",
             "allocator.cpp",
             "optimizer.cpp",
         ],

@@ -292,6 +292,24 @@ unsafe extern "C" {
         owner: *mut c_void,
         drop: DropOwner,
     ) -> *mut c_char;
+    /// Makes a tensor whose memory comes and goes, and one that has none.
+    pub fn flow_transient_new(
+        like: *const C_tensor,
+        elements: i64,
+        text: *const c_char,
+        memory: *mut *mut C_tensor,
+        absent: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    /// Gives memory to a tensor whose memory comes and goes.
+    pub fn flow_transient_allocate(memory: *const C_tensor) -> *mut c_char;
+    /// Takes the memory away.
+    pub fn flow_transient_free(memory: *const C_tensor);
+    /// Has a tensor lie in the memory of another from an element on.
+    pub fn flow_transient_place(
+        tensor: *const C_tensor,
+        memory: *const C_tensor,
+        start: i64,
+    ) -> *mut c_char;
     /// Has libtorch take large CPU blocks from an allocator.
     pub fn flow_set_cpu_allocator(
         take: TakeBlock,

@@ -46,6 +46,7 @@ mod optimizer;
 mod random;
 mod recompute;
 mod replace;
+mod transient;
 
 pub use allocated::allocated_by;
 pub use allocator::{Block, BlockAllocator, set_cpu_allocator};
@@ -64,3 +65,4 @@ pub use optimizer::{OptimizerState, SavedState, StateDict, StatePart, StateParts
 pub use random::{RngState, with_rng_state};
 pub use recompute::{recompute, versions};
 pub use replace::Replacements;
+pub use transient::TransientMemory;

@@ -191,6 +191,12 @@ pub trait TensorCollectives {
         recv_tensor_async, recv_tensor, recv(from: usize), "`tensor` comes back.";
     }
 
+    /// Starts [`all_gather_into_tensor`](Self::all_gather_into_tensor); `output` comes back.
+    fn all_gather_into_tensor_async(&self, output: Tensor, input: &Tensor) -> Result<Work> {
+        let call = operation::all_gather_into(self.group(), &output, input)?;
+        Work::start(self.group(), call, convert::identity)
+    }
+
     /// Starts [`gather_tensor`](Self::gather_tensor).
     fn gather_tensor_async(&self, tensor: Tensor, root: usize) -> Result<Work<Option<Tensor>>> {
         let result = if self.group().rank() == root { Some } else { |_| None };

@@ -11,7 +11,9 @@ use tch::{Device, Kind, TchError, Tensor};
 
 use super::shared_parameters::SharedParameters;
 use crate::error::Result;
+use crate::optimizer_choice::one_line;
 use crate::parameter::Parameter;
+use crate::zero::kept::{KeptGradients, clip_grad_norm};
 use crate::zero::sharded_parameter::ShardedParameter;
 
 /// Where backward leaves the reduced gradients of this rank's parts, and the optimizer finds them.
@@ -103,16 +105,6 @@ impl GradShards {
         flow_autograd::set_grad(&parameter.tensor, None)
     }
 
-    /// Returns the memory of this rank's part of the gradient of the parameter at a place.
-    pub fn memory(&self, place: usize) -> Tensor {
-        self.lock()[place].gradient()
-    }
-
-    /// Returns whether the gradient of the parameter at a place is there.
-    pub fn is_there(&self, place: usize) -> bool {
-        self.lock()[place].is_there
-    }
-
     /// Checks that a backward may begin.
     pub fn check_use(&self) -> Result<(), String> {
         self.shared.check()?;
@@ -126,38 +118,18 @@ impl GradShards {
         Ok(())
     }
 
-    /// Returns this rank's parts of parameters, whose `.grad` is this rank's part of the gradients.
-    pub fn parts(&self) -> Vec<Tensor> {
-        self.lock().iter().map(|shard| shard.part.shallow_clone()).collect()
+    fn lock(&self) -> MutexGuard<'_, Vec<GradShard>> {
+        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl KeptGradients for GradShards {
+    /// Those of the rank's machine, which have the parameters in common.
+    fn sharers(&self, group: &ProcessGroup, rank: usize) -> Vec<usize> {
+        group.ranks_on_machine_of(rank)
     }
 
-    /// Clips the norm of all ranks' gradients together to `max`, and returns what it was. All ranks call
-    /// this.
-    pub fn clip_grad_norm(&self, group: &ProcessGroup, max: f64) -> Result<f64> {
-        let shards = self.lock();
-        let gradients: Vec<Tensor> =
-            shards.iter().filter(|shard| shard.is_there).map(|shard| shard.part.grad()).collect();
-        let mut square = 0.0;
-        for gradient in &gradients {
-            square +=
-                gradient.abs().norm_scalaropt_dtype(2.0, Kind::Double).double_value(&[]).powi(2);
-        }
-        let mut squares = vec![0.0; group.world_size()];
-        group.all_gather(&[square], &mut squares)?;
-        // Each machine has all gradients. All take the same sum, also if they part them otherwise.
-        let first_machine = group.ranks_on_machine_of(0);
-        let norm = first_machine.iter().map(|&rank| squares[rank]).sum::<f64>().sqrt();
-        let factor = max / (norm + 1e-6);
-        if factor < 1.0 {
-            for mut gradient in gradients {
-                let _ = tch::no_grad(|| gradient.g_mul_scalar_(factor));
-            }
-        }
-        Ok(norm)
-    }
-
-    /// Checks that an optimizer of these parameters can take the gradients, and lets it.
-    pub fn take(&self, parameters: &[ShardedParameter]) -> Result<(), String> {
+    fn part(&self, parameters: &mut [ShardedParameter]) -> Result<(), String> {
         let are_these = parameters.iter().enumerate().all(|(place, parameter)| {
             self.places.get(&identity(&parameter.tensor)) == Some(&place)
         });
@@ -168,8 +140,56 @@ impl GradShards {
         Err("the VarStore has got variables since the model was wrapped: wrap it again".to_owned())
     }
 
-    /// Drops the gradients.
-    pub fn clear(&self) -> Result<(), flow_autograd::Error> {
+    fn own_part(
+        &self,
+        parameter: &ShardedParameter,
+        _: usize,
+        elements: &Range<usize>,
+    ) -> Result<Tensor, String> {
+        parameter.view(elements.start, elements.len()).map_err(one_line)
+    }
+
+    fn memory(&self, place: usize) -> Option<Tensor> {
+        Some(self.lock()[place].gradient())
+    }
+
+    fn is_there(&self, place: usize) -> bool {
+        self.lock()[place].is_there
+    }
+
+    fn parts(&self) -> Result<Vec<Tensor>> {
+        Ok(self.lock().iter().map(|shard| shard.part.shallow_clone()).collect())
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.shared.check()
+    }
+
+    fn begin_step(&self, group: &ProcessGroup) -> Result<()> {
+        // Until then other ranks read the parameters that this one steps. Of all machines, so that none
+        // leaves out a step of the others.
+        Ok(group.barrier()?)
+    }
+
+    fn has_stepped(&self) {
+        self.shared.accept_writes();
+    }
+
+    fn end_step(&self, group: &ProcessGroup) -> Result<()> {
+        Ok(group.barrier_on_machine()?)
+    }
+
+    fn clip_grad_norm(&self, group: &ProcessGroup, max: f64) -> Result<f64> {
+        let gradients = {
+            let shards = self.lock();
+            let there = shards.iter().filter(|shard| shard.is_there);
+            there.map(|shard| shard.part.grad()).collect()
+        };
+        // Each machine has all gradients. All take the same sum, also if they part them otherwise.
+        clip_grad_norm(group, &group.ranks_on_machine_of(0), gradients, max)
+    }
+
+    fn clear(&self) -> Result<(), flow_autograd::Error> {
         for shard in &mut *self.lock() {
             flow_autograd::set_grad(&shard.part, None)?;
             shard.is_there = false;
@@ -177,8 +197,8 @@ impl GradShards {
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<GradShard>> {
-        self.shards.lock().unwrap_or_else(PoisonError::into_inner)
+    fn abort(&self, cause: &str) {
+        self.shared.abort(cause);
     }
 }
 

@@ -35,6 +35,7 @@ use crate::error::{Error, Result};
 use crate::model_check::agree;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::zero::ZeroRedundancyOptimizer;
+use crate::zero::kept::KeptGradients;
 
 /// A model whose parameters, gradients and optimizer exist once for all ranks of a machine: PyTorch's
 /// `FullyShardedDataParallel`, which gathers copies of them, and ZeRO's stage 3. Each machine has all of
@@ -108,7 +109,8 @@ impl<M> Fsdp<M> {
         if group.cuda_device().is_none() {
             plan::check_optimizer(group, &self.store, &choice)?;
         }
-        ZeroRedundancyOptimizer::with(&self.store, group, choice, self.kept().cloned())
+        let kept = self.kept().map(|kept| Arc::clone(kept) as Arc<dyn KeptGradients>);
+        ZeroRedundancyOptimizer::with(&self.store, group, choice, kept)
     }
 
     /// Changes parameters: rank 0 runs `change`, without gradients, while the others wait. They then take

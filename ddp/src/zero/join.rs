@@ -127,7 +127,7 @@ impl Joinable for ZeroRedundancyOptimizer {
                     .to_owned();
             return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
         }
-        if self.parts.is_of_fsdp() {
+        if self.parts.keeps_gradients() {
             let reason =
                 "the optimizer of an Fsdp cannot join: give all ranks as many inputs".to_owned();
             return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());

@@ -7,6 +7,7 @@
 //! | `partition.rs` | which rank has which elements |
 //! | `sharded_parameter.rs` | a parameter, and this rank's part with its optimizers |
 //! | `shards.rs` | all of them |
+//! | `kept.rs` | gradients of which each rank keeps its parts only |
 //! | `gather.rs` | how ranks get what others have stepped |
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
 //! | `setting.rs` | learning rates and the like |
@@ -18,6 +19,7 @@
 mod error;
 mod gather;
 mod join;
+pub(crate) mod kept;
 pub(crate) mod partition;
 mod parts;
 mod scaled;
@@ -36,12 +38,12 @@ use tch::nn::{OptimizerConfig, VarStore, Variables};
 
 use self::error::{agree, failed};
 use self::gather::Gather;
+use self::kept::KeptGradients;
 pub(crate) use self::parts::{Parts, ZeroInBackward};
 use self::setting::{Hyperparameter, JoinedSteps, Setting};
 use self::sharded_parameter::ShardedParameter;
 use self::shards::Shards;
 use crate::error::{Error, Result, job_rank};
-use crate::fsdp::grad_shards::GradShards;
 use crate::model_check::{describe, device_kind, first_mismatch};
 use crate::optimizer::TryBackwardStep;
 use crate::optimizer_choice::OptimizerChoice;
@@ -106,23 +108,18 @@ impl ZeroRedundancyOptimizer {
         Self::with(&vs.variables_, group, OptimizerChoice::new(config, learning_rate), None)
     }
 
-    /// Makes an optimizer as [`ZeroRedundancyOptimizer::new`] does. `kept`: where the gradients are, if they
-    /// are those of an [`Fsdp`](crate::Fsdp). The ranks of each machine then have the parameters in common,
-    /// and share all of the state.
+    /// Makes an optimizer as [`ZeroRedundancyOptimizer::new`] does. `kept`: where the gradients are, if each
+    /// rank keeps its parts only. The ranks that part the parameters then share all of the state.
     pub(crate) fn with(
         store: &Arc<Mutex<Variables>>,
         group: &ProcessGroup,
         choice: OptimizerChoice,
-        kept: Option<Arc<GradShards>>,
+        kept: Option<Arc<dyn KeptGradients>>,
     ) -> Result<Self> {
         let rank = job_rank(group);
         let chosen = choice.describe();
         let made = chosen.and_then(|chosen| {
-            let sharers = sharers(group, group.rank(), kept.is_some());
-            let mut shards = Shards::new(store, &choice, group.rank(), &sharers)?;
-            if let Some(kept) = kept {
-                shards.take_kept(kept)?;
-            }
+            let shards = Shards::new(store, &choice, group, kept)?;
             Ok((shards, chosen))
         });
         let lines = match &made {
@@ -179,20 +176,18 @@ impl ZeroRedundancyOptimizer {
         let shards = &mut *self.parts.shards();
         let checked = shards.check().map_err(|reason| self.parts.failed(reason));
         let begun = checked.and_then(|()| {
-            if shards.kept.is_some() {
-                // Until then other ranks read the parameters that this one steps. Of all machines, so that
-                // none leaves out a step of the others.
-                self.parts.group.barrier()?;
-            }
-            Ok(())
+            shards.kept.as_ref().map_or(Ok(()), |kept| kept.begin_step(&self.parts.group))
         });
         let stepped = begun.and_then(|()| step(shards).map_err(|reason| self.parts.failed(reason)));
-        let gathered = stepped.and_then(|()| self.parts.gather());
+        let gathered = stepped.and_then(|()| match &shards.kept {
+            Some(kept) => kept.end_step(&self.parts.group),
+            None => self.parts.gather(),
+        });
         gathered.inspect_err(|error| {
             // The others wait for this rank's parts, or in their next backward.
             self.parts.group.abort(&error.to_string());
             if let Some(kept) = &shards.kept {
-                kept.shared.abort(&error.to_string());
+                kept.abort(&error.to_string());
             }
         })
     }
@@ -310,11 +305,6 @@ impl TryBackwardStep for ZeroRedundancyOptimizer {
     fn try_backward_step(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_step(loss)
     }
-}
-
-/// Returns the ranks that share the state with `rank`: all, or those of its machine.
-fn sharers(group: &ProcessGroup, rank: usize, on_machine: bool) -> Vec<usize> {
-    if on_machine { group.ranks_on_machine_of(rank) } else { (0..group.world_size()).collect() }
 }
 
 /// Describes what must be equal on all ranks, in lines.

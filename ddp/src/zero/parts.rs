@@ -22,7 +22,7 @@ pub(crate) struct Parts {
     /// What was chosen, in a line.
     pub chosen: String,
     shards: Mutex<Shards>,
-    /// None where the ranks of a machine have the parameters in common.
+    /// None where a model keeps gradients in parts: its parameters are not gathered here.
     gather: Mutex<Option<Gather>>,
     /// The whole state, if this rank has gathered it since the last step.
     consolidated: Mutex<Option<StateDict>>,
@@ -58,8 +58,8 @@ impl Parts {
         self.consolidated.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether it is the optimizer of an [`Fsdp`](crate::Fsdp).
-    pub fn is_of_fsdp(&self) -> bool {
+    /// Returns whether it is the optimizer of a model that keeps gradients in parts.
+    pub fn keeps_gradients(&self) -> bool {
         self.shards().kept.is_some()
     }
 
@@ -75,7 +75,7 @@ impl Parts {
         }
         match &mut *self.gather.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(gather) => gather.run(&self.group),
-            None => Ok(self.group.barrier_on_machine()?),
+            None => Ok(()),
         }
     }
 
@@ -101,7 +101,7 @@ impl fmt::Debug for ZeroInBackward {
 impl ZeroInBackward {
     /// Takes the optimizer's steps over, of a model with these parameters.
     pub fn new(parts: &Arc<Parts>, parameters: &[(String, Tensor)]) -> Result<Self> {
-        if parts.is_of_fsdp() {
+        if parts.keeps_gradients() {
             return Err(parts.failed("it is the optimizer of an Fsdp: call step after backward"));
         }
         let known: HashMap<usize, usize> = {

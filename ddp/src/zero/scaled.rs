@@ -61,7 +61,7 @@ impl ScaledOptimizer for &ZeroRedundancyOptimizer {
 
 impl ZeroRedundancyOptimizer {
     /// Returns all parameters, also those that other ranks step: clipping needs all gradients. Those of
-    /// an [`Fsdp`](crate::Fsdp) are this rank's parts.
+    /// a sharded model are this rank's parts.
     fn parameters_to_unscale(&self) -> Result<Vec<Tensor>> {
         self.parts.group.check("unscale")?;
         if self.parts.is_in_backward() {
@@ -72,7 +72,7 @@ impl ZeroRedundancyOptimizer {
         }
         let shards = self.parts.shards();
         if let Some(kept) = &shards.kept {
-            return Ok(kept.parts());
+            return kept.parts();
         }
         Ok(shards.parameters.iter().map(|parameter| parameter.tensor.shallow_clone()).collect())
     }

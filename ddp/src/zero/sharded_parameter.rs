@@ -40,7 +40,7 @@ pub(crate) struct OwnShard {
 /// in a cache.
 pub(crate) struct Chunk {
     length: i64,
-    /// A view of the parameter: the optimizer changes the parameter itself.
+    /// A view of the parameter, or of where this rank keeps its part: the optimizer changes that.
     tensor: Tensor,
     pub optimizer: COptimizer,
     /// [`StateDict::parameters`] of the optimizer.
@@ -64,27 +64,6 @@ impl ShardedParameter {
         }
         let address = address_of(&tensor);
         Ok(Self { name, tensor, layout, group, shards: Vec::new(), own: None, address })
-    }
-
-    /// Makes the optimizers of this rank's part.
-    pub fn own_shard(
-        &self,
-        elements: Range<usize>,
-        choice: &OptimizerChoice,
-    ) -> Result<OwnShard, String> {
-        let most = if self.tensor.device().is_cuda() { usize::MAX } else { CPU_CHUNK };
-        let mut chunks = Vec::new();
-        let mut start = elements.start;
-        // One without elements has a state, too.
-        while start < elements.end || chunks.is_empty() {
-            let length = most.min(elements.end - start);
-            let tensor = self.view(start, length).map_err(one_line)?;
-            let optimizer = choice.build_for(&tensor).map_err(one_line)?;
-            let described = optimizer.state().map_err(one_line)?.parameters;
-            chunks.push(Chunk { length: length as i64, tensor, optimizer, described });
-            start += length;
-        }
-        Ok(OwnShard { elements, chunks })
     }
 
     /// Returns the elements that a rank has, in the order of memory.
@@ -168,6 +147,27 @@ impl ShardedParameter {
 }
 
 impl OwnShard {
+    /// Makes the optimizers of these elements of a parameter, which are those of `part`.
+    pub fn new(
+        elements: Range<usize>,
+        part: &Tensor,
+        choice: &OptimizerChoice,
+    ) -> Result<Self, String> {
+        let most = if part.device().is_cuda() { usize::MAX } else { CPU_CHUNK };
+        let mut chunks = Vec::new();
+        let mut start = 0;
+        // One without elements has a state, too.
+        while start < elements.len() || chunks.is_empty() {
+            let length = most.min(elements.len() - start);
+            let tensor = part.f_narrow(0, start as i64, length as i64).map_err(one_line)?;
+            let optimizer = choice.build_for(&tensor).map_err(one_line)?;
+            let described = optimizer.state().map_err(one_line)?.parameters;
+            chunks.push(Chunk { length: length as i64, tensor, optimizer, described });
+            start += length;
+        }
+        Ok(Self { elements, chunks })
+    }
+
     /// Returns the state, each tensor by its name in PyTorch.
     pub fn state(&self) -> Result<Vec<(String, Tensor)>, flow_autograd::Error> {
         let mut parts: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();

@@ -3,12 +3,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::OptimizerState;
+use flow_comm::ProcessGroup;
 use tch::nn::Variables;
 use tch::{TchError, Tensor};
 
-use super::sharded_parameter::{ShardedParameter, address_of, sharded_parameters};
+use super::kept::KeptGradients;
+use super::sharded_parameter::{OwnShard, ShardedParameter, address_of, sharded_parameters};
 use crate::apart::are_apart;
-use crate::fsdp::grad_shards::GradShards;
 use crate::optimizer_choice::{OptimizerChoice, one_line};
 
 /// The parameters of a model, in the order in which it was made, and the optimizers of this rank's parts.
@@ -20,27 +21,36 @@ pub(crate) struct Shards {
     /// The store of the parameters, and how many it had.
     store: Arc<Mutex<Variables>>,
     known: usize,
-    /// Where gradients are, if an [`Fsdp`](crate::Fsdp) keeps this rank's parts of them only.
-    pub kept: Option<Arc<GradShards>>,
+    /// Where gradients are, if each rank keeps its parts of them only.
+    pub kept: Option<Arc<dyn KeptGradients>>,
 }
 
 impl Shards {
-    /// Parts the trainable variables of `store` among the ranks `sharers`, and makes the optimizers of the
-    /// parts of `rank`, one of them.
+    /// Parts the trainable variables of `store` among ranks, and makes the optimizers of this rank's parts.
     pub fn new(
         store: &Arc<Mutex<Variables>>,
         choice: &OptimizerChoice,
-        rank: usize,
-        sharers: &[usize],
+        group: &ProcessGroup,
+        kept: Option<Arc<dyn KeptGradients>>,
     ) -> Result<Self, String> {
-        let place = sharers.iter().position(|&sharer| sharer == rank);
+        let sharers = sharers(kept.as_deref(), group, group.rank());
+        let own_place = sharers.iter().position(|&sharer| sharer == group.rank());
         let mut parameters = sharded_parameters(store, sharers.len())?;
+        if let Some(kept) = &kept {
+            kept.part(&mut parameters)?;
+        }
         let mut whole = choice.build().map_err(one_line)?;
-        for parameter in &mut parameters {
+        for (place, parameter) in parameters.iter_mut().enumerate() {
             whole.add_parameters(&parameter.tensor, parameter.group).map_err(one_line)?;
-            let own = parameter.shards.iter().find(|shard| Some(shard.rank) == place).cloned();
-            if let Some(own) = own {
-                parameter.own = Some(parameter.own_shard(own.elements, choice)?);
+            let own = parameter.shards.iter().find(|shard| Some(shard.rank) == own_place);
+            let Some(elements) = own.map(|shard| shard.elements.clone()) else { continue };
+            let part = match &kept {
+                Some(kept) => kept.own_part(parameter, place, &elements)?,
+                None => parameter.view(elements.start, elements.len()).map_err(one_line)?,
+            };
+            parameter.own = Some(OwnShard::new(elements, &part, choice)?);
+            if let Some(kept) = &kept {
+                parameter.set_gradients(kept.memory(place).as_ref())?;
             }
         }
         let known = store.lock().unwrap_or_else(PoisonError::into_inner).trainable_variables.len();
@@ -49,8 +59,13 @@ impl Shards {
             described: whole.state().map_err(one_line)?.parameters,
             store: Arc::clone(store),
             known,
-            kept: None,
+            kept,
         })
+    }
+
+    /// Returns the ranks that share the state with `rank`.
+    pub fn sharers(&self, group: &ProcessGroup, rank: usize) -> Vec<usize> {
+        sharers(self.kept.as_deref(), group, rank)
     }
 
     /// Checks that the parameters are those that the optimizer was made for, where they were.
@@ -62,6 +77,9 @@ impl Shards {
                         complete"
                     .to_owned(),
             );
+        }
+        if let Some(kept) = &self.kept {
+            return kept.check();
         }
         if are_apart(self.parameters.iter().map(|parameter| &parameter.tensor)) {
             return Err(
@@ -79,13 +97,13 @@ impl Shards {
                 ));
             }
         }
-        self.kept.as_ref().map_or(Ok(()), |kept| kept.shared.check())
+        Ok(())
     }
 
     /// Steps this rank's parts of the parameters that have gradients.
     pub fn step(&mut self) -> Result<(), String> {
         if let Some(kept) = self.kept.clone() {
-            return self.step_kept(&kept);
+            return self.step_kept(&*kept);
         }
         // All, not only this rank's: ranks have the same gradients, and so the same error at once.
         self.parameters.iter().try_for_each(ShardedParameter::check_gradient)?;
@@ -98,25 +116,14 @@ impl Shards {
         Ok(())
     }
 
-    /// Finds the gradients where an [`Fsdp`](crate::Fsdp) keeps them, from now on.
-    pub fn take_kept(&mut self, kept: Arc<GradShards>) -> Result<(), String> {
-        kept.take(&self.parameters)?;
-        for (place, parameter) in self.parameters.iter_mut().enumerate() {
-            let gradient = kept.memory(place);
-            parameter.set_gradients(Some(&gradient))?;
-        }
-        self.kept = Some(kept);
-        Ok(())
-    }
-
     /// Steps this rank's parts of the parameters whose gradients are there.
-    fn step_kept(&mut self, kept: &GradShards) -> Result<(), String> {
+    fn step_kept(&mut self, kept: &dyn KeptGradients) -> Result<(), String> {
         for (place, parameter) in self.parameters.iter_mut().enumerate() {
             if kept.is_there(place) {
                 parameter.step_chunks()?;
             }
         }
-        kept.shared.accept_writes();
+        kept.has_stepped();
         Ok(())
     }
 
@@ -160,5 +167,13 @@ impl Shards {
             Ok::<_, TchError>(norm)
         })
         .map_err(one_line)
+    }
+}
+
+/// Returns the ranks that share the state with `rank`: all, unless gradients are kept in parts.
+fn sharers(kept: Option<&dyn KeptGradients>, group: &ProcessGroup, rank: usize) -> Vec<usize> {
+    match kept {
+        Some(kept) => kept.sharers(group, rank),
+        None => (0..group.world_size()).collect(),
     }
 }

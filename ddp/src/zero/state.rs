@@ -10,7 +10,6 @@ use super::ZeroRedundancyOptimizer;
 use super::error::{agree, failed};
 use super::sharded_parameter::{COUNT, ShardedParameter};
 use super::shards::Shards;
-use super::sharers;
 use crate::error::{Result, job_rank};
 use crate::model_check::gather_texts;
 
@@ -68,7 +67,7 @@ impl OptimizerState for ZeroRedundancyOptimizer {
             parts.push(StatePart { name, shape: tensor.size(), start: 0, tensor });
         }
         // Each machine of an Fsdp has all: those of rank 0 give theirs.
-        let sharers = sharers(&self.parts.group, 0, shards.kept.is_some());
+        let sharers = shards.sharers(&self.parts.group, 0);
         let is_sharer = sharers.contains(&self.parts.group.rank());
         for (place, number) in shards.in_groups().into_iter().enumerate() {
             let parameter = &shards.parameters[number];
@@ -108,7 +107,7 @@ impl ZeroRedundancyOptimizer {
         let own = own_bytes(&shards, of).map_err(|error| self.parts.failed(error));
         let (names, bytes) = agree(&self.parts.group, own)?;
         let names = gather_texts(&self.parts.group, &names)?;
-        let sharers = sharers(&self.parts.group, to, shards.kept.is_some());
+        let sharers = shards.sharers(&self.parts.group, to);
         let rank = self.parts.group.rank();
         if rank != to {
             if sharers.contains(&rank) && !bytes.is_empty() {

@@ -11,6 +11,7 @@ mod forks;
 mod fsdp;
 mod fsdp_misused;
 mod fsdp_plan;
+mod fully_shard;
 mod globals;
 mod helpers;
 mod hooks;
@@ -137,6 +138,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_buffers", fsdp_misused::buffers, CPU_AND_NODES),
     scenario("fsdp_step_left_out", fsdp_misused::step_left_out, CPU_AND_NODES),
     scenario("fsdp_read_before_step", fsdp_misused::read_before_step, CPU_AND_NODES),
+    scenario("fully_shard_random", fully_shard::random, AND_THREADS),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
     scenario("zero_in_backward_misused", zero_misused::in_backward, ALL_AND_NODES),
