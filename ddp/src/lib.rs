@@ -78,7 +78,7 @@ pub use bucket::comm_hook::{CommHook, GradBucket};
 pub use bucket::pending::Pending;
 pub use buffers::{BufferCommHook, BufferCommHookLocation};
 pub use builder::DdpBuilder;
-pub use checkpoint::{Checkpoint, CheckpointError, Checkpoints};
+pub use checkpoint::{Checkpoint, CheckpointError, CheckpointModel, Checkpoints};
 pub use data::batch_sampler::BatchSampler;
 pub use data::batches::Batches;
 pub use data::iterable::{ItemStream, IterableDataset, StreamSampler};

@@ -4,6 +4,7 @@
 //! | file | what |
 //! |---|---|
 //! | `mod.rs` | [`Checkpoints`]: save, find the latest |
+//! | `model.rs` | [`CheckpointModel`] |
 //! | `resume.rs` | [`Checkpoint`]: resume |
 //! | `parts.rs` | what each rank writes |
 //! | `plan.rs` | all files that are written, and where this rank's parts go |
@@ -24,6 +25,7 @@ mod error;
 pub mod files;
 mod folder;
 pub mod layout;
+mod model;
 mod parts;
 mod plan;
 mod resume;
@@ -34,23 +36,25 @@ mod state;
 pub mod sums;
 pub mod write;
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 
-use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts};
+use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts, identity};
 use flow_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::nn::VarStore;
 
 use crate::data::sampler_state::Stateful;
-use crate::ddp::Ddp;
 use crate::fsdp::shared_parameters::is_fully_sharded;
+use crate::fully_shard::parts::{self as sharded_parts, OwnElements};
 pub use crate::model_check::gather_texts;
 use agree::{agree, from_rank_0};
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
 use layout::lay_out;
+pub use model::CheckpointModel;
 use parts::{Part, Whole, divide, gather};
 use plan::Plan;
 pub use resume::Checkpoint;
@@ -134,7 +138,8 @@ impl Checkpoints {
     /// Writes the checkpoint of `step`, which counts up over the whole training, and removes those
     /// before the last few. All ranks call this, and return when it is whole.
     ///
-    /// Each rank writes its part of what ranks share: the parameters of an [`Fsdp`](crate::Fsdp), and the
+    /// Each rank writes its part of what ranks share: the parameters of an [`Fsdp`](crate::Fsdp) or a
+    /// [`FullySharded`](crate::FullySharded), and the
     /// state of its optimizer or of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer). All else
     /// is rank 0's.
     ///
@@ -143,13 +148,13 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// On all ranks: when the last backward has failed ([`Ddp::synchronize`]), a tensor cannot be kept,
+    /// On all ranks: when the last backward has failed ([`CheckpointModel::synchronize`]), a tensor cannot be kept,
     /// such as a sparse one, or the checkpoint cannot be written; those before it are then still there.
     /// Also when the folder has checkpoints and [`latest`](Self::latest) was not called.
-    pub fn save<M, S: Serialize + DeserializeOwned>(
+    pub fn save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
-        model: &Ddp<M>,
+        model: &impl CheckpointModel,
         vs: &VarStore,
         optimizer: &dyn OptimizerState,
         sampler: &dyn Stateful,
@@ -178,18 +183,18 @@ impl Checkpoints {
     }
 
     /// Returns what this rank writes into the folder `partial`.
-    fn parts<M>(
+    fn parts(
         &self,
         partial: &Path,
         step: usize,
-        (model, vs): (&Ddp<M>, &VarStore),
+        (model, vs): (&impl CheckpointModel, &VarStore),
         optimizer: &dyn OptimizerState,
     ) -> Result<Parts> {
         let writers = sharers::ranks(&self.group, partial)?;
-        let variables = variables(&self.group, model, vs);
+        let all_write = writers.len() == self.group.world_size();
+        let (variables, own) = variables(&self.group, model, vs, all_write)?;
         // All ranks find what cannot be kept, also those that write nothing.
         agree(&self.group, self.check(step, &variables))?;
-        let all_write = writers.len() == self.group.world_size();
         let state = self.state_parts(optimizer, all_write);
         let state = state.map_err(|error| self.unfit("the optimizer", step, error.to_string()));
         let state = agree(&self.group, state)?;
@@ -206,12 +211,19 @@ impl Checkpoints {
                 Err(reason) => unfit = Err(self.unfit(&name, step, reason)),
             }
         }
+        let mut of_model = Vec::new();
+        for StatePart { name, shape, start, tensor } in own {
+            match Part::new(&name, &shape, start, tensor) {
+                Ok(part) => of_model.push(part),
+                Err(reason) => unfit = Err(self.unfit(&name, step, reason)),
+            }
+        }
         let checked = unfit.and_then(|()| self.check(step, &wholes));
         agree(&self.group, checked)?;
         let rank = self.group.rank();
-        let model = agree(&self.group, divide(rank, &writers, variables))?;
+        of_model.extend(agree(&self.group, divide(rank, &writers, variables))?);
         parts.extend(agree(&self.group, divide(rank, &writers, wholes))?);
-        Ok(Parts { parameters: state.parameters, files: [(MODEL, model), (OPTIMIZER, parts)] })
+        Ok(Parts { parameters: state.parameters, files: [(MODEL, of_model), (OPTIMIZER, parts)] })
     }
 
     /// Returns what this rank has of the optimizer's state: rank 0 has all if not all ranks write.
@@ -304,16 +316,38 @@ struct Parts {
     files: [(&'static str, Vec<Part>); 2],
 }
 
-/// Returns the variables, by name: the same order on all ranks.
-fn variables<M>(group: &ProcessGroup, model: &Ddp<M>, vs: &VarStore) -> Vec<Whole> {
+/// Returns the variables that ranks have whole, by name: the same order on all ranks. And this rank's parts
+/// of the others, unless rank 0 is to write all.
+fn variables(
+    group: &ProcessGroup,
+    model: &impl CheckpointModel,
+    vs: &VarStore,
+    all_write: bool,
+) -> Result<(Vec<Whole>, Vec<StatePart>)> {
     let are_of_group = model.group().ranks() == group.ranks();
     let mut variables = Vec::new();
-    for (name, tensor) in vs.variables() {
+    let mut parts = Vec::new();
+    let all = vs.variables();
+    let mut gathered = if all_write && are_of_group {
+        HashMap::new()
+    } else {
+        sharded_parts::gathered(all.values())?
+    };
+    for (name, tensor) in all {
+        if let Some(own) = sharded_parts::own_elements(&tensor) {
+            if let Some(tensor) = gathered.remove(&identity(&tensor)) {
+                variables.push(Whole { name, tensor, is_common: false });
+            } else if let Some(OwnElements { start, elements }) = own {
+                let shape = tensor.size();
+                parts.push(StatePart { name, shape, start, tensor: elements });
+            }
+            continue;
+        }
         let is_common = are_of_group && is_fully_sharded(&tensor);
         variables.push(Whole { name, tensor, is_common });
     }
     variables.sort_by(|one, other| one.name.cmp(&other.name));
-    variables
+    Ok((variables, parts))
 }
 
 /// Checks that the checkpoint is of this format, if it says which it has. The rest may be of another

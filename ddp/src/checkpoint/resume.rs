@@ -19,6 +19,7 @@ use super::state::{MODEL, OPTIMIZER, STATE, SavedState};
 use super::sums::failed_to_read;
 use crate::data::sampler_state::{SamplerState, Stateful};
 use crate::fsdp::shared_parameters;
+use crate::fully_shard::parts::{self as sharded_parts, OwnElements};
 
 /// A checkpoint to resume from.
 pub struct Checkpoint<S> {
@@ -119,6 +120,18 @@ impl<S> Checkpoint<S> {
     }
 
     fn load_model(&self, variables: &mut BTreeMap<String, Tensor>) -> Result<()> {
+        sharded_parts::finish()?;
+        let mut sharded = Vec::new();
+        variables.retain(|name, variable| {
+            let Some(own) = sharded_parts::own_elements(variable) else { return true };
+            sharded.extend(own.map(|own| (name.clone(), own)));
+            false
+        });
+        for (name, OwnElements { start, mut elements }) in sharded {
+            let read = self.model.tensor(&name, start..start + elements.numel())?;
+            tch::no_grad(|| elements.f_copy_(&read))
+                .map_err(|error| CheckpointError::unfit("load", name, error))?;
+        }
         let tensors: Vec<Tensor> = variables.values().map(Tensor::shallow_clone).collect();
         shared_parameters::load(tensors.iter(), |part_of| {
             for (name, variable) in variables {

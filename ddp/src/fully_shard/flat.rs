@@ -63,8 +63,8 @@ impl FlatParameters {
         let ranks = group.world_size();
         let chunk = end.div_ceil(ranks).next_multiple_of(ALIGNMENT);
         let text = format!(
-            "a parameter of {module}, which is sharded, has no memory outside of its module's forward \
-             and backward: use it there, or in with_full_parameters"
+            "a parameter of the module of {module}, which is sharded, has no memory outside of its \
+             forward and backward: use it there, or in with_full_parameters"
         );
         let made = TransientMemory::new(kind, device, chunk * ranks, &text);
         let memory = made.map_err(|error| torch(group, error))?;
@@ -215,9 +215,14 @@ impl FlatParameters {
         is_here.then(|| from - start..to - start)
     }
 
+    /// Returns the elements of a parameter that this rank keeps.
+    pub fn own_range(&self, slot: usize) -> Option<Range<usize>> {
+        self.elements_on(slot, self.rank)
+    }
+
     /// Returns this rank's elements of a parameter, and of its gradient if it has one.
     pub fn own(&self, slot: usize) -> Option<(Tensor, Option<Tensor>)> {
-        let elements = self.elements_on(slot, self.rank)?;
+        let elements = self.own_range(slot)?;
         let start = (self.slots[slot].start + elements.start - self.rank * self.chunk) as i64;
         let length = elements.len() as i64;
         let gradient = self.is_trained.then(|| self.gradient.narrow(0, start, length));

@@ -6,11 +6,13 @@
 //! | `mod.rs` | [`FullyShard`], and the model that it makes |
 //! | `module.rs` | [`ShardedModule`]: its forward and backward |
 //! | `units.rs` | all modules: when they are gathered, and where an optimizer finds their gradients |
+//! | `parts.rs` | this rank's elements of parameters, for checkpoints |
 //! | `unit.rs` | a module's parameters |
 //! | `flat.rs` | those of one kind, in one piece of memory |
 
 mod flat;
 mod module;
+pub(crate) mod parts;
 mod unit;
 mod units;
 
@@ -104,8 +106,10 @@ impl FullyShardBuilder {
     ///
     /// Those of [`FullyShard::new`].
     pub fn begin(self, vs: &VarStore) -> Result<FullyShard> {
+        let units = Arc::new(Units::new(&self.group, self.prefetch)?);
+        parts::remember(&units);
         Ok(FullyShard {
-            units: Arc::new(Units::new(&self.group, self.prefetch)?),
+            units,
             group: self.group,
             store: Arc::clone(&vs.variables_),
             reshard_after_forward: self.reshard_after_forward,
@@ -328,6 +332,15 @@ impl<M> FullySharded<M> {
         &self.group
     }
 
+    /// Waits until the last backward's gradients are averaged.
+    ///
+    /// # Errors
+    ///
+    /// A failure of this rank or another.
+    pub fn synchronize(&self) -> Result<()> {
+        self.units.finish()
+    }
+
     /// Makes backward only accumulate this rank's gradients, whole, until this guard and every other one
     /// is dropped. The first backward after that reduces them.
     #[must_use = "gradients are reduced again as soon as the guard is dropped"]
@@ -343,7 +356,7 @@ impl<M> FullySharded<M> {
     ///
     /// A failure of the group.
     pub fn with_full_parameters<T>(&self, read: impl FnOnce() -> T) -> Result<T> {
-        self.units.with_all(|_| Ok(tch::no_grad(read)))
+        self.units.with(&self.units.all(), |_| Ok(tch::no_grad(read)))
     }
 
     /// Changes parameters: rank 0 runs `change`, without gradients, while all have memory. All ranks then
@@ -353,7 +366,7 @@ impl<M> FullySharded<M> {
     ///
     /// On all ranks, that of `change`; a failure of the group.
     pub fn write<E: fmt::Display>(&self, change: impl FnOnce() -> Result<(), E>) -> Result<()> {
-        let changed = self.units.with_all(|units| {
+        let changed = self.units.with(&self.units.all(), |units| {
             let mut changed = Ok(());
             if self.group.rank() == 0 {
                 changed = tch::no_grad(change).map_err(|error| {

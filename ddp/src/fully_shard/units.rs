@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_comm::ProcessGroup;
+use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
 use super::flat::{FlatParameters, torch};
+use super::parts::OwnElements;
 use super::unit::{Reduction, Unit};
 use crate::error::{Error, Result};
 use crate::model_check::first_mismatch;
@@ -24,6 +26,8 @@ pub(super) struct Units {
     /// Gathers run beside reductions: a group for each.
     gathers: ProcessGroup,
     reductions: ProcessGroup,
+    /// Keeps large tensors of the CPU where ranks reach them.
+    _allocator: Option<Arc<ArenaAllocatorGuard>>,
     /// Modules whose parameters are gathered before they are needed.
     prefetch: usize,
     progress: Mutex<Progress>,
@@ -49,7 +53,7 @@ struct Progress {
 
 /// Where a parameter is.
 #[derive(Clone)]
-struct Place {
+pub(super) struct Place {
     unit: Arc<Unit>,
     flat: usize,
     slot: usize,
@@ -64,9 +68,17 @@ enum Event {
 impl Units {
     /// Prepares for the modules of a model. All ranks call this.
     pub fn new(group: &ProcessGroup, prefetch: usize) -> Result<Self> {
+        let on_cpu = group.cuda_device().is_none();
+        let allocator = ArenaAllocatorGuard::current().filter(|_| on_cpu);
+        let handle = allocator.as_ref().map(|allocator| allocator.handle());
+        let gathers = group.duplicate_in(handle)?;
+        let reductions = group.duplicate_in(handle)?;
+        let allocator =
+            if on_cpu { ArenaAllocatorGuard::install(gathers.arena_handle()) } else { None };
         Ok(Self {
-            gathers: group.duplicate()?,
-            reductions: group.duplicate()?,
+            gathers,
+            reductions,
+            _allocator: allocator,
             prefetch,
             progress: Mutex::default(),
             unsynchronized: AtomicUsize::new(0),
@@ -203,15 +215,18 @@ impl Units {
         self.all().iter().try_for_each(|unit| unit.reshard(&self.gathers))
     }
 
-    /// Gathers all parameters while `run` runs. All ranks call this.
-    pub fn with_all<T>(&self, run: impl FnOnce(&[Arc<Unit>]) -> Result<T>) -> Result<T> {
+    /// Gathers the parameters of some modules while `run` runs. All ranks call this.
+    pub fn with<T>(
+        &self,
+        units: &[Arc<Unit>],
+        run: impl FnOnce(&[Arc<Unit>]) -> Result<T>,
+    ) -> Result<T> {
         self.finish()?;
-        let units = self.all();
-        for unit in &units {
+        for unit in units {
             unit.start_gather(&self.gathers)?;
             unit.finish_gather(&self.gathers)?;
         }
-        let result = run(&units);
+        let result = run(units);
         self.finish()?;
         result
     }
@@ -260,13 +275,22 @@ impl Place {
         self.unit.lock().flats[self.flat].own(self.slot)
     }
 
+    /// Returns this rank's elements of the parameter.
+    pub fn own_elements(&self) -> Option<OwnElements> {
+        let state = self.unit.lock();
+        let flat = &state.flats[self.flat];
+        let start = flat.own_range(self.slot)?.start;
+        let (elements, _) = flat.own(self.slot)?;
+        Some(OwnElements { start, elements })
+    }
+
     fn is_there(&self) -> bool {
         self.unit.lock().flats[self.flat].is_there(self.slot)
     }
 }
 
 /// Finds a parameter.
-fn find(units: &[Arc<Unit>], parameter: &Tensor) -> Option<Place> {
+pub(super) fn find(units: &[Arc<Unit>], parameter: &Tensor) -> Option<Place> {
     for unit in units {
         for (flat, parameters) in unit.lock().flats.iter().enumerate() {
             if let Some(slot) = parameters.slot_of(parameter) {

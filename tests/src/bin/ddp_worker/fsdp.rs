@@ -263,7 +263,7 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
 }
 
 /// The bytes of memory that processes can share of all ranks: what is shared counts once.
-fn shared_bytes(group: &ProcessGroup) -> Result<usize> {
+pub fn shared_bytes(group: &ProcessGroup) -> Result<usize> {
     group.barrier()?;
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup")?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));

@@ -1,13 +1,18 @@
 //! `FullyShard`, compared with a `Ddp` and tch's optimizer.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, Error, FullyShard, FullySharded, ZeroRedundancyOptimizer};
-use tch::nn::{ModuleT, OptimizerConfig, Path, VarStore};
+use flow_ddp::{
+    Checkpoints, Ddp, DistributedSampler, Error, FullyShard, FullySharded, ZeroRedundancyOptimizer,
+};
+use tch::nn::{self, Adam, ModuleT, OptimizerConfig, Path, SequentialT, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::helpers::{Draws, close, random_models, values};
+use crate::fsdp::shared_bytes;
+use crate::helpers::{Draws, close, error, own_group, random_models, says, values};
 use crate::models::{device, store};
 use crate::optimizers::{Config, configs, drop_gradients};
 
@@ -190,6 +195,14 @@ impl Pair {
         Ok(Self { plain, optimizer, plain_store, sharded, zero, sharded_store })
     }
 
+    /// Trains both with the same input, and compares the weights.
+    fn step(&mut self, input: &Tensor, tolerance: f64) -> Result<()> {
+        self.optimizer.backward_step(&self.plain.forward_t(input, true).square().sum(input.kind()));
+        let output = self.sharded.forward_t(input, true);
+        self.zero.backward_step(&output.square().sum(input.kind()))?;
+        self.compare(tolerance)
+    }
+
     /// The weights of both are close.
     fn compare(&self, tolerance: f64) -> Result<()> {
         let actual = self.sharded.with_full_parameters(|| {
@@ -286,4 +299,206 @@ fn close_values(actual: &Tensor, expected: &Tensor, tolerance: f64) -> bool {
     }
     let difference = (actual - expected).abs().max().double_value(&[]);
     difference <= tolerance * expected.abs().max().double_value(&[]).max(1e-2)
+}
+
+/// All ranks together have the training once, and each a few modules whole: also within a forward.
+pub fn memory(group: &ProcessGroup) -> Result<()> {
+    const LAYERS: usize = 64;
+    const WIDTH: i64 = 512;
+    const MIB: usize = 1 << 20;
+    let vs = store();
+    let before = shared_bytes(group)?;
+    let shard = FullyShard::new(&vs, group)?;
+    let mut net = nn::seq_t();
+    for layer in 0..LAYERS {
+        let path = vs.root() / layer;
+        let config = nn::LinearConfig { bias: false, ..Default::default() };
+        let linear = shard.module(|| nn::linear(&path, WIDTH, WIDTH, config))?;
+        net = net.add(linear).add_fn(Tensor::tanh);
+    }
+    let model = shard.wrap(net)?;
+    let optimizer = model.optimizer(Adam::default(), 1e-3)?;
+    let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
+    let mut bytes = Vec::new();
+    for _ in 0..3 {
+        let output = model.forward_t(&input, true).sum(Kind::Float);
+        bytes.push(shared_bytes(group)? - before);
+        optimizer.backward_step(&output)?;
+        bytes.push(shared_bytes(group)? - before);
+    }
+    // Parameters, gradients and two parts of Adam's state.
+    let all = 4 * LAYERS * MIB;
+    let modules = 12 * MIB * group.world_size();
+    for (number, &bytes) in bytes.iter().enumerate() {
+        let expected = if number == 0 { all / 2 } else { all };
+        ensure!(bytes >= expected - expected / 10, "{number}: {bytes} bytes, not {expected}");
+        ensure!(bytes <= expected + modules, "{number}: {bytes} bytes, not {expected}");
+    }
+    Ok(())
+}
+
+/// A training goes on from a checkpoint, in a `FullySharded` of any number of ranks and in a `Ddp`, and the
+/// other way round.
+pub fn resumed(group: &ProcessGroup) -> Result<()> {
+    let mut pid = [i64::from(std::process::id())];
+    group.broadcast(&mut pid, 0)?;
+    let folder = std::env::temp_dir().join(format!("flow-fully-shard-{}", pid[0]));
+    let fewer = group.new_group(&(0..group.world_size() - 1).collect::<Vec<_>>())?;
+    let alone = own_group(group)?;
+    for (number, config) in configs().into_iter().enumerate() {
+        tch::manual_seed(number as i64);
+        let mut draws = Draws(number as u64);
+        let model = draw_model(&mut draws, Config::Adam(Adam::default()));
+        let inputs: Vec<Tensor> =
+            (0..4).map(|_| Tensor::randn([3, model.input], (model.kind, device()))).collect();
+        let mut pair = Pair::new(group, &model, config, &mut draws)?;
+        for input in &inputs[..2] {
+            pair.step(input, 1e-9)?;
+        }
+        let sampler = DistributedSampler::new(10, group);
+        let folder = folder.join(number.to_string());
+        let mut checkpoints = Checkpoints::open(&folder, group)?;
+        if number % 2 == 0 {
+            checkpoints.save(1, &pair.sharded, &pair.sharded_store, &pair.zero, &sampler, &())?;
+        } else {
+            checkpoints.save(1, &pair.plain, &pair.plain_store, &pair.optimizer, &sampler, &())?;
+        }
+        drop(checkpoints);
+        group.barrier()?;
+        for part in [Some(group), fewer.as_ref(), Some(&alone).filter(|_| group.rank() == 0)] {
+            if let Some(part) = part {
+                let mut resumed = Pair::new(part, &model, config, &mut Draws(draws.0))?;
+                // What was gathered before is of no use.
+                let _ = resumed.sharded.forward_t(&inputs[0], true);
+                let mut checkpoints = Checkpoints::open(&folder, part)?;
+                let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
+                let mut sampler = DistributedSampler::new(10, part);
+                checkpoint.resume(&resumed.sharded_store, &mut resumed.zero, &mut sampler)?;
+                checkpoint.resume(&resumed.plain_store, &mut resumed.optimizer, &mut sampler)?;
+                for input in &inputs[2..] {
+                    resumed.step(input, 1e-9).with_context(|| format!("{config:?}, {model:?}"))?;
+                }
+            }
+            group.barrier()?;
+        }
+    }
+    group.barrier()?;
+    if group.rank() == 0 {
+        std::fs::remove_dir_all(&folder)?;
+    }
+    Ok(())
+}
+
+/// Errors say what would be right, and no rank goes on with something wrong.
+pub fn misused(group: &ProcessGroup) -> Result<()> {
+    let rank = group.rank();
+    let vs = store();
+    let shard = FullyShard::new(&vs, group)?;
+    let width = if rank == 1 { 11 } else { 10 };
+    let layer = |path: Path, width: i64| nn::linear(path, 4, width, Default::default());
+    let text = error(shard.module(|| layer(vs.root() / "unlike", width)))?;
+    if group.world_size() > 1 {
+        says(&text, &["a module differs", "[10", "[11"])?;
+    }
+    let vs = store();
+    let shard = FullyShard::new(&vs, group)?;
+    says(&error(shard.module(|| ()))?, &["no trainable variable", "inside of FullyShard::module"])?;
+    says(&error(shard.wrap(()))?, &["nothing to train"])?;
+
+    let (vs, model) = wrapped(group)?;
+    let input = Tensor::ones([2, 4], (Kind::Float, device()));
+    let weight = vs.variables()["0.weight"].shallow_clone();
+    ensure!(weight.size() == [4, 4] && weight.requires_grad());
+    let words = ["is sharded", "with_full_parameters"];
+    says(&error(weight.f_sum(Kind::Float))?, &["of the module of 0."])?;
+    says(&error(weight.f_sum(Kind::Float))?, &words)?;
+    says(&error(vs.save(std::env::temp_dir().join("flow-not-written")))?, &words)?;
+
+    // Without its optimizer.
+    let mut plain = Sgd::default().build(&vs, 0.1)?;
+    backward(&model.forward_t(&input, true))?;
+    plain.step();
+    let output = model.forward_t(&input, true);
+    says(&error(backward(&output))?, &["were not used", "FullySharded::optimizer"])
+}
+
+fn backward(output: &Tensor) -> flow_ddp::Result<()> {
+    output.sum(Kind::Float).f_backward().map_err(Error::from_backward)
+}
+
+/// Two modules of the same size, and one layer of no module.
+fn wrapped(group: &ProcessGroup) -> Result<(VarStore, FullySharded<SequentialT>)> {
+    let vs = store();
+    let shard = FullyShard::new(&vs, group)?;
+    let mut net = nn::seq_t();
+    for layer in 0..2 {
+        let path = vs.root() / layer;
+        net = net.add(shard.module(|| nn::linear(&path, 4, 4, Default::default()))?);
+    }
+    let net = net.add(nn::linear(vs.root() / "head", 4, 4, Default::default()));
+    let model = shard.wrap(net)?;
+    Ok((vs, model))
+}
+
+/// Graphs that cannot be gone through.
+pub fn misused_graphs(group: &ProcessGroup) -> Result<()> {
+    let input = Tensor::ones([2, 4], (Kind::Float, device())).set_requires_grad(true);
+    let run = |output: &Tensor, create_graph| {
+        let run = Tensor::f_run_backward(&[output], &[&input], true, create_graph);
+        run.map(drop).map_err(Error::from_backward)
+    };
+    let (_vs, model) = wrapped(group)?;
+    let output = model.forward_t(&input, true).sum(Kind::Float);
+    run(&output, false)?;
+    says(&error(run(&output, false))?, &["backward runs twice", "add the losses up"])?;
+
+    let (_vs, model) = wrapped(group)?;
+    let output = model.forward_t(&input, true).sum(Kind::Float);
+    says(&error(run(&output, true))?, &["create_graph"])?;
+
+    // Of parameters that are others by now.
+    let (_vs, model) = wrapped(group)?;
+    let optimizer = model.optimizer(Sgd::default(), 0.1)?;
+    let output = model.forward_t(&input, true);
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    says(&error(backward(&output))?, &["modified by an inplace operation"])?;
+
+    // A module that gives its parameter away.
+    let vs = store();
+    let shard = FullyShard::new(&vs, group)?;
+    let module = shard.module(|| {
+        let weight = vs.root().ones("weight", &[4, 4]);
+        nn::func_t(move |_, _| weight.tr())
+    })?;
+    says(&error(module.try_forward_t(&input, true))?, &["weight", "return a copy"])
+}
+
+/// One rank goes through other modules than the rest: all get an error before a step is taken.
+pub fn out_of_step(group: &ProcessGroup) -> Result<()> {
+    let vs = store();
+    let shard = FullyShard::builder(group).prefetch(0).begin(&vs)?;
+    let mut layers = Vec::new();
+    for layer in 0..2 {
+        let path = vs.root() / layer;
+        layers.push(shard.module(|| nn::linear(&path, 4, 4, Default::default()))?);
+    }
+    let first = usize::from(group.rank() == 1);
+    let net = nn::func_t(move |x, train| layers[first].forward_t(x, train));
+    let model = shard.wrap(net)?;
+    let optimizer = model.optimizer(Sgd::default(), 0.1)?;
+    let input = Tensor::ones([2, 4], (Kind::Float, device()));
+    let trained = catch_unwind(AssertUnwindSafe(|| {
+        backward(&model.forward_t(&input, true))?;
+        optimizer.step()
+    }));
+    let text = match trained {
+        // A module's error in forward, which is that of an operation on the CPU.
+        Err(panic) => panic.downcast::<String>().map(|text| *text).unwrap_or_default(),
+        Ok(trained) => error(trained)?,
+    };
+    if group.world_size() > 1 {
+        let is_told = text.contains("different modules") || text.contains("ranks disagree");
+        ensure!(is_told, "{text}");
+    }
+    Ok(())
 }
