@@ -3,8 +3,9 @@
 use std::convert::Infallible;
 
 use clap::ValueEnum;
+use flow_ddp::FullyShard;
 use tch::Tensor;
-use tch::nn::{self, Module, SequentialT};
+use tch::nn::{self, Module, ModuleT, SequentialT};
 use tch::vision::{mobilenet, resnet};
 
 /// Width and heads of the GPT block.
@@ -56,11 +57,30 @@ impl Model {
         match self {
             Model::Mlp => mlp(path),
             Model::Lenet => lenet(path),
-            Model::Wide => wide(path),
+            Model::Wide => {
+                let Ok(model) = wide(path, |path, outputs| {
+                    Ok::<_, Infallible>(nn::linear(path, 2048, outputs, Default::default()))
+                });
+                model
+            }
             Model::Mobilenet => nn::seq_t().add(mobilenet::v2(path, 10)),
             Model::Resnet50 => nn::seq_t().add(resnet::resnet50(path, 10)),
             Model::Gpt => gpt(path),
         }
+    }
+
+    /// Returns the model with each layer of the wide one a module that `shard` shards, and others whole.
+    pub fn build_sharded(
+        self,
+        path: &nn::Path,
+        shard: &FullyShard,
+    ) -> Result<SequentialT, flow_ddp::Error> {
+        if let Model::Wide = self {
+            return wide(path, |path, outputs| {
+                shard.module(|| nn::linear(path, 2048, outputs, Default::default()))
+            });
+        }
+        Ok(nn::seq_t().add(shard.module(|| self.build(path))?))
     }
 }
 
@@ -83,13 +103,16 @@ fn lenet(path: &nn::Path) -> SequentialT {
         .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
-fn wide(path: &nn::Path) -> SequentialT {
-    let hidden = (0..6).fold(nn::seq_t(), |model, i| {
-        model
-            .add(nn::linear(path / format!("fc{i}"), 2048, 2048, Default::default()))
-            .add_fn(|x| x.relu())
-    });
-    hidden.add(nn::linear(path / "fc6", 2048, 10, Default::default()))
+/// Returns the wide model. `dense` makes a layer of so many outputs.
+fn wide<L: ModuleT + 'static, E>(
+    path: &nn::Path,
+    dense: impl Fn(nn::Path, i64) -> Result<L, E>,
+) -> Result<SequentialT, E> {
+    let mut model = nn::seq_t();
+    for layer in 0..6 {
+        model = model.add(dense(path / format!("fc{layer}"), 2048)?).add_fn(|x| x.relu());
+    }
+    Ok(model.add(dense(path / "fc6", 10)?))
 }
 
 fn gpt(path: &nn::Path) -> SequentialT {
