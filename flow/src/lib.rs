@@ -46,8 +46,8 @@ pub use tch;
 pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
-        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, Fsdp, GradScaler,
-        OptimizerState, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
+        Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, Fsdp, FullyShard,
+        GradScaler, OptimizerState, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep,
         convert_sync_batchnorm,
     };
     #[cfg(feature = "global")]
