@@ -42,6 +42,14 @@ pub(super) struct Slot {
     is_there: bool,
 }
 
+/// A parameter's elements on this rank.
+pub(crate) struct OwnElements {
+    /// The first of them.
+    pub start: usize,
+    /// The elements, in one dimension.
+    pub elements: Tensor,
+}
+
 impl FlatParameters {
     /// Takes over parameters of one kind and device, with rank 0's values. All ranks call this.
     pub fn new(
@@ -215,18 +223,20 @@ impl FlatParameters {
         is_here.then(|| from - start..to - start)
     }
 
-    /// Returns the elements of a parameter that this rank keeps.
-    pub fn own_range(&self, slot: usize) -> Option<Range<usize>> {
-        self.elements_on(slot, self.rank)
-    }
-
     /// Returns this rank's elements of a parameter, and of its gradient if it has one.
     pub fn own(&self, slot: usize) -> Option<(Tensor, Option<Tensor>)> {
-        let elements = self.own_range(slot)?;
+        let elements = self.elements_on(slot, self.rank)?;
         let start = (self.slots[slot].start + elements.start - self.rank * self.chunk) as i64;
         let length = elements.len() as i64;
         let gradient = self.is_trained.then(|| self.gradient.narrow(0, start, length));
         Some((self.shard.narrow(0, start, length), gradient))
+    }
+
+    /// Returns this rank's elements of a parameter, with their place.
+    pub fn own_elements(&self, slot: usize) -> Option<OwnElements> {
+        let start = self.elements_on(slot, self.rank)?.start;
+        let (elements, _) = self.own(slot)?;
+        Some(OwnElements { start, elements })
     }
 
     /// Returns whether reduced gradients are there.

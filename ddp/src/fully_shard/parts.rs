@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use flow_autograd::identity;
 use tch::{Device, Tensor};
 
+pub(crate) use super::flat::OwnElements;
 use super::units::{Units, find};
 use crate::error::Result;
 
@@ -17,14 +18,6 @@ pub(super) fn remember(units: &Arc<Units>) {
     let mut models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
     models.retain(|other| other.strong_count() > 0);
     models.push(Arc::downgrade(units));
-}
-
-/// A tensor's elements on this rank.
-pub(crate) struct OwnElements {
-    /// The first of them.
-    pub start: usize,
-    /// The elements, in one dimension.
-    pub elements: Tensor,
 }
 
 /// Returns the elements of a sharded parameter that this rank has, if any; None for any other tensor.

@@ -9,8 +9,7 @@ use flow_comm::ProcessGroup;
 use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
-use super::flat::{FlatParameters, torch};
-use super::parts::OwnElements;
+use super::flat::{FlatParameters, OwnElements, torch};
 use super::unit::{Reduction, Unit};
 use crate::error::{Error, Result};
 use crate::model_check::first_mismatch;
@@ -278,10 +277,7 @@ impl Place {
     /// Returns this rank's elements of the parameter.
     pub fn own_elements(&self) -> Option<OwnElements> {
         let state = self.unit.lock();
-        let flat = &state.flats[self.flat];
-        let start = flat.own_range(self.slot)?.start;
-        let (elements, _) = flat.own(self.slot)?;
-        Some(OwnElements { start, elements })
+        state.flats[self.flat].own_elements(self.slot)
     }
 
     fn is_there(&self) -> bool {
