@@ -450,10 +450,13 @@ pub fn misused_graphs(group: &ProcessGroup) -> Result<()> {
     let (_vs, model) = wrapped(group)?;
     let output = model.forward_t(&input, true).sum(Kind::Float);
     run(&output, false)?;
+    // A failure of one rank ends what the others have not begun.
+    group.barrier()?;
     says(&error(run(&output, false))?, &["backward runs twice", "add the losses up"])?;
 
     let (_vs, model) = wrapped(group)?;
     let output = model.forward_t(&input, true).sum(Kind::Float);
+    group.barrier()?;
     says(&error(run(&output, true))?, &["create_graph"])?;
 
     // Of parameters that are others by now.
@@ -461,6 +464,7 @@ pub fn misused_graphs(group: &ProcessGroup) -> Result<()> {
     let optimizer = model.optimizer(Sgd::default(), 0.1)?;
     let output = model.forward_t(&input, true);
     optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    group.barrier()?;
     says(&error(backward(&output))?, &["modified by an inplace operation"])?;
 
     // A module that gives its parameter away.
