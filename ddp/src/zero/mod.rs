@@ -9,6 +9,7 @@
 //! | `shards.rs` | all of them |
 //! | `gather.rs` | how ranks get what others have stepped |
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
+//! | `loaded.rs` | what a rank reads of it |
 //! | `setting.rs` | learning rates and the like |
 //! | `error.rs` | errors that name the optimizer |
 //! | `parts.rs` | what a [`Ddp`](crate::Ddp) steps in backward |
@@ -18,6 +19,7 @@
 mod error;
 mod gather;
 mod join;
+mod loaded;
 pub(crate) mod partition;
 mod parts;
 mod scaled;
