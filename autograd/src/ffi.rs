@@ -282,6 +282,7 @@ unsafe extern "C" {
     /// Sets the tensors of an optimizer's state, by name.
     pub fn flow_set_optimizer_state(
         optimizer: *mut C_optimizer,
+        copy: bool,
         names: *const *const c_char,
         tensors: *const *const C_tensor,
         count: usize,

@@ -70,7 +70,7 @@ pub trait SavedState {
     fn shapes(&self) -> Vec<(String, Vec<i64>)>;
 
     /// Returns elements of a tensor, row-major: a tensor of one dimension on the CPU or the state's
-    /// device.
+    /// device, with memory that nothing else uses.
     ///
     /// # Errors
     ///
@@ -108,8 +108,9 @@ impl SavedState for StateDict {
             let reason = format!("the state has no {name}");
             return Err(Error::Libtorch { operation: LOAD_STATE, reason });
         };
-        let flat = tensor.f_reshape([-1]);
+        let flat = tensor.detach().f_reshape([-1]);
         flat.and_then(|flat| flat.f_narrow(0, elements.start as i64, elements.len() as i64))
+            .map(|elements| elements.copy())
             .map_err(|error| Error::Libtorch { operation: LOAD_STATE, reason: error.to_string() })
     }
 }
@@ -167,13 +168,7 @@ pub trait OptimizerState {
     ///
     /// Those of [`load_state`](Self::load_state) and of reading.
     fn load_from(&mut self, saved: &dyn SavedState) -> Result<(), Error> {
-        let mut state = StateDict { parameters: saved.parameters().to_vec(), tensors: Vec::new() };
-        for (name, shape) in saved.shapes() {
-            let elements = shape.iter().product::<i64>() as usize;
-            let tensor = saved.read(&name, 0..elements)?.view(&shape[..]);
-            state.tensors.push((name, tensor));
-        }
-        self.load_state(&state)
+        self.load_state(&read(saved)?)
     }
 
     /// Gathers the whole state on rank `to`, for its [`state`](Self::state), where ranks share it. All
@@ -198,7 +193,11 @@ impl OptimizerState for Optimizer {
     }
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
-        load_state(c_optimizer(self, LOAD_STATE)?, state)
+        set_state(c_optimizer(self, LOAD_STATE)?, state, true)
+    }
+
+    fn load_from(&mut self, saved: &dyn SavedState) -> Result<(), Error> {
+        set_state(c_optimizer(self, LOAD_STATE)?, &read(saved)?, false)
     }
 }
 
@@ -212,7 +211,11 @@ impl OptimizerState for COptimizer {
     }
 
     fn load_state(&mut self, state: &StateDict) -> Result<(), Error> {
-        load_state(pointer(self), state)
+        set_state(pointer(self), state, true)
+    }
+
+    fn load_from(&mut self, saved: &dyn SavedState) -> Result<(), Error> {
+        set_state(pointer(self), &read(saved)?, false)
     }
 }
 
@@ -230,8 +233,20 @@ fn state(optimizer: *const C_optimizer, copy: bool) -> Result<StateDict, Error> 
     Ok(StateDict { parameters: parameters(optimizer, STATE)?, tensors })
 }
 
-/// The optimizer is one that lives, and borrowed mutably.
-fn load_state(optimizer: *mut C_optimizer, state: &StateDict) -> Result<(), Error> {
+/// Reads a whole state.
+fn read(saved: &dyn SavedState) -> Result<StateDict, Error> {
+    let mut tensors = Vec::new();
+    for (name, shape) in saved.shapes() {
+        let elements = shape.iter().product::<i64>() as usize;
+        let tensor = saved.read(&name, 0..elements)?.view(&shape[..]);
+        tensors.push((name, tensor));
+    }
+    Ok(StateDict { parameters: saved.parameters().to_vec(), tensors })
+}
+
+/// Replaces the state by the tensors of `state`, or copies. The optimizer is one that lives, and borrowed
+/// mutably.
+fn set_state(optimizer: *mut C_optimizer, state: &StateDict, copy: bool) -> Result<(), Error> {
     state.check_parameters(&parameters(optimizer, LOAD_STATE)?)?;
     let mut names = Vec::new();
     for (name, _) in &state.tensors {
@@ -248,6 +263,7 @@ fn load_state(optimizer: *mut C_optimizer, state: &StateDict) -> Result<(), Erro
     unsafe {
         let result = ffi::flow_set_optimizer_state(
             optimizer,
+            copy,
             names.as_ptr(),
             tensors.as_ptr(),
             tensors.len(),

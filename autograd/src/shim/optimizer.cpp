@@ -118,10 +118,10 @@ char* flow_optimizer_state(const optim::Optimizer* optimizer, bool copy, void* d
     });
 }
 
-// Replaces the optimizer's state by copies of these tensors, which have the names that
+// Replaces the optimizer's state by these tensors, or copies, which have the names that
 // `flow_optimizer_state` uses. Does nothing if they do not fit.
-char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* names, const at::Tensor* const* tensors,
-                               size_t count) {
+char* flow_set_optimizer_state(optim::Optimizer* optimizer, bool copy, const char* const* names,
+                               const at::Tensor* const* tensors, size_t count) {
     return guarded([&] {
         std::unordered_map<std::string, const at::Tensor*> given;
         for (size_t i = 0; i < count; ++i) given.emplace(names[i], tensors[i]);
@@ -145,7 +145,7 @@ char* flow_set_optimizer_state(optim::Optimizer* optimizer, const char* const* n
                     TORCH_CHECK(value.sizes() == parameter.sizes() && value.scalar_type() == parameter.scalar_type(), number,
                                 part.name, " has shape ", value.sizes(), " and type ", value.scalar_type(),
                                 ", its parameter has ", parameter.sizes(), " and ", parameter.scalar_type());
-                    *part.tensor = value.to(parameter.device(), parameter.scalar_type(), false, /*copy=*/true);
+                    *part.tensor = value.to(parameter.device(), parameter.scalar_type(), false, copy);
                 }
             }
             states.emplace(parameter.unsafeGetTensorImpl(), std::move(state));

@@ -109,6 +109,24 @@ fn what_has_had_no_gradient_has_no_state() {
 }
 
 #[test]
+fn a_state_is_not_shared_with_what_it_was_loaded_from() {
+    let mut training = Training::new(nn::Adam::default());
+    training.steps(0..2);
+    let saved = training.optimizer.state().unwrap();
+    let expected: Vec<Tensor> = saved.tensors.iter().map(|(_, tensor)| tensor.copy()).collect();
+    for load in [OptimizerState::load_state, |optimizer: &mut Optimizer, state: &StateDict| {
+        optimizer.load_from(state)
+    }] {
+        load(&mut training.optimizer, &saved).unwrap();
+        training.steps(2..3);
+        assert!(saved.tensors.iter().zip(&expected).all(|((_, now), before)| now == before));
+        load(&mut training.optimizer, &saved).unwrap();
+        let loaded = training.optimizer.state().unwrap().tensors;
+        assert!(loaded.iter().zip(&expected).all(|((_, now), before)| now == before));
+    }
+}
+
+#[test]
 fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
     let mut adam = Training::new(nn::Adam::default());
     adam.steps(0..3);

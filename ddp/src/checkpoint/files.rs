@@ -2,8 +2,8 @@
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::path::Path;
-use std::thread::sleep;
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle, sleep};
 use std::time::{Duration, Instant};
 
 use super::error::{CheckpointError, Result, WRITABLE};
@@ -97,6 +97,38 @@ fn until_empty(mut remove: impl FnMut() -> io::Result<()>) -> io::Result<()> {
             }
             removed => return removed,
         }
+    }
+}
+
+/// Removes folders while the caller goes on: a disk that has each freed block erased takes its time.
+/// Once this is dropped they are gone.
+#[derive(Default)]
+pub struct Remover(Option<JoinHandle<()>>);
+
+impl Remover {
+    /// Removes folders, once those before are removed. What cannot be removed is a warning in the log.
+    pub fn start(&mut self, folders: Vec<PathBuf>) {
+        self.wait();
+        self.0 = Some(thread::spawn(move || {
+            for folder in folders {
+                if let Err(error) = until_empty(|| remove(&folder)) {
+                    log::warn!("cannot remove {}: {error}", folder.display());
+                }
+            }
+        }));
+    }
+
+    /// Waits until no folder is being removed.
+    pub fn wait(&mut self) {
+        if let Some(thread) = self.0.take() {
+            let _ = thread.join(); // `remove` does not panic
+        }
+    }
+}
+
+impl Drop for Remover {
+    fn drop(&mut self) {
+        self.wait();
     }
 }
 

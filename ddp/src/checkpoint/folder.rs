@@ -14,13 +14,13 @@ use serde::de::DeserializeOwned;
 
 use super::agree::from_rank_0;
 use super::error::{CheckpointError, Result, WRITABLE};
-use super::files::{create, lock, remove, remove_in_use, sync};
+use super::files::{Remover, create, lock, remove, remove_in_use, sync};
 
 /// Locked by the one job that writes here.
 const LOCK: &str = ".checkpoint.lock";
 /// A checkpoint that is being written. One that is there at the start is of a killed job.
 const PARTIAL: &str = ".checkpoint.partial";
-/// A checkpoint that is being removed.
+/// Begins the name of what is being removed.
 const REMOVED: &str = ".checkpoint.removed";
 /// Followed by the name of a checkpoint that another one of the same step is about to replace.
 const REPLACED: &str = ".checkpoint.replaced.";
@@ -33,6 +33,8 @@ pub struct Folder {
     marks: &'static [&'static str],
     /// The lock, which rank 0 has.
     lock: Option<File>,
+    /// Removes old checkpoints.
+    remover: Remover,
     /// The number of checkpoints that are kept.
     pub keep: usize,
     /// Whether this training knows of the checkpoints that were there before.
@@ -52,10 +54,11 @@ impl Folder {
         let path = path.to_owned();
         let group = group.clone();
         let lock = None;
+        let remover = Remover::default();
         let keep = 2;
         let read = false;
         let damaged = BTreeSet::new();
-        let mut folder = Self { path, group, marks, lock, keep, read, damaged };
+        let mut folder = Self { path, group, marks, lock, remover, keep, read, damaged };
         let own = (folder.group.rank() == 0).then(|| folder.lock_and_tidy());
         from_rank_0(&folder.group, own)?;
         Ok(folder)
@@ -72,9 +75,8 @@ impl Folder {
     }
 
     fn tidy(&self) -> io::Result<()> {
-        for name in [PARTIAL, REMOVED] {
-            remove(&self.path.join(name))?;
-        }
+        remove(&self.path.join(PARTIAL))?;
+        self.remove_rest()?;
         for entry in fs::read_dir(&self.path)? {
             let old = entry?;
             let name = old.file_name();
@@ -91,6 +93,17 @@ impl Folder {
                 remove(&old.path())?;
             } else {
                 fs::rename(old.path(), path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes what was being removed.
+    fn remove_rest(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.path)? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(REMOVED) {
+                remove(&entry.path())?;
             }
         }
         Ok(())
@@ -124,14 +137,18 @@ impl Folder {
         if is_there && !self.is_checkpoint(&path).map_err(CheckpointError::write(&path))? {
             return Err(CheckpointError::Foreign { lacks: self.lacks(), path });
         }
-        remove_in_use(&partial, &self.path.join(REMOVED))
+        // The space of what was removed is free before more is written.
+        self.remover.wait();
+        self.remove_rest()
+            .and_then(|()| remove_in_use(&partial, &self.path.join(REMOVED)))
             .and_then(|()| fs::create_dir(&partial))
             .map_err(CheckpointError::write(path))?;
         Ok(partial)
     }
 
     /// Makes what was written since [`begin`](Self::begin), and flushed, the checkpoint of `step`,
-    /// and removes those before the last few. Rank 0 does; on the others nothing happens.
+    /// and removes those before the last few: their names at once, their files meanwhile. Rank 0 does;
+    /// on the others nothing happens.
     ///
     /// # Errors
     /// On rank 0, when the disk refuses. The checkpoint of `step` that was there before is still
@@ -149,7 +166,9 @@ impl Folder {
         let (kept, later): (Vec<_>, Vec<_>) =
             self.steps()?.into_iter().partition(|other| *other <= step);
         let old = later.into_iter().chain(kept.into_iter().skip(self.keep.max(1)));
-        old.into_iter().try_for_each(|old| self.remove(old))
+        let removed = old.map(|step| self.hide(step)).collect::<Result<Vec<_>>>()?;
+        self.remover.start(removed);
+        Ok(())
     }
 
     /// Removes what was written since [`begin`](Self::begin), after a save has failed: on a full disk
@@ -303,12 +322,12 @@ impl Folder {
         sync(&self.path)
     }
 
-    /// Removes the checkpoint of `step`.
-    fn remove(&self, step: usize) -> Result<()> {
+    /// Gives the checkpoint of `step` the name of what is being removed: half a checkpoint is never seen.
+    fn hide(&self, step: usize) -> Result<PathBuf> {
         let path = self.checkpoint(step);
-        // Under another name first: half a checkpoint is never seen.
-        remove_in_use(&path, &self.path.join(REMOVED))
-            .map_err(CheckpointError::file("remove", path, WRITABLE))
+        let hidden = self.path.join(format!("{REMOVED}.step-{step}"));
+        fs::rename(&path, &hidden).map_err(CheckpointError::file("remove", path, WRITABLE))?;
+        Ok(hidden)
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
+use std::num::NonZero;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::thread;
@@ -17,6 +18,9 @@ pub const SUMS: &str = "sums.json";
 
 /// The longest piece.
 pub const PIECE: usize = 8 << 20;
+
+/// The bytes that are read at once: they stay in a cache of the CPU until they are summed.
+const BLOCK: usize = 1 << 20;
 
 /// The most threads that check sums.
 const THREADS: usize = 8;
@@ -99,34 +103,42 @@ fn check_length(folder: &Path, name: &str, pieces: &[Piece]) -> Result<()> {
     Ok(())
 }
 
-/// Checks the sums of some pieces.
+/// Checks the sums of some pieces. The kernel keeps what is read, while there is memory, for those who
+/// load it.
 fn check(folder: &Path, pieces: &[(&str, &Piece)]) -> Result<()> {
-    let mut open: Option<(&str, File)> = None;
-    let mut bytes = Vec::new();
-    for &(name, piece) in pieces {
-        let path = folder.join(name);
-        let file = match open.take().filter(|(known, _)| *known == name) {
-            Some((_, file)) => file,
-            None => {
-                let file = File::open(&path).map_err(failed_to_read(&path))?;
-                // The kernel then reads further ahead.
-                let _ = fadvise(&file, 0, None, Advice::Sequential);
-                file
+    let mut block = vec![0; BLOCK];
+    for of_file in pieces.chunk_by(|(one, _), (other, _)| one == other) {
+        let path = folder.join(of_file[0].0);
+        let file = File::open(&path).map_err(failed_to_read(&path))?;
+        for (number, (_, piece)) in of_file.iter().enumerate() {
+            if let Some((_, next)) = of_file.get(number + 1) {
+                // The disk reads it while this one is summed.
+                let _ =
+                    fadvise(&file, next.start, NonZero::new(next.length as u64), Advice::WillNeed);
             }
-        };
-        bytes.resize(piece.length, 0);
-        file.read_exact_at(&mut bytes, piece.start).map_err(failed_to_read(&path))?;
-        if Piece::of(piece.start, &bytes) != *piece {
-            let reason = format!("the bytes from {} on do not have their sum", piece.start);
-            return Err(CheckpointError::damaged(path, reason));
+            if sum(&file, piece, &mut block).map_err(failed_to_read(&path))? != piece.blake3 {
+                let reason = format!("the bytes from {} on do not have their sum", piece.start);
+                return Err(CheckpointError::damaged(path, reason));
+            }
         }
-        open = Some((name, file));
     }
     Ok(())
 }
 
+/// Returns the BLAKE3 of the bytes that a file has where a piece is to be, in hexadecimal digits.
+fn sum(file: &File, piece: &Piece, block: &mut [u8]) -> io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    let end = piece.start + piece.length as u64;
+    for start in (piece.start..end).step_by(BLOCK) {
+        let length = BLOCK.min((end - start) as usize);
+        file.read_exact_at(&mut block[..length], start)?;
+        hasher.update(&block[..length]);
+    }
+    Ok(hasher.finalize().to_hex().to_string())
+}
+
 /// Makes the error of reading a checkpoint's file.
-pub fn failed_to_read(path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError + '_ {
+pub fn failed_to_read(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError + '_ {
     move |error| match error.kind() {
         ErrorKind::UnexpectedEof => CheckpointError::damaged(path, "its end is missing"),
         ErrorKind::InvalidData => CheckpointError::damaged(path, error),
@@ -134,5 +146,33 @@ pub fn failed_to_read(path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointE
             let remedy = "see that the disk can be read, or move the checkpoint away";
             CheckpointError::file("read", path, remedy)(error)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::tempdir;
+
+    use super::*;
+
+    #[test]
+    fn a_wrong_byte_is_found_wherever_it_is() {
+        let folder = tempdir().unwrap();
+        let path = folder.path().join("file");
+        let bytes: Vec<u8> = (0..PIECE + 2 * BLOCK + 5).map(|i| ((i * i) >> 8) as u8).collect();
+        fs::write(&path, &bytes).unwrap();
+        let pieces = [0..PIECE, PIECE..PIECE + 7, PIECE + 7..bytes.len()];
+        let pieces = pieces.map(|range| Piece::of(range.start as u64, &bytes[range]));
+        let sums = Sums::from([("file".to_owned(), pieces.to_vec())]);
+        check_files(folder.path(), &sums).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        let last = bytes.len() - 1;
+        for at in [0, BLOCK - 1, BLOCK, PIECE - 1, PIECE, PIECE + 6, PIECE + 7 + BLOCK, last] {
+            file.write_all_at(&[!bytes[at]], at as u64).unwrap();
+            let error = check_files(folder.path(), &sums).unwrap_err();
+            assert!(matches!(error, CheckpointError::Damaged { .. }), "byte {at}: {error}");
+            file.write_all_at(&[bytes[at]], at as u64).unwrap();
+        }
+        check_files(folder.path(), &sums).unwrap();
     }
 }

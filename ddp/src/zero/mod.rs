@@ -10,6 +10,7 @@
 //! | `kept.rs` | gradients of which each rank keeps its parts only |
 //! | `gather.rs` | how ranks get what others have stepped |
 //! | `state.rs` | the state as a whole: gathered on a rank, and loaded |
+//! | `loaded.rs` | what a rank reads of it |
 //! | `setting.rs` | learning rates and the like |
 //! | `error.rs` | errors that name the optimizer |
 //! | `parts.rs` | what a [`Ddp`](crate::Ddp) steps in backward |
@@ -20,6 +21,7 @@ mod error;
 mod gather;
 mod join;
 pub(crate) mod kept;
+mod loaded;
 pub(crate) mod partition;
 mod parts;
 mod scaled;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use flow_autograd::{OptimizerState, StateDict, data_ptr, identity};
+use flow_autograd::{OptimizerState, StateDict, StateParts, data_ptr, identity};
 use flow_tensor::{OVERLAPS, overlaps};
 use tch::nn::Variables;
 use tch::{COptimizer, Kind, TchError, Tensor};
@@ -39,12 +39,12 @@ pub(crate) struct OwnShard {
 /// Elements that are stepped at once: on the CPU so few that what the optimizer computes on the way stays
 /// in a cache.
 pub(crate) struct Chunk {
-    length: i64,
+    pub length: i64,
     /// A view of the parameter, or of where this rank keeps its part: the optimizer changes that.
     tensor: Tensor,
     pub optimizer: COptimizer,
     /// [`StateDict::parameters`] of the optimizer.
-    described: Vec<String>,
+    pub described: Vec<String>,
 }
 
 /// The elements of a chunk on the CPU.
@@ -205,24 +205,21 @@ impl OwnShard {
         Ok(parts)
     }
 
-    /// Replaces the state by these tensors, named as [`OwnShard::state`] names them.
-    pub fn load_state(&mut self, named: Vec<(String, Tensor)>) -> Result<(), flow_autograd::Error> {
-        let mut start = 0;
-        for Chunk { length, optimizer, described, .. } in &mut self.chunks {
-            let mut tensors = Vec::with_capacity(named.len());
-            for (name, tensor) in &named {
-                let is_count = name == COUNT;
-                let part = if is_count {
-                    tensor.shallow_clone()
-                } else {
-                    tensor.narrow(0, start, *length)
-                };
-                tensors.push((format!("0.{name}"), part));
-            }
-            optimizer.load_state(&StateDict { parameters: described.clone(), tensors })?;
-            start += *length;
+    /// Returns the state of each chunk, without a copy.
+    pub fn chunk_states(&self) -> Result<Vec<StateDict>, flow_autograd::Error> {
+        let mut states = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let StateParts { parameters, parts, .. } = chunk.optimizer.parts()?;
+            let tensors = parts.into_iter().map(|part| (part.name, part.tensor)).collect();
+            states.push(StateDict { parameters, tensors });
         }
-        Ok(())
+        Ok(states)
+    }
+
+    /// Gives each chunk its state back.
+    pub fn restore(&mut self, states: &[StateDict]) -> Result<(), flow_autograd::Error> {
+        let mut chunks = self.chunks.iter_mut().zip(states);
+        chunks.try_for_each(|(chunk, state)| chunk.optimizer.load_state(state))
     }
 }
 

@@ -1,14 +1,14 @@
 //! The state as a whole: gathered on a rank, and loaded.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
 use flow_autograd::{OptimizerState, SavedState, StateDict, StatePart, StateParts};
 use tch::{Device, Kind, TchError, Tensor};
 
 use super::ZeroRedundancyOptimizer;
 use super::error::{agree, failed};
-use super::sharded_parameter::{COUNT, ShardedParameter};
+use super::loaded::ParameterState;
+use super::sharded_parameter::{COUNT, OwnShard, ShardedParameter};
 use super::shards::Shards;
 use crate::error::{Result, job_rank};
 use crate::model_check::gather_texts;
@@ -51,7 +51,7 @@ impl OptimizerState for ZeroRedundancyOptimizer {
         let loaded = loaded.map_err(|error| failed(job_rank(&self.parts.group), error));
         let agreed = agree(&self.parts.group, loaded);
         if agreed.is_err() {
-            shards.load(before)?;
+            shards.restore(&before)?;
         }
         self.parts.consolidated().take();
         agreed.map_err(|error| in_state(error.to_string()))
@@ -207,8 +207,8 @@ fn whole(shards: &Shards, mut parts: BTreeMap<Part, Tensor>) -> StateDict {
     StateDict { parameters: shards.described.clone(), tensors }
 }
 
-/// The state of each parameter, by PyTorch's names.
-type OwnState = Vec<Vec<(String, Tensor)>>;
+/// The state of each chunk of each parameter.
+type OwnState = Vec<Vec<StateDict>>;
 
 /// Returns the names in PyTorch and in the state of what a state has of each parameter.
 fn names(
@@ -240,25 +240,6 @@ fn names(
     Ok(names)
 }
 
-/// Returns what this rank has of a parameter's part of a state.
-fn own_part(
-    parameter: &ShardedParameter,
-    own: &Range<usize>,
-    (part, name): (String, String),
-    saved: &dyn SavedState,
-) -> Result<(String, Tensor), flow_autograd::Error> {
-    let value = if part == COUNT {
-        saved.read(&name, 0..1)?.reshape([0i64; 0])
-    } else if parameter.layout.is_row_major() {
-        saved.read(&name, own.clone())?
-    } else {
-        let whole = saved.read(&name, 0..parameter.tensor.numel())?;
-        let whole = whole.reshape(parameter.tensor.size());
-        parameter.elements_of(&whole, own).map_err(|error| in_state(error.to_string()))?
-    };
-    Ok((part, value))
-}
-
 impl Shards {
     /// Returns the places of parameters as a tch optimizer has them: group by group.
     fn in_groups(&self) -> Vec<usize> {
@@ -267,12 +248,10 @@ impl Shards {
         order
     }
 
-    /// Returns the state of this rank's parts.
+    /// Returns the state of this rank's parts, without a copy.
     fn own_state(&self) -> Result<OwnState, flow_autograd::Error> {
-        let parameters = self.parameters.iter();
-        parameters
-            .map(|parameter| parameter.own.as_ref().map_or(Ok(Vec::new()), |own| own.state()))
-            .collect()
+        let own = self.parameters.iter().map(|parameter| &parameter.own);
+        own.map(|own| own.as_ref().map_or(Ok(Vec::new()), OwnShard::chunk_states)).collect()
     }
 
     /// Replaces the state of this rank's parts by what a whole state has of them; of some only, if there
@@ -282,21 +261,19 @@ impl Shards {
         let names = names(self, saved)?;
         for (parameter, names) in self.parameters.iter_mut().zip(names) {
             let Some(mut own) = parameter.own.take() else { continue };
-            let parts = names.into_iter();
-            let parts: Result<Vec<_>, _> =
-                parts.map(|names| own_part(parameter, &own.elements, names, saved)).collect();
-            let loaded = parts.and_then(|parts| own.load_state(parts));
+            let state = ParameterState::new(parameter, names, saved);
+            let loaded = state.and_then(|state| state.load_into(&mut own));
             parameter.own = Some(own);
             loaded?;
         }
         Ok(())
     }
 
-    /// Replaces the state of this rank's parts; of some only, if there is an error.
-    fn load(&mut self, state: OwnState) -> Result<(), flow_autograd::Error> {
+    /// Gives this rank's parts their state back.
+    fn restore(&mut self, state: &OwnState) -> Result<(), flow_autograd::Error> {
         for (parameter, state) in self.parameters.iter_mut().zip(state) {
             if let Some(own) = &mut parameter.own {
-                own.load_state(state)?;
+                own.restore(state)?;
             }
         }
         Ok(())

@@ -197,6 +197,7 @@ fn the_last_few_are_kept() {
     for step in [5, 10, 9, 11, 100] {
         training.save(&mut checkpoints, step).unwrap();
     }
+    drop(checkpoints); // then the files of the others are gone
     assert_eq!(names(folder.path()), [".checkpoint.lock", "step-100", "step-11", "step-9"]);
 }
 
@@ -219,7 +220,7 @@ fn what_a_killed_writer_leaves_is_tidied_up() {
     training.save(&mut training.open(&folder), 7).unwrap();
     let path = |name: &str| folder.path().join(name);
     fs::rename(path("step-7"), path(".checkpoint.replaced.step-7")).unwrap();
-    for half in [".checkpoint.partial", ".checkpoint.removed"] {
+    for half in [".checkpoint.partial", ".checkpoint.removed", ".checkpoint.removed.step-6"] {
         fs::create_dir(path(half)).unwrap();
         fs::write(path(half).join("model.safetensors"), "half").unwrap();
     }

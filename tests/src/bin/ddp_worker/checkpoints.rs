@@ -37,7 +37,7 @@ pub const SCENARIOS: &[Scenario] = &[
 ];
 
 /// Where the ranks find the folder of checkpoints.
-const FOLDER: &str = "FLOW_TEST_FOLDER";
+pub const FOLDER: &str = "FLOW_TEST_FOLDER";
 
 /// The job's processes, which save in the test's folder.
 fn start(test: &Test) -> Vec<Process> {
@@ -49,7 +49,7 @@ fn start(test: &Test) -> Vec<Process> {
     with_folder.collect()
 }
 
-fn folder() -> Result<PathBuf> {
+pub fn folder() -> Result<PathBuf> {
     Ok(std::env::var_os(FOLDER).context("the test says where")?.into())
 }
 
@@ -106,7 +106,7 @@ fn goes_on(group: &ProcessGroup) -> Result<()> {
 }
 
 /// A number of bytes that the kernel knows of this process.
-fn memory(what: &str) -> Result<u64> {
+pub fn memory(what: &str) -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix(':'));
     let kilobytes = line.and_then(|line| line.trim().strip_suffix(" kB"));

@@ -2,6 +2,8 @@
 
 mod accumulation;
 mod buffer_hook;
+mod checkpoint_killed;
+mod checkpoint_memory;
 mod checkpoint_random;
 mod checkpoints;
 mod compression;
@@ -131,6 +133,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_plan_of_sgd", fsdp_plan::of_sgd, MEASURES_MEMORY),
     scenario("fsdp_plan_too_large", fsdp_plan::too_large, CPU_AND_NODES),
     scenario("fsdp_resumed", fsdp::resumed, CPU_AND_NODES),
+    scenario("checkpoint_memory", checkpoint_memory::in_parts, MEASURES_MEMORY),
     scenario("checkpoint_random", checkpoint_random::random, CPU_AND_NODES),
     scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),
     scenario("fsdp_other_optimizer", fsdp_misused::other_optimizer, CPU_AND_NODES),
@@ -257,6 +260,7 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 const FILES: &[File] = &[
+    ("checkpoint_killed", checkpoint_killed::SCENARIOS),
     ("checkpoints", checkpoints::SCENARIOS),
     ("ddp", SCENARIOS),
     ("failures", failures::SCENARIOS),

@@ -1,0 +1,155 @@
+//! A rank of an `Fsdp` is killed at some moment of a save.
+
+use std::fs;
+use std::path::Path;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use flow_autograd::OptimizerState;
+use flow_comm::ProcessGroup;
+use flow_ddp::{Checkpoints, DistributedSampler, Fsdp};
+use flow_tests::registry::{Scenario, Test, launched, scenario};
+use flow_tests::{Process, TEST_TIMEOUT, assert_contains};
+use rustix::process::{Signal, getpid, kill_process};
+use tch::nn::{Adam, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::checkpoints::{FOLDER, folder};
+use crate::helpers::Draws;
+use crate::optimizers::{same_elements, same_state};
+
+pub const SCENARIOS: &[Scenario] =
+    &[scenario("a_rank_killed_in_a_save_leaves_this_or_the_one_before", training, &[launched(2)])
+        .checked_by(the_last_or_the_one_before_is_whole)];
+
+/// Which rank is killed, and when: in thousandths of the time that the save before took.
+const KILLED: &str = "FLOW_TEST_KILLED";
+/// In the folder: the step that is being saved.
+const BEGUN: &str = "begun";
+/// The steps of one job.
+const STEPS: i64 = 3;
+/// The jobs that are killed.
+const JOBS: u64 = 10;
+
+/// 12 MB in two weights, the same on all ranks.
+fn store() -> VarStore {
+    let store = VarStore::new(Device::Cpu);
+    for (name, elements) in [("a", 3_000_000), ("b", 777)] {
+        let numbers = Tensor::arange(elements, (Kind::Float, Device::Cpu)) / elements as f64;
+        let _ = store.root().add(name, numbers, true);
+    }
+    store
+}
+
+fn loss(store: &VarStore) -> Tensor {
+    let parts = store.trainable_variables().into_iter().map(|weight| (weight - 0.3).square());
+    parts.map(|part| part.sum(Kind::Float)).sum()
+}
+
+/// A training that goes on from what it finds, and saves each step.
+fn training(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let model = Fsdp::new((), &store, group)?;
+    let mut optimizer = model.optimizer(Adam::default(), 0.01)?;
+    let mut sampler = DistributedSampler::new(1, group);
+    let mut checkpoints = Checkpoints::open(folder()?.join("checkpoints"), group)?;
+    let mut done = 0;
+    if let Some(checkpoint) = checkpoints.latest::<i64>()? {
+        checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
+        done = checkpoint.state;
+    }
+    let mut killer: Option<JoinHandle<()>> = None;
+    let mut took = Duration::ZERO;
+    for step in done + 1..=done + STEPS {
+        optimizer.backward_step(&loss(&store))?;
+        if group.rank() == 0 {
+            fs::write(folder()?.join(BEGUN), step.to_string())?;
+        }
+        group.barrier()?;
+        if step == done + STEPS {
+            killer = arm(group.rank(), took)?;
+        }
+        let start = Instant::now();
+        checkpoints.save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+        took = start.elapsed();
+    }
+    if let Some(killer) = killer {
+        let _ = killer.join(); // it does not return
+    }
+    Ok(())
+}
+
+/// Has this rank killed, if it is the one.
+fn arm(own_rank: usize, save: Duration) -> Result<Option<JoinHandle<()>>> {
+    let Ok(killed) = std::env::var(KILLED) else { return Ok(None) };
+    let (rank, thousandths) = killed.split_once(':').context("rank and thousandths")?;
+    let rank: usize = rank.parse()?;
+    let delay = save * thousandths.parse()? / 1000;
+    let killer = move || {
+        thread::sleep(delay);
+        let _ = kill_process(getpid(), Signal::KILL);
+    };
+    Ok((own_rank == rank).then(|| thread::spawn(killer)))
+}
+
+/// After each kill there is the last checkpoint or the one before, whole, and nothing else.
+fn the_last_or_the_one_before_is_whole(test: &Test) {
+    let ranks = 2;
+    let mut draws = Draws(u64::from(std::process::id()));
+    for job in 0..JOBS {
+        let rank = job % ranks;
+        // Some are killed after the save, while the old checkpoint is removed.
+        let thousandths = draws.below(1200);
+        let process = start(test, Some(&format!("{rank}:{thousandths}")));
+        let stderr = process.finish(TEST_TIMEOUT).stderr;
+        assert_contains(&stderr, &["SIGKILL"]);
+        let what = format!("job {job}, rank {rank} killed after {thousandths} thousandths");
+        checked(test.folder.path()).with_context(|| what).unwrap();
+    }
+    start(test, None).finish(TEST_TIMEOUT).success();
+    checked(test.folder.path()).unwrap();
+}
+
+fn start(test: &Test, killed: Option<&str>) -> Process {
+    let mut command = test.commands().remove(0);
+    command.env(FOLDER, test.folder.path());
+    if let Some(killed) = killed {
+        command.env(KILLED, killed);
+    }
+    Process::start(command)
+}
+
+/// Checks the folder after a job, by what a process alone computes.
+fn checked(folder: &Path) -> Result<()> {
+    let begun: i64 = fs::read_to_string(folder.join(BEGUN))?.parse()?;
+    let folder = folder.join("checkpoints");
+    let group = ProcessGroup::in_process(1)?.remove(0);
+    let mut checkpoints = Checkpoints::open(&folder, &group)?;
+    let checkpoint = checkpoints.latest::<i64>()?.context("a checkpoint")?;
+    let step = checkpoint.state;
+    ensure!(step == begun || step == begun - 1, "step {step} of {begun}");
+    for entry in fs::read_dir(&folder)? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let found = name.strip_prefix("step-").and_then(|step| step.parse::<i64>().ok());
+        let is_kept = found.is_some_and(|found| found > step - 3 && found <= step);
+        ensure!(
+            is_kept || name == ".checkpoint.lock",
+            "{name} is left, and step {step} is the last"
+        );
+    }
+    let resumed = store();
+    let mut optimizer = Adam::default().build(&resumed, 0.01)?;
+    let mut sampler = DistributedSampler::new(1, &group);
+    checkpoint.resume(&resumed, &mut optimizer, &mut sampler)?;
+
+    let expected = store();
+    let mut alone = Adam::default().build(&expected, 0.01)?;
+    for _ in 0..step {
+        alone.backward_step(&loss(&expected));
+    }
+    for (name, tensor) in resumed.variables() {
+        same_elements(&name, &tensor, &expected.variables()[&name])?;
+    }
+    same_state(&optimizer.state()?, &alone.state()?)
+}
