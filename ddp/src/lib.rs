@@ -99,7 +99,7 @@ pub use error::{Error, Result};
 pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
-pub use fsdp::shared_parameters::is_fully_sharded;
+pub use fsdp::shared_parameters::{is_fully_sharded, place_on_machine};
 pub use fsdp::{Fsdp, FsdpBuilder, MemoryPlan, PlanError};
 pub use fully_shard::{FullyShard, FullyShardBuilder, FullySharded, ShardedModule, Unsynchronized};
 pub use grad_reducer::GradReducer;

@@ -85,6 +85,7 @@ pub mod rules;
 mod runtime;
 mod sbp;
 mod sequence;
+mod shared_parameters;
 mod spec;
 mod tensor;
 pub mod trace;

@@ -300,6 +300,15 @@ pub(crate) fn add(runtime: &Runtime, leaves: &[(String, Tensor)]) {
     }
 }
 
+/// Forgets models whose leaves are gone, or have other memory.
+pub(crate) fn drop_gone(runtime: &Runtime) {
+    let registry = runtime.part::<Registry>();
+    let mut all = registry.all.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut leaves = registry.leaves.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|replicas| !replicas.are_gone());
+    leaves.retain(|_, (replicas, _)| !replicas.are_gone());
+}
+
 /// Returns whether a leaf may have a bucket.
 pub(crate) fn has_buckets(runtime: &Runtime) -> bool {
     runtime.part::<Registry>().has_buckets.load(Ordering::Relaxed)

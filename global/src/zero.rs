@@ -6,8 +6,8 @@ use std::sync::PoisonError;
 
 use flow_autograd::identity;
 use flow_comm::{ProcessGroup, ReduceOp};
-use flow_ddp::ScaledOptimizer;
 use flow_ddp::checkpoint::Result as CheckpointResult;
+use flow_ddp::{ScaledOptimizer, is_fully_sharded};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::nn::{Optimizer, OptimizerConfig, VarStore};
@@ -17,8 +17,9 @@ use crate::checkpoint::{ShardedCheckpoint, ShardedCheckpoints};
 use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
-use crate::handle::{local_of, spec_of};
+use crate::handle::{local_of, spec_of, wrap};
 use crate::sbp::{B, NdSbp, S};
+use crate::shared_parameters::{SharedParameters, fail};
 use crate::spec::Spec;
 use crate::tensor::GlobalTensor;
 
@@ -30,8 +31,8 @@ use crate::tensor::GlobalTensor;
 /// are reduce-scattered once, in [`step`](Self::step). Weights are those that the optimizer alone
 /// would make, bit for bit where sums have the same order: one backward a step, without clipping.
 ///
-/// A shard is split by the largest dimension that no other axis splits and that has an element for
-/// each rank. A parameter without one stays whole. Shards of `bf16` and `f16` parameters are `f32`:
+/// A shard is split by the largest dimension that no other axis of several ranks splits and that has an
+/// element for each rank. A parameter without one stays whole. Shards of `bf16` and `f16` parameters are `f32`:
 /// the optimizer works in full precision, and the parameters are rounded from that. Train in `f16`
 /// with a [`GradScaler`](crate::GradScaler), which takes this optimizer as others.
 ///
@@ -59,6 +60,7 @@ use crate::tensor::GlobalTensor;
 pub struct ShardedOptimizer {
     /// The parameters, which modules compute with, and the shards, which the optimizer changes.
     pairs: Vec<(Tensor, Tensor)>,
+    shared: SharedParameters,
     /// The group of all ranks, if there are ranks that some parameter is not on.
     world: Option<ProcessGroup>,
     /// The shards, and what else the model's store has, by the model's names.
@@ -79,18 +81,66 @@ impl ShardedOptimizer {
         config: impl OptimizerConfig,
         learning_rate: f64,
     ) -> Result<Self> {
-        let mut seen = HashSet::new();
-        let parameters = vs.trainable_variables().into_iter();
-        // One may have several names.
-        let parameters: Vec<_> = parameters.filter(|one| seen.insert(identity(one))).collect();
-        let mut pairs = Vec::new();
+        let parameters = trained(vs);
+        let shared = parameters.iter().filter_map(local_of).any(|local| is_fully_sharded(&local));
+        if shared {
+            return Err(fail(
+                "the ranks of a machine have parameters in common, which an optimizer of \
+                 ShardedOptimizer::fully_sharded has left so: each would change them; make that one anew"
+                    .to_owned(),
+            ));
+        }
+        Self::with(vs, &parameters, axis, SharedParameters::default(), (config, learning_rate))
+    }
+
+    /// Makes an optimizer as [`new`](Self::new) does, and puts the parameters into memory that the
+    /// ranks of a machine along the axis have in common: PyTorch's FSDP, where nothing is gathered
+    /// within a machine. Each machine has all parameters, as in its hybrid sharding (HSDP). All ranks
+    /// call this, and [`step`](Self::step).
+    ///
+    /// Weights have the bits that they have with [`new`](Self::new). A parameter whose shard is not
+    /// split stays as it is. Where a shard is contiguous in a parameter of its own kind, it is that
+    /// part of the parameter, and takes no memory.
+    ///
+    /// A change of a parameter would be one for all ranks. So one that autograd counts, as it does but for
+    /// those by way of `data()`, is an error of the next step. Parameters stay in common once the
+    /// optimizer is dropped.
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new); a parameter on a GPU; no shared memory for the parameters.
+    pub fn fully_sharded(
+        vs: &VarStore,
+        axis: usize,
+        config: impl OptimizerConfig,
+        learning_rate: f64,
+    ) -> Result<Self> {
+        let parameters = trained(vs);
+        let mut sbps = Vec::new();
         for parameter in &parameters {
-            pairs.push((parameter.shallow_clone(), shard(parameter, axis)?));
+            sbps.push(sharded(parameter, axis)?);
+        }
+        let shared = SharedParameters::new(&parameters, &sbps, axis)?;
+        Self::with(vs, &parameters, axis, shared, (config, learning_rate))
+    }
+
+    /// Makes an optimizer of these parameters, some of which ranks have in common.
+    fn with(
+        vs: &VarStore,
+        parameters: &[Tensor],
+        axis: usize,
+        shared: SharedParameters,
+        (config, learning_rate): (impl OptimizerConfig, f64),
+    ) -> Result<Self> {
+        let mut pairs = Vec::new();
+        for parameter in parameters {
+            let shard = shard(parameter, axis, shared.part(parameter))?;
+            pairs.push((parameter.shallow_clone(), shard));
         }
         let shards = with_shards(vs, &pairs);
         let optimizer = config.build(&shards, learning_rate)?;
-        let deferred = Deferred::new(&parameters)?;
-        Ok(Self { world: world(&parameters)?, pairs, shards, optimizer, _deferred: deferred })
+        let deferred = Deferred::new(parameters)?;
+        let world = world(parameters)?;
+        Ok(Self { world, pairs, shared, shards, optimizer, _deferred: deferred })
     }
 
     /// Returns the shards as variables, by the names of the model's. Of several names the first in
@@ -142,6 +192,7 @@ impl ShardedOptimizer {
     pub fn step(&mut self) -> Result<()> {
         self.reduce_gradients()?;
         self.renew_shards()?;
+        self.shared.begin_writes()?;
         self.optimizer.step();
         self.zero_grad()?;
         self.gather_parameters()
@@ -168,6 +219,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As of [`ShardedCheckpoint::resume`].
     pub fn resume<T>(&mut self, checkpoint: &ShardedCheckpoint<T>) -> CheckpointResult<()> {
+        self.shared.begin_writes()?;
         checkpoint.resume(&self.shards, Some(&mut self.optimizer))?;
         Ok(self.gather_parameters()?)
     }
@@ -210,6 +262,9 @@ impl ShardedOptimizer {
         tch::no_grad(|| {
             for (parameter, shard) in &self.pairs {
                 let part = parameter.detach().to_sbp(shard.sbp()?)?;
+                if self.shared.is_own_part(parameter, shard) {
+                    continue;
+                }
                 let (Some(part), Some(mut shard)) = (local_of(&part), local_of(shard)) else {
                     continue;
                 };
@@ -229,10 +284,12 @@ impl ShardedOptimizer {
     fn gather_parameters(&mut self) -> Result<()> {
         tch::no_grad(|| {
             for (parameter, shard) in &mut self.pairs {
-                let whole = shard.f_to_kind(parameter.kind())?.to_sbp(parameter.sbp()?)?;
-                parameter.f_copy_(&whole)?;
+                if !self.shared.write(parameter, shard)? {
+                    let whole = shard.f_to_kind(parameter.kind())?.to_sbp(parameter.sbp()?)?;
+                    parameter.f_copy_(&whole)?;
+                }
             }
-            Ok(())
+            self.shared.end_writes()
         })
     }
 }
@@ -267,41 +324,57 @@ fn world(parameters: &[Tensor]) -> Result<Option<ProcessGroup>> {
     Ok(None)
 }
 
-/// Returns a parameter's shard on this axis: a leaf of its own.
-fn shard(parameter: &Tensor, axis: usize) -> Result<Tensor> {
-    let spec = spec_of(parameter)?;
-    if axis >= spec.sbp().len() {
-        let reason = format!(
-            "the placement {} of a variable has no axis {axis}; axes count from 0",
-            spec.placement()
-        );
-        return Err(Error::Unsupported { operation: "ShardedOptimizer".to_owned(), reason });
-    }
+/// Returns the parameters that are trained, each once if it has several names.
+fn trained(vs: &VarStore) -> Vec<Tensor> {
+    let mut seen = HashSet::new();
+    let parameters = vs.trainable_variables().into_iter();
+    parameters.filter(|parameter| seen.insert(identity(parameter))).collect()
+}
+
+/// Returns a parameter's shard on this axis: a leaf of its own. `part` is the shard's place in a
+/// parameter that ranks have in common.
+fn shard(parameter: &Tensor, axis: usize, part: Option<&Tensor>) -> Result<Tensor> {
+    let sbp = sharded(parameter, axis)?;
     let kind = match parameter.kind() {
         Kind::Half | Kind::BFloat16 => Kind::Float,
         kind => kind,
     };
     tch::no_grad(|| {
-        let part = parameter.detach().to_sbp(sharded(&spec, axis, &parameter.size()))?;
+        if let Some(part) = part.filter(|part| part.kind() == kind && part.is_contiguous()) {
+            let spec = Spec::of(spec_of(parameter)?.placement(), &sbp)?;
+            let shard = wrap(Some(part), parameter, spec, &parameter.size())?;
+            return Ok(shard.set_requires_grad(true));
+        }
+        let part = parameter.detach().to_sbp(sbp)?;
         // Memory of its own, where nothing was moved or converted.
         Ok(part.f_to_kind(kind)?.copy().set_requires_grad(true))
     })
 }
 
-/// Returns the SBP of the shard of a parameter.
-fn sharded(spec: &Spec, axis: usize, sizes: &[i64]) -> NdSbp {
+/// Returns the SBP of the shard of a parameter on this axis.
+fn sharded(parameter: &Tensor, axis: usize) -> Result<NdSbp> {
+    let spec = spec_of(parameter)?;
     let mut sbp = spec.sbp().to_vec();
-    let ranks = spec.placement().shape()[axis] as i64;
+    if axis >= sbp.len() {
+        let placement = spec.placement();
+        return Err(fail(format!(
+            "the placement {placement} of a variable has no axis {axis}; axes count from 0"
+        )));
+    }
+    let shape = spec.placement().shape();
+    let ranks = shape[axis] as i64;
+    let is_split = |dim| sbp.iter().zip(shape).any(|(&sbp, &ranks)| sbp == S(dim) && ranks > 1);
     // Of dimensions as large as each other the first.
+    let sizes = parameter.size();
     let dims = sizes.iter().enumerate().rev();
-    let free = dims.filter(|&(dim, &size)| size >= ranks && !sbp.contains(&S(dim)));
+    let free = dims.filter(|&(dim, &size)| size >= ranks && !is_split(dim));
     let largest = free.max_by_key(|&(_, size)| size).map(|(dim, _)| S(dim));
     if sbp[axis] == B
         && let Some(split) = largest
     {
         sbp[axis] = split;
     }
-    sbp
+    Ok(sbp)
 }
 
 /// Returns a store like `vs`, with the shards instead of the parameters.

@@ -78,6 +78,11 @@ impl MachineBuffer {
         })))
     }
 
+    /// Returns how many bytes it has.
+    pub fn bytes(&self) -> usize {
+        self.0.len
+    }
+
     /// Returns the bytes of `range` as a part, which may be written.
     ///
     /// # Panics

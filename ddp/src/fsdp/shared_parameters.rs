@@ -8,6 +8,7 @@ use flow_comm::{MachineBuffer, ProcessGroup, WeakMachineBuffer};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+use crate::grad_layout::GradLayout;
 use crate::model_check::agree;
 use crate::zero::sharded_parameter::ShardedParameter;
 
@@ -27,7 +28,6 @@ static SHARED: Mutex<Vec<Weak<SharedParameters>>> = Mutex::new(Vec::new());
 pub(crate) struct SharedParameters {
     group: ProcessGroup,
     memory: MachineBuffer,
-    bytes: usize,
     parameters: Mutex<Vec<SharedParameter>>,
 }
 
@@ -44,26 +44,11 @@ impl SharedParameters {
     /// Puts the parameters into memory that the ranks of the machine have in common, with the values of
     /// its first rank. All ranks call this.
     pub fn new(group: &ProcessGroup, parameters: &[ShardedParameter]) -> Result<Arc<Self>> {
-        let mut starts = Vec::with_capacity(parameters.len());
-        let mut end = 0;
+        let mut tensors = Vec::with_capacity(parameters.len());
         for parameter in parameters {
-            starts.push(end);
-            end += bytes_of(&parameter.tensor).next_multiple_of(ALIGNMENT);
+            tensors.push(parameter.tensor.shallow_clone());
         }
-        let memory = group.alloc_on_machine(end)?;
-        remember(&memory);
-        let mut places = Vec::with_capacity(parameters.len());
-        for (parameter, start) in parameters.iter().zip(starts) {
-            places.push(place(&memory, parameter, start));
-        }
-        let places: Result<Vec<Tensor>, flow_autograd::Error> = places.into_iter().collect();
-        let mut places = agree(group, places.map_err(|error| Error::torch(group, "Fsdp", error)))?;
-        if group.local_index() == 0 {
-            for (place, parameter) in places.iter_mut().zip(parameters) {
-                tch::no_grad(|| place.copy_(&parameter.tensor));
-            }
-        }
-        group.barrier()?;
+        let (memory, places) = place_on_machine(group, &tensors)?;
         let mut shared = Vec::with_capacity(parameters.len());
         for (place, parameter) in places.iter().zip(parameters) {
             let mut tensor = parameter.tensor.shallow_clone();
@@ -73,7 +58,7 @@ impl SharedParameters {
             shared.push(SharedParameter { name: parameter.name.clone(), tensor, version, address });
         }
         let parameters = Mutex::new(shared);
-        let shared = Arc::new(Self { group: group.clone(), memory, bytes: end, parameters });
+        let shared = Arc::new(Self { group: group.clone(), memory, parameters });
         let mut all = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|other| other.strong_count() > 0);
         all.push(Arc::downgrade(&shared));
@@ -84,10 +69,11 @@ impl SharedParameters {
     pub fn spread(&self) -> Result<()> {
         let group = &self.group;
         if group.local_world_size() < group.world_size() {
-            let buffer = group.alloc_shared::<u8>(PIECE.min(self.bytes)).map_err(Error::from);
+            let bytes = self.memory.bytes();
+            let buffer = group.alloc_shared::<u8>(PIECE.min(bytes)).map_err(Error::from);
             let mut buffer = agree(group, buffer)?;
-            for start in (0..self.bytes).step_by(PIECE) {
-                let end = self.bytes.min(start + PIECE);
+            for start in (0..bytes).step_by(PIECE) {
+                let end = bytes.min(start + PIECE);
                 let mut part = self.memory.part(start..end);
                 let piece = &mut buffer[..end - start];
                 if group.rank() == 0 {
@@ -162,6 +148,40 @@ impl SharedParameters {
     }
 }
 
+/// Copies tensors into memory that the group's ranks of a machine have in common, with the values of the
+/// machine's first rank. Each copy has the strides of its tensor, which has no gaps. All ranks call this,
+/// with tensors on the CPU of the same sizes, strides and kinds.
+///
+/// # Errors
+///
+/// On all ranks: the shared memory of one is full, or libtorch fails.
+pub fn place_on_machine(
+    group: &ProcessGroup,
+    tensors: &[Tensor],
+) -> Result<(MachineBuffer, Vec<Tensor>)> {
+    let mut starts = Vec::with_capacity(tensors.len());
+    let mut end = 0;
+    for tensor in tensors {
+        starts.push(end);
+        end += bytes_of(tensor).next_multiple_of(ALIGNMENT);
+    }
+    let memory = group.alloc_on_machine(end)?;
+    remember(&memory);
+    let mut places = Vec::with_capacity(tensors.len());
+    for (tensor, start) in tensors.iter().zip(starts) {
+        places.push(place(&memory, tensor, start));
+    }
+    let places: Result<Vec<Tensor>, flow_autograd::Error> = places.into_iter().collect();
+    let mut places = agree(group, places.map_err(|error| Error::torch(group, "Fsdp", error)))?;
+    if group.local_index() == 0 {
+        for (place, tensor) in places.iter_mut().zip(tensors) {
+            tch::no_grad(|| place.copy_(tensor));
+        }
+    }
+    group.barrier()?;
+    Ok((memory, places))
+}
+
 fn remember(memory: &MachineBuffer) {
     let mut all = MEMORY.lock().unwrap_or_else(PoisonError::into_inner);
     all.retain(WeakMachineBuffer::is_used);
@@ -206,14 +226,14 @@ pub fn bytes_of(tensor: &Tensor) -> usize {
     tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
-/// Returns a parameter's place in the memory.
+/// Returns a tensor like this one, at a place in the memory.
 fn place(
     memory: &MachineBuffer,
-    parameter: &ShardedParameter,
+    tensor: &Tensor,
     start: usize,
 ) -> Result<Tensor, flow_autograd::Error> {
-    let part = memory.part(start..start + bytes_of(&parameter.tensor));
-    let shape = parameter.layout.memory_shape();
-    let place = flow_autograd::tensor_from_memory(part, &shape, parameter.kind())?;
-    Ok(parameter.layout.in_own_order(&place))
+    let part = memory.part(start..start + bytes_of(tensor));
+    let layout = GradLayout::of(tensor);
+    let place = flow_autograd::tensor_from_memory(part, &layout.memory_shape(), tensor.kind())?;
+    Ok(layout.in_own_order(&place))
 }

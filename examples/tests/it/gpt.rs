@@ -128,6 +128,25 @@ fn every_layout_learns_as_one_rank() {
     }
 }
 
+/// The losses have the same bits as without: also in bf16, and with other schedules.
+#[test]
+fn ranks_with_parameters_in_common_learn_as_with_their_own() {
+    let folder = folder();
+    let folder = folder.path();
+    for (layout, more) in [
+        ([1, 1, 1], ""),
+        ([4, 1, 1], ""),
+        ([2, 2, 1], ""),
+        ([2, 1, 2], "--schedule zb-v --recompute"),
+        ([2, 1, 2], "--schedule interleaved --dtype f32"),
+        ([2, 2, 2], "--dtype bf16"),
+    ] {
+        let expected = losses(folder, layout, more);
+        let found = losses(folder, layout, &format!("--fsdp {more}"));
+        assert_eq!(found, expected, "{layout:?} {more}");
+    }
+}
+
 #[test]
 fn every_schedule_learns_as_one_rank() {
     let folder = folder();

@@ -11,6 +11,7 @@ mod cudnn;
 mod data_parallel;
 mod execute;
 mod full_disk;
+mod fully_sharded;
 mod grad_scaler;
 mod half;
 mod models;

@@ -17,6 +17,8 @@ pub struct Job<'a> {
     pub group: &'a ProcessGroup,
     /// The placement of this rank's stages, with the axes `dp` and `tp`.
     pub placement: Placement,
+    /// The data parallel ranks of this rank's machine that have its part of the model.
+    pub replicas_on_machine: usize,
     pub pipeline: Pipeline,
     /// The number of micro-batches that went through each stage in training.
     pub micro_batches: Vec<Arc<AtomicU64>>,
@@ -44,7 +46,11 @@ impl<'a> Job<'a> {
             model.push(Stage::new(&vs.root(), config, layers, placement)?);
         }
         let adam = nn::AdamW { wd: 0.1, beta2: 0.99, ..Default::default() };
-        let optimizer = ShardedOptimizer::new(&vs, DATA, adam, options.lr)?;
+        let optimizer = if options.fsdp {
+            ShardedOptimizer::fully_sharded(&vs, DATA, adam, options.lr)?
+        } else {
+            ShardedOptimizer::new(&vs, DATA, adam, options.lr)?
+        };
 
         let micro_batches = model.iter().map(|stage| stage.micro_batches.clone()).collect();
         let placement = placements[mesh.coordinates().unwrap_or_default()[0]].clone();
@@ -57,7 +63,18 @@ impl<'a> Job<'a> {
                 let stage = model[stage].take().ok_or("a stage is made once")?;
                 Ok(Box::new(stage))
             })?;
-        Ok(Self { options, group, placement, pipeline, micro_batches, last_rank, vs, optimizer })
+        let replicas_on_machine = mesh.group("dp")?.local_world_size();
+        Ok(Self {
+            options,
+            group,
+            placement,
+            replicas_on_machine,
+            pipeline,
+            micro_batches,
+            last_rank,
+            vs,
+            optimizer,
+        })
     }
 }
 

@@ -3,27 +3,33 @@
 use std::fmt;
 
 use anyhow::Result;
+use flow::ddp::is_fully_sharded;
 use flow::global::GlobalTensor;
 use flow::prelude::Tensor;
 
 use super::job::Job;
 
-/// AdamW keeps two means of each gradient, beside the optimizer's shard of the parameter.
-const COPIES_OF_SHARDS: usize = 3;
+/// AdamW keeps two means of each gradient.
+const MEANS: usize = 2;
 
 /// Bytes of a rank's tensors: weights, gradients, the optimizer's and activations.
 pub struct Memory([usize; 4]);
 
 impl Memory {
     /// Measures the rank that has most. Activations are the most that it held in the last step.
-    /// Gradients are those that it has now: call this before the optimizer's step, on all ranks.
+    /// Gradients are those that it has now: call this before the optimizer's step, on all ranks. Of
+    /// what ranks have in common each holds an equal part.
     pub fn most(job: &Job) -> Result<Self> {
         let variables = job.vs.trainable_variables();
-        let gradients = variables.iter().map(Tensor::grad).filter(Tensor::defined);
+        let gradients: Vec<Tensor> = variables.iter().map(Tensor::grad).collect();
+        let shards = job.optimizer.shards().trainable_variables();
+        let [own_weights, common_weights] = bytes(&variables)?;
+        let [own_shards, common_shards] = bytes(&shards)?;
         let own = [
-            bytes(variables.iter())?,
-            bytes(gradients.collect::<Vec<_>>().iter())?,
-            COPIES_OF_SHARDS * bytes(job.optimizer.shards().trainable_variables().iter())?,
+            own_weights + common_weights / job.replicas_on_machine,
+            bytes(&gradients)?[0],
+            // A shard that is in common is a part of the weights.
+            own_shards + MEANS * (own_shards + common_shards),
             job.pipeline.report()?.peak_activation_bytes,
         ];
         let mut all = vec![0_i64; own.len() * job.group.world_size()];
@@ -34,12 +40,14 @@ impl Memory {
     }
 }
 
-/// Returns the bytes of this rank's parts of tensors.
-fn bytes<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<usize> {
-    let mut bytes = 0;
-    for tensor in tensors {
+/// Returns the bytes of this rank's parts of tensors: in its own memory, and in memory that ranks have in
+/// common.
+fn bytes(tensors: &[Tensor]) -> Result<[usize; 2]> {
+    let mut bytes = [0; 2];
+    for tensor in tensors.iter().filter(|tensor| tensor.defined()) {
         let local = tensor.detach().to_local()?;
-        bytes += local.numel() * local.kind().elt_size_in_bytes();
+        let is_common = usize::from(is_fully_sharded(&local));
+        bytes[is_common] += local.numel() * local.kind().elt_size_in_bytes();
     }
     Ok(bytes)
 }

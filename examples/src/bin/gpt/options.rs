@@ -83,6 +83,10 @@ pub struct Options {
     /// Compute the activations of blocks again in backward, instead of keeping them
     #[arg(long)]
     pub recompute: bool,
+    /// Data parallel ranks of a machine have one copy of the parameters in common, and each changes
+    /// its part
+    #[arg(long)]
+    pub fsdp: bool,
     /// cpu, or cuda: a GPU for each rank
     #[arg(long, default_value = "cpu")]
     pub device: DeviceKind,

@@ -177,10 +177,11 @@ impl Job<'_> {
         let all: usize = self.vs.trainable_variables().iter().map(Tensor::numel).sum();
         let ranks = self.group.world_size();
         let &[dp, tp] = self.placement.shape() else { return Ok(String::new()) };
+        let pp = ranks / dp / tp;
+        let fsdp = if self.options.fsdp { " --fsdp" } else { "" };
         Ok(format!(
-            "--dp {dp} --tp {tp} --pp {}: of {all} parameters a rank has at most {parameters}, and \
-             the optimizer's state of {state}",
-            ranks / dp / tp
+            "--dp {dp} --tp {tp} --pp {pp}{fsdp}: of {all} parameters a rank has at most \
+             {parameters}, and the optimizer's state of {state}"
         ))
     }
 

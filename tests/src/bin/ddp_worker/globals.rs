@@ -6,6 +6,9 @@
 #[path = "../../../../global/tests/it/operations/cases/mod.rs"]
 mod cases;
 #[allow(dead_code)]
+#[path = "../../../../global/tests/it/fully_sharded/model.rs"]
+mod fully_sharded;
+#[allow(dead_code)]
 #[path = "../../../../global/tests/it/models/training/mod.rs"]
 mod training;
 
@@ -14,7 +17,7 @@ use anyhow::{Result, anyhow, ensure};
 use cases::check::{Check, Own};
 use flow_comm::ProcessGroup;
 use flow_global::Placement;
-use flow_tests::registry::{Job, Scenario, launched, scenario};
+use flow_tests::registry::{Job, Scenario, by_hand, launched, scenario};
 use training::layouts;
 use training::{Optimizer, Training};
 
@@ -26,8 +29,14 @@ const fn on_gpus(ranks: usize) -> Job {
     launched(ranks).mode("tensors on the CPU", "FLOW_TEST_HOST_AS_GPU", "1").on_fake_cuda()
 }
 
-pub const SCENARIOS: &[Scenario] =
-    &[scenario("operations", operations, JOBS), scenario("models", trained, JOBS)];
+/// Ranks that have all parameters in common, and such that have them with some of the others.
+const MACHINES: &[Job] = &[launched(4), by_hand(&[2, 2]), by_hand(&[3, 1])];
+
+pub const SCENARIOS: &[Scenario] = &[
+    scenario("operations", operations, JOBS),
+    scenario("models", trained, JOBS),
+    scenario("fully_sharded", fully_sharded, MACHINES),
+];
 
 /// Every so many combinations of SBPs of a case's inputs.
 const SAMPLE: usize = 10;
@@ -69,6 +78,11 @@ fn operations(group: &ProcessGroup) -> Result<()> {
         }
     }
     ensure!(count > 1000, "only {count} combinations");
+    Ok(())
+}
+
+fn fully_sharded(group: &ProcessGroup) -> Result<()> {
+    fully_sharded::same_bits(group);
     Ok(())
 }
 

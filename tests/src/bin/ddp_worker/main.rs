@@ -13,6 +13,7 @@ mod forks;
 mod fsdp;
 mod fsdp_misused;
 mod fsdp_plan;
+mod fsdp_whole_batch;
 mod fully_shard;
 mod globals;
 mod helpers;
@@ -97,6 +98,9 @@ const CPU_AND_NODES: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[
 const CPU_AND_NODES_AND_THREADS: &[Job] =
     &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[1], NODES[2], in_process(4)];
 
+/// Each with other numbers of ranks, of which other ones are on a machine.
+const WORLDS: &[Job] = &[CPU[0], CPU[1], in_process(4), NODES[0], NODES[1], NODES[2]];
+
 const SCENARIOS: &[Scenario] = &[
     scenario("linear", equivalence::linear, ALL_AND_NODES),
     scenario("mlp", equivalence::mlp, ALL_AND_NODES),
@@ -125,6 +129,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),
     scenario("optimizer_in_backward_misused", optimizer_in_backward::misused, ALL),
     scenario("fsdp_random", fsdp::random, CPU_AND_NODES_AND_THREADS),
+    scenario("fsdp_whole_batch", fsdp_whole_batch::random, WORLDS),
     scenario("fsdp_in_parts", fsdp::in_parts, &[NODES[0]]),
     scenario("fsdp_batch_norm", fsdp::batch_norm, CPU_AND_NODES),
     scenario("fsdp_scaled", fsdp::scaled, CPU_AND_NODES),
