@@ -328,13 +328,18 @@ fn variables(
     let mut variables = Vec::new();
     let mut parts = Vec::new();
     let all = vs.variables();
-    let mut gathered = if all_write && are_of_group {
+    let mut gathered = if all_write || !are_of_group {
         HashMap::new()
     } else {
         sharded_parts::gathered(all.values())?
     };
     for (name, tensor) in all {
         if let Some(own) = sharded_parts::own_elements(&tensor) {
+            if !are_of_group {
+                let reason = "its model is sharded over other ranks than save this checkpoint: open the \
+                              checkpoints with the model's group";
+                return Err(CheckpointError::unfit("save", name, reason));
+            }
             if let Some(tensor) = gathered.remove(&identity(&tensor)) {
                 variables.push(Whole { name, tensor, is_common: false });
             } else if let Some(OwnElements { start, elements }) = own {

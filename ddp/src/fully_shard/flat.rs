@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use flow_autograd::{TransientMemory, data_ptr, identity, set_grad};
+use flow_autograd::{TransientMemory, bump_version, data_ptr, identity, set_grad};
 use flow_comm::ProcessGroup;
 use flow_tensor::{TensorCollectives, Work};
 use tch::{Kind, Tensor};
@@ -111,7 +111,9 @@ impl FlatParameters {
         group.broadcast_tensor(&mut self.whole(), 0)?;
         let own = self.whole().narrow(0, (self.rank * self.chunk) as i64, self.chunk as i64);
         tch::no_grad(|| self.shard.copy_(&own));
-        Ok(())
+        // Graphs of the values before are of no use.
+        let bumped = self.slots.iter().try_for_each(|slot| bump_version(&slot.tensor));
+        bumped.map_err(|error| torch(group, error))
     }
 
     /// Allocates the memory, and starts to gather all chunks in it.

@@ -172,8 +172,7 @@ impl FullyShard {
                 "no variable of the VarStore requires a gradient: there is nothing to train";
             return Err(Error::fsdp(&self.group, reason.to_owned()));
         }
-        let buffers = CoalescedBroadcast::new(&self.group, self.buffers()).map_err(Error::from);
-        agree(&self.group, buffers)?.run(&self.group, 0)?;
+        share_buffers(&self.group, &self.store, &self.units)?;
         let model = match root {
             Some(unit) => Model::Sharded(ShardedModule {
                 module: model,
@@ -232,22 +231,27 @@ impl FullyShard {
         parameters
     }
 
-    /// Returns the variables that are in no module, by name: each rank has its own.
-    fn buffers(&self) -> Vec<(String, Tensor)> {
-        let taken = self.taken.borrow();
-        let variables = self.variables();
-        let named = variables.named_variables.iter();
-        let mut buffers: Vec<(String, Tensor)> = named
-            .filter(|(_, tensor)| !taken.contains(&identity(tensor)))
-            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
-            .collect();
-        buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
-        buffers
-    }
-
     fn variables(&self) -> MutexGuard<'_, Variables> {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Gives all ranks rank 0's variables that are in no module.
+fn share_buffers(group: &ProcessGroup, store: &Mutex<Variables>, units: &Units) -> Result<()> {
+    let all = units.all();
+    let mut buffers = Vec::new();
+    {
+        let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, tensor) in &variables.named_variables {
+            if units::find(&all, tensor).is_none() {
+                buffers.push((name.clone(), tensor.shallow_clone()));
+            }
+        }
+    }
+    buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
+    let buffers = CoalescedBroadcast::new(group, buffers).map_err(Error::from);
+    agree(group, buffers)?.run(group, 0)?;
+    Ok(())
 }
 
 /// Parts parameters by kind, and by whether they require gradients.
@@ -379,7 +383,8 @@ impl<M> FullySharded<M> {
             }
             Ok(changed)
         })?;
-        agree(&self.group, changed)
+        agree(&self.group, changed)?;
+        share_buffers(&self.group, &self.store, &self.units)
     }
 
     /// Drops the gradients.

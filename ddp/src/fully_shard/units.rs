@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, digest};
 use flow_tensor::ArenaAllocatorGuard;
 use tch::Tensor;
 
@@ -58,10 +58,25 @@ pub(super) struct Place {
     slot: usize,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Hash)]
 enum Event {
     Gather(usize),
     Reduce(usize),
+    /// Many, of which only a digest is left.
+    Earlier(u64),
+}
+
+/// Events that are remembered one by one.
+const EVENTS: usize = 4096;
+
+impl Progress {
+    fn note(&mut self, event: Event) {
+        if self.events.len() == EVENTS {
+            let earlier = Event::Earlier(digest(&self.events));
+            self.events = vec![earlier];
+        }
+        self.events.push(event);
+    }
 }
 
 impl Units {
@@ -162,7 +177,7 @@ impl Units {
 
     fn start_gather(&self, unit: &Unit) -> Result<()> {
         if unit.start_gather(&self.gathers)? {
-            self.lock().events.push(Event::Gather(unit.number));
+            self.lock().note(Event::Gather(unit.number));
         }
         Ok(())
     }
@@ -189,7 +204,7 @@ impl Units {
         self.finish_reductions(REDUCED_AT_ONCE - 1)?;
         let reductions = unit.start_reduce(&self.reductions)?;
         let progress = &mut *self.lock();
-        progress.events.push(Event::Reduce(unit.number));
+        progress.note(Event::Reduce(unit.number));
         progress.reducing.push_back((Arc::clone(unit), reductions));
         Ok(())
     }
@@ -403,6 +418,7 @@ impl Units {
     fn describe(&self, event: Event) -> String {
         let progress = self.lock();
         match event {
+            Event::Earlier(digest) => format!("gone through many modules, digest {digest:x}"),
             Event::Gather(unit) => format!("gathered the module of {}", progress.units[unit].name),
             Event::Reduce(unit) => {
                 format!("reduced the gradients of the module of {}", progress.units[unit].name)

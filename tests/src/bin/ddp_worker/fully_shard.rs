@@ -440,6 +440,58 @@ fn wrapped(group: &ProcessGroup) -> Result<(VarStore, FullySharded<SequentialT>)
     Ok((vs, model))
 }
 
+/// Rank 0 changes parameters and buffers for all, and each rank keeps its elements of them.
+pub fn written(group: &ProcessGroup) -> Result<()> {
+    let vs = store();
+    let shard = FullyShard::new(&vs, group)?;
+    let weight = vs.root();
+    let module = shard.module(|| {
+        let weight = weight.ones("weight", &[10, 10]);
+        nn::func(move |x| x.matmul(&weight))
+    })?;
+    let mut buffer = vs.root().zeros_no_train("buffer", &[1]);
+    let model = shard.wrap(module)?;
+    let input = Tensor::ones([1, 10], (Kind::Float, device()));
+    let output = || tch::no_grad(|| model.forward_t(&input, false)).double_value(&[0, 9]);
+    let expect = |expected: f64| {
+        let actual = output();
+        ensure!((actual - expected).abs() < 1e-4, "{actual}, not {expected}");
+        Ok(())
+    };
+    expect(10.0)?;
+    let mut weight = vs.variables()["weight"].shallow_clone();
+    let stale = model.forward_t(&input.shallow_clone().set_requires_grad(true), true);
+    model.write(|| {
+        let _ = buffer.f_fill_(3.0)?;
+        weight.f_fill_(2.0).map(drop)
+    })?;
+    expect(20.0)?;
+    ensure!(buffer.double_value(&[0]) == 3.0, "{buffer}");
+    says(&error(model.write(|| Err("no such file")))?, &["parameters: no such file"])?;
+    expect(20.0)?;
+    // What is not written by `write` is lost.
+    model.with_full_parameters(|| weight.f_fill_(7.0).map(drop))??;
+    expect(20.0)?;
+    let optimizer = model.optimizer(Sgd::default(), 0.5)?;
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    expect(15.0)?;
+    if group.world_size() > 1 {
+        let alone = own_group(group)?;
+        let folder = std::env::temp_dir().join(format!(
+            "flow-alone-{}-{}",
+            std::process::id(),
+            group.rank()
+        ));
+        let mut checkpoints = Checkpoints::open(&folder, &alone)?;
+        let sampler = DistributedSampler::new(10, &alone);
+        let text = error(checkpoints.save(1, &model, &vs, &optimizer, &sampler, &()))?;
+        drop(checkpoints);
+        std::fs::remove_dir_all(&folder)?;
+        says(&text, &["weight", "open the checkpoints with the model's group"])?;
+    }
+    says(&error(backward(&stale))?, &["modified by an inplace operation"])
+}
+
 /// Graphs that cannot be gone through.
 pub fn misused_graphs(group: &ProcessGroup) -> Result<()> {
     let input = Tensor::ones([2, 4], (Kind::Float, device())).set_requires_grad(true);

@@ -149,6 +149,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fully_shard_random", fully_shard::random, AND_THREADS),
     scenario("fully_shard_memory", fully_shard::memory, MEASURES_MEMORY),
     scenario("fully_shard_resumed", fully_shard::resumed, ALL_AND_NODES),
+    scenario("fully_shard_written", fully_shard::written, ALL_AND_NODES),
     scenario("fully_shard_misused", fully_shard::misused, ALL_AND_NODES),
     scenario("fully_shard_misused_graphs", fully_shard::misused_graphs, ALL_AND_NODES),
     scenario("fully_shard_out_of_step", fully_shard::out_of_step, ALL_AND_NODES),
