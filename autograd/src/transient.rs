@@ -20,7 +20,7 @@ use crate::ffi;
 /// memory.withdraw(&weight, 0)?;
 /// assert!(weight.f_sum(Kind::Float).unwrap_err().to_string().contains("not there"));
 /// memory.allocate()?;
-/// let _ = memory.tensor().fill(3.0);
+/// let _ = memory.tensor().shallow_clone().fill_(3.0);
 /// memory.place(&weight, 0)?;
 /// assert_eq!(weight.double_value(&[1, 1]), 3.0);
 /// # Ok::<(), flow_autograd::Error>(())
