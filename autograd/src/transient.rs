@@ -39,17 +39,14 @@ impl TransientMemory {
     ///
     /// libtorch's; a text with a zero byte.
     pub fn new(kind: Kind, device: Device, elements: usize, text: &str) -> Result<Self, Error> {
-        const OPERATION: &str = "TransientMemory::new";
-        let failed = |reason: String| Error::Libtorch { operation: OPERATION, reason };
-        let like =
-            Tensor::f_empty([0], (kind, device)).map_err(|error| failed(error.to_string()))?;
-        let text = CString::new(text).map_err(|error| failed(error.to_string()))?;
+        let like = Tensor::f_empty([0], (kind, device)).map_err(failed)?;
+        let text = CString::new(text).map_err(failed)?;
         let mut memory = null_mut();
         let mut absent = null_mut();
         // SAFETY: the tensor and the text are alive, and the results writable. They are ours then.
         unsafe {
             ffi::check(
-                OPERATION,
+                "TransientMemory::new",
                 ffi::flow_transient_new(
                     like.as_ptr(),
                     elements as i64,
@@ -111,6 +108,11 @@ impl TransientMemory {
     }
 }
 
+/// Makes this crate's error of another's.
+fn failed(error: impl ToString) -> Error {
+    Error::Libtorch { operation: "TransientMemory::new", reason: error.to_string() }
+}
+
 fn place(tensor: &Tensor, memory: &Tensor, start: usize) -> Result<(), Error> {
     // SAFETY: both tensors are alive.
     unsafe {
@@ -125,17 +127,19 @@ fn place(tensor: &Tensor, memory: &Tensor, start: usize) -> Result<(), Error> {
 mod tests {
     use super::*;
 
+    /// Gives values to the memory, and `weight` its place.
+    fn fill(memory: &TransientMemory, values: &Tensor, weight: &Tensor) {
+        memory.allocate().unwrap();
+        memory.tensor().shallow_clone().copy_(values);
+        memory.place(weight, 2).unwrap();
+    }
+
     #[test]
     fn what_autograd_has_saved_comes_back() {
         let weight = Tensor::zeros([3, 2], (Kind::Double, Device::Cpu)).set_requires_grad(true);
         let values = Tensor::arange(8, (Kind::Double, Device::Cpu));
         let memory = TransientMemory::new(Kind::Double, Device::Cpu, 8, "absent").unwrap();
-        let fill = || {
-            memory.allocate().unwrap();
-            memory.tensor().shallow_clone().copy_(&values);
-            memory.place(&weight, 2).unwrap();
-        };
-        fill();
+        fill(&memory, &values, &weight);
         let x = Tensor::ones([1, 3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
         let y =
             x.matmul(&weight) * weight.sum(Kind::Double) + (&weight * &weight).sum(Kind::Double);
@@ -143,7 +147,7 @@ mod tests {
         memory.free();
         assert_eq!(weight.size(), [3, 2]);
         assert!(weight.f_neg().unwrap_err().to_string().contains("absent"));
-        fill();
+        fill(&memory, &values, &weight);
         y.sum(Kind::Double).backward();
         let own = values.narrow(0, 2, 6).view([3, 2]).detach().set_requires_grad(true);
         let z = Tensor::ones([1, 3], (Kind::Double, Device::Cpu)).set_requires_grad(true);

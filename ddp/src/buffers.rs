@@ -1,11 +1,16 @@
 //! The buffers that the ranks of a `Ddp` share: running statistics and the like.
 
-use flow_autograd::BoxError;
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+
+use flow_autograd::{BoxError, identity};
 use flow_comm::ProcessGroup;
 use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
+use tch::nn::Variables;
 
 use crate::error::{Error, Result, job_rank};
+use crate::model_check::agree;
 
 /// Communicates the buffers of a [`Ddp`](crate::Ddp), instead of the broadcast from rank 0: see
 /// [`DdpBuilder::buffer_comm_hook`](crate::DdpBuilder::buffer_comm_hook).
@@ -123,6 +128,25 @@ impl Buffers {
         }
         Ok(())
     }
+}
+
+/// Gives all ranks rank 0's variables that are not trainable. All ranks call this.
+pub(crate) fn share_untrained(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
+    let mut buffers = Vec::new();
+    {
+        let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
+        let trainable = variables.trainable_variables.iter();
+        let trainable: HashSet<usize> = trainable.map(|one| identity(&one.tensor)).collect();
+        for (name, tensor) in &variables.named_variables {
+            if !trainable.contains(&identity(tensor)) {
+                buffers.push((name.clone(), tensor.shallow_clone()));
+            }
+        }
+    }
+    buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
+    let buffers = CoalescedBroadcast::new(group, buffers).map_err(Error::from);
+    let mut buffers = agree(group, buffers)?;
+    agree(group, buffers.run(group, 0).map_err(Error::from))
 }
 
 /// A buffer that the model itself held when it was wrapped, beside the handles of its owners.

@@ -58,6 +58,14 @@ pub enum Error {
         /// The fault, and what would be right.
         reason: String,
     },
+    /// A model that a [`FullyShard`](crate::FullyShard) cannot shard, or a use of one that is wrong.
+    #[error("rank {rank}: FullyShard: {reason}")]
+    FullyShard {
+        /// This rank.
+        rank: usize,
+        /// The fault, and what would be right.
+        reason: String,
+    },
     /// Ranks reduce the gradients of different parameters; every rank gets this.
     #[error(
         "rank {rank}: the parameters whose gradients are reduced differ between ranks: {difference}"
@@ -209,6 +217,11 @@ impl Error {
     /// Makes an error of an `Fsdp`.
     pub(crate) fn fsdp(group: &ProcessGroup, reason: String) -> Self {
         Self::Fsdp { rank: job_rank(group), reason }
+    }
+
+    /// Makes an error of a `FullyShard`.
+    pub(crate) fn fully_shard(group: &ProcessGroup, reason: impl ToString) -> Self {
+        Self::FullyShard { rank: job_rank(group), reason: reason.to_string() }
     }
 
     /// Returns an error of libtorch.

@@ -44,14 +44,16 @@ char* flow_transient_allocate(const at::Tensor* memory) {
     return guarded([&] {
         const c10::DeviceGuard guard(memory->device());
         auto& storage = *memory->storage().unsafeGetStorageImpl();
-        storage.set_data_ptr_noswap(storage.allocator()->allocate(storage.nbytes()));
+        storage.set_data_ptr_noswap(storage.allocator()->allocate(memory->nbytes()));
+        storage.set_nbytes(memory->nbytes());
     });
 }
 
-// Takes it from them.
+// Takes it from them. Operations that make views of them are errors then.
 void flow_transient_free(const at::Tensor* memory) {
     auto& storage = *memory->storage().unsafeGetStorageImpl();
     storage.set_data_ptr_noswap(c10::DataPtr(nullptr, memory->device()));
+    storage.set_nbytes(0);
 }
 
 // Has a tensor's elements lie in the storage of `memory`, contiguously from element `start` on.

@@ -109,19 +109,26 @@ impl Remover {
     /// Removes folders, once those before are removed. What cannot be removed is a warning in the log.
     pub fn start(&mut self, folders: Vec<PathBuf>) {
         self.wait();
-        self.0 = Some(thread::spawn(move || {
-            for folder in folders {
-                if let Err(error) = until_empty(|| remove(&folder)) {
-                    log::warn!("cannot remove {}: {error}", folder.display());
-                }
-            }
-        }));
+        let thread = thread::Builder::new().name("checkpoints".to_owned());
+        match thread.spawn(move || remove_all(&folders)) {
+            Ok(thread) => self.0 = Some(thread),
+            // The next save removes them.
+            Err(error) => log::warn!("cannot start a thread that removes old checkpoints: {error}"),
+        }
     }
 
     /// Waits until no folder is being removed.
     pub fn wait(&mut self) {
         if let Some(thread) = self.0.take() {
-            let _ = thread.join(); // `remove` does not panic
+            let _ = thread.join(); // `remove_all` does not panic
+        }
+    }
+}
+
+fn remove_all(folders: &[PathBuf]) {
+    for folder in folders {
+        if let Err(error) = until_empty(|| remove(folder)) {
+            log::warn!("cannot remove {}: {error}", folder.display());
         }
     }
 }

@@ -120,17 +120,24 @@ impl<S> Checkpoint<S> {
     }
 
     fn load_model(&self, variables: &mut BTreeMap<String, Tensor>) -> Result<()> {
-        sharded_parts::finish()?;
+        sharded_parts::free(variables.values())?;
         let mut sharded = Vec::new();
         variables.retain(|name, variable| {
-            let Some(own) = sharded_parts::own_elements(variable) else { return true };
-            sharded.extend(own.map(|own| (name.clone(), own)));
-            false
+            let own = sharded_parts::own_elements(variable);
+            let is_whole = own.is_none();
+            if let Some(own) = own {
+                sharded.push((name.clone(), variable.shallow_clone(), own));
+            }
+            is_whole
         });
-        for (name, OwnElements { start, mut elements }) in sharded {
-            let read = self.model.tensor(&name, start..start + elements.numel())?;
-            tch::no_grad(|| elements.f_copy_(&read))
-                .map_err(|error| CheckpointError::unfit("load", name, error))?;
+        for (name, variable, own) in sharded {
+            let unfit = |error: String| CheckpointError::unfit("load", &name, error);
+            flow_autograd::bump_version(&variable).map_err(|error| unfit(error.to_string()))?;
+            if let Some(OwnElements { start, mut elements }) = own {
+                let read = self.model.tensor(&name, start..start + elements.numel())?;
+                tch::no_grad(|| elements.f_copy_(&read))
+                    .map_err(|error| unfit(error.to_string()))?;
+            }
         }
         let tensors: Vec<Tensor> = variables.values().map(Tensor::shallow_clone).collect();
         shared_parameters::load(tensors.iter(), |part_of| {

@@ -16,20 +16,18 @@ mod machine_memory;
 mod plan;
 pub(crate) mod shared_parameters;
 
-use std::collections::HashSet;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::identity;
 use flow_comm::ProcessGroup;
-use flow_tensor::CoalescedBroadcast;
 use tch::Tensor;
 use tch::nn::{ModuleT, OptimizerConfig, VarStore, Variables};
 
 pub use self::builder::FsdpBuilder;
 use self::grad_shards::GradShards;
 pub use self::plan::{MemoryPlan, PlanError};
+use crate::buffers::share_untrained;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result};
 use crate::model_check::agree;
@@ -146,9 +144,7 @@ impl<M> Fsdp<M> {
         // Also of a change that has failed half way: machines must not differ.
         kept.shared.spread()?;
         agree(group, changed.and(is_in_place))?;
-        let buffers = CoalescedBroadcast::new(group, self.buffers()).map_err(Error::from);
-        let mut buffers = agree(group, buffers)?;
-        agree(group, buffers.run(group, 0).map_err(Error::from))
+        share_untrained(group, &self.store)
     }
 
     /// Drops the gradients.
@@ -195,21 +191,6 @@ impl<M> Fsdp<M> {
     /// Returns where this rank's parts of the gradients are; None with one rank.
     fn kept(&self) -> Option<&Arc<GradShards>> {
         self.ddp.reducer.as_ref().and_then(|reducer| reducer.kept())
-    }
-
-    /// Returns the variables that are not trained, by name. Each rank has its own.
-    fn buffers(&self) -> Vec<(String, Tensor)> {
-        let variables = self.variables();
-        let trained: HashSet<usize> =
-            variables.trainable_variables.iter().map(|each| identity(&each.tensor)).collect();
-        let mut buffers = Vec::new();
-        for (name, tensor) in &variables.named_variables {
-            if !trained.contains(&identity(tensor)) {
-                buffers.push((name.clone(), tensor.shallow_clone()));
-            }
-        }
-        buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
-        buffers
     }
 
     fn variables(&self) -> MutexGuard<'_, Variables> {

@@ -2,12 +2,10 @@
 
 use std::ops::Range;
 
-use flow_autograd::{TransientMemory, bump_version, data_ptr, identity, set_grad};
+use flow_autograd::{Error, TransientMemory, bump_version, data_ptr, identity, set_grad};
 use flow_comm::ProcessGroup;
 use flow_tensor::{TensorCollectives, Work};
-use tch::{Kind, Tensor};
-
-use crate::error::{Error, Result};
+use tch::{TchError, Tensor};
 
 /// Elements of which none but a parameter's last ones are parted: see `zero/partition.rs`.
 const ALIGNMENT: usize = 64;
@@ -16,7 +14,7 @@ const ALIGNMENT: usize = 64;
 /// [`free`](Self::free) and [`start_gather`](Self::start_gather) they have shapes, but no memory.
 pub(super) struct FlatParameters {
     pub slots: Vec<Slot>,
-    /// Whether the parameters required gradients.
+    /// Whether the parameters required gradients when they were sharded.
     pub is_trained: bool,
     /// All parameters, one after the other.
     memory: TransientMemory,
@@ -33,6 +31,7 @@ pub(super) struct FlatParameters {
 
 /// A parameter, and where it lies.
 pub(super) struct Slot {
+    pub name: String,
     pub tensor: Tensor,
     start: usize,
     elements: usize,
@@ -51,20 +50,23 @@ pub(crate) struct OwnElements {
 }
 
 impl FlatParameters {
-    /// Takes over parameters of one kind and device, with rank 0's values. All ranks call this.
+    /// Lays out parameters of one kind and device for the ranks of `group`, and copies them into the
+    /// memory. [`take_over`](Self::take_over) then makes them rank 0's. `module` is how errors name their
+    /// module.
     pub fn new(
         group: &ProcessGroup,
         module: &str,
         parameters: Vec<(String, Tensor)>,
         is_trained: bool,
-    ) -> Result<Self> {
+    ) -> Result<Self, Error> {
         let kind = parameters[0].1.kind();
         let device = parameters[0].1.device();
         let mut slots = Vec::with_capacity(parameters.len());
         let mut end = 0;
-        for (_, tensor) in parameters {
+        for (name, tensor) in parameters {
             let elements = tensor.numel();
-            slots.push(Slot { tensor, start: end, elements, has_come: false, is_there: false });
+            let start = end;
+            slots.push(Slot { name, tensor, start, elements, has_come: false, is_there: false });
             // One without elements has a place, too.
             end += elements.max(1).next_multiple_of(ALIGNMENT);
         }
@@ -72,79 +74,110 @@ impl FlatParameters {
         let chunk = end.div_ceil(ranks).next_multiple_of(ALIGNMENT);
         let text = format!(
             "a parameter of the module of {module}, which is sharded, has no memory outside of its \
-             forward and backward: use it there, or in with_full_parameters"
+             forward and backward: call forward_t of what FullyShard has made, or use it in \
+             with_full_parameters"
         );
-        let made = TransientMemory::new(kind, device, chunk * ranks, &text);
-        let memory = made.map_err(|error| torch(group, error))?;
-        let numbers = if is_trained { chunk as i64 } else { 0 };
-        let mut flat = Self {
+        let gradients = if is_trained { chunk as i64 } else { 0 };
+        let flat = Self {
             slots,
             is_trained,
-            memory,
+            memory: TransientMemory::new(kind, device, chunk * ranks, &text)?,
             chunk,
             rank: group.rank(),
-            shard: Tensor::empty([chunk as i64], (kind, device)),
-            gradient: Tensor::zeros([numbers], (kind, device)),
+            shard: Tensor::f_empty([chunk as i64], (kind, device)).map_err(libtorch)?,
+            gradient: Tensor::f_zeros([gradients], (kind, device)).map_err(libtorch)?,
             unreduced: None,
         };
-        flat.take_values(group)?;
+        flat.memory.allocate()?;
+        tch::no_grad(|| flat.fill()).map_err(libtorch)?;
         Ok(flat)
     }
 
-    /// Fills the memory with the parameters' values, takes over rank 0's, and frees it.
-    fn take_values(&mut self, group: &ProcessGroup) -> Result<()> {
-        self.memory.allocate().map_err(|error| torch(group, error))?;
-        tch::no_grad(|| {
-            let _ = self.whole().zero_();
-            for Slot { tensor, start, elements, .. } in &self.slots {
-                let mut place = self.whole().narrow(0, *start as i64, *elements as i64);
-                place.copy_(&tensor.reshape([-1]));
-            }
-        });
-        self.take_over(group)?;
-        self.free().map_err(|error| torch(group, error))
+    /// Copies the parameters into the memory, which is there.
+    fn fill(&self) -> Result<(), TchError> {
+        let _ = self.whole().f_zero_()?;
+        for Slot { tensor, start, elements, .. } in &self.slots {
+            let mut place = self.whole().f_narrow(0, *start as i64, *elements as i64)?;
+            place.f_copy_(&tensor.f_reshape([-1])?)?;
+        }
+        Ok(())
     }
 
     /// Gives all ranks what rank 0 has in the memory, which is there, and keeps this rank's chunk. All
     /// ranks call this.
-    pub fn take_over(&mut self, group: &ProcessGroup) -> Result<()> {
+    pub fn take_over(&mut self, group: &ProcessGroup) -> crate::error::Result<()> {
         group.broadcast_tensor(&mut self.whole(), 0)?;
-        let own = self.whole().narrow(0, (self.rank * self.chunk) as i64, self.chunk as i64);
-        tch::no_grad(|| self.shard.copy_(&own));
-        // Graphs of the values before are of no use.
-        let bumped = self.slots.iter().try_for_each(|slot| bump_version(&slot.tensor));
-        bumped.map_err(|error| torch(group, error))
+        let kept = self.keep_chunk();
+        kept.map_err(|error| crate::error::Error::fully_shard(group, error))
+    }
+
+    fn keep_chunk(&mut self) -> Result<(), Error> {
+        let start = (self.rank * self.chunk) as i64;
+        let own = self.whole().f_narrow(0, start, self.chunk as i64).map_err(libtorch)?;
+        tch::no_grad(|| self.shard.f_copy_(&own)).map_err(libtorch)?;
+        self.bump_versions()
+    }
+
+    /// Has backwards of graphs with other values of the parameters fail.
+    fn bump_versions(&self) -> Result<(), Error> {
+        self.slots.iter().try_for_each(|slot| bump_version(&slot.tensor))
     }
 
     /// Allocates the memory, and starts to gather all chunks in it.
-    pub fn start_gather(&self, group: &ProcessGroup) -> Result<Work> {
-        self.memory.allocate().map_err(|error| torch(group, error))?;
+    pub fn start_gather(&self, group: &ProcessGroup) -> crate::error::Result<Work> {
+        let allocated = self.memory.allocate();
+        allocated.map_err(|error| crate::error::Error::fully_shard(group, error))?;
         Ok(group.all_gather_into_tensor_async(self.whole(), &self.shard)?)
     }
 
     /// Has the parameters lie in the memory, which is there.
-    pub fn place(&self) -> Result<(), flow_autograd::Error> {
+    pub fn place(&self) -> Result<(), Error> {
         self.slots.iter().try_for_each(|slot| self.memory.place(&slot.tensor, slot.start))
     }
 
+    /// Takes the memory from the parameters, which stays.
+    pub fn withdraw(&self) -> Result<(), Error> {
+        self.slots.iter().try_for_each(|slot| self.memory.withdraw(&slot.tensor, slot.start))
+    }
+
     /// Takes the memory from the parameters, and frees it.
-    pub fn free(&self) -> Result<(), flow_autograd::Error> {
-        for slot in &self.slots {
-            self.memory.withdraw(&slot.tensor, slot.start)?;
-        }
+    pub fn free(&self) -> Result<(), Error> {
+        self.withdraw()?;
         self.memory.free();
         Ok(())
     }
 
     /// Returns whether a tensor lies in the memory, which is there.
     pub fn has_memory_of(&self, tensor: &Tensor) -> bool {
-        let start = data_ptr(self.memory.tensor()).addr();
-        let bytes = self.memory.tensor().numel() * self.kind().elt_size_in_bytes();
+        let memory = self.memory.tensor();
+        let start = data_ptr(memory).addr();
+        let bytes = memory.numel() * memory.kind().elt_size_in_bytes();
         tensor.numel() > 0 && (start..start + bytes).contains(&data_ptr(tensor).addr())
     }
 
+    /// Checks that no parameter has a gradient of its own. `taken` says whether the backward of the
+    /// module is over. The error says whence such a gradient comes.
+    pub fn check_gradients(&self, taken: bool) -> Result<(), String> {
+        for slot in self.slots.iter().filter(|slot| slot.tensor.grad().defined()) {
+            let name = &slot.name;
+            if !taken {
+                return Err(format!(
+                    "{name} has got a gradient outside of its module's backward: a loss may depend on the \
+                     module by its output only"
+                ));
+            }
+            if !self.is_trained {
+                return Err(format!(
+                    "{name} was frozen when its module was made, and requires gradients now: freeze it \
+                     after FullyShard::module, if it is to be trained later"
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// Moves the parameters' gradients to the unreduced ones.
-    pub fn take_gradients(&mut self) -> Result<(), flow_autograd::Error> {
+    pub fn take_gradients(&mut self) -> Result<(), Error> {
         let mut gradients = Vec::with_capacity(2 * self.slots.len() + 1);
         let mut end = 0;
         for slot in &mut self.slots {
@@ -154,59 +187,64 @@ impl FlatParameters {
             }
             slot.has_come = true;
             set_grad(&slot.tensor, None)?;
-            let gradient =
-                if gradient.is_sparse() { gradient.to_dense(None, false) } else { gradient };
-            gradients.extend(zeros(&self.shard, slot.start - end));
-            gradients.push(gradient.reshape([-1]));
+            gradients.push(zeros(&self.shard, slot.start - end)?);
+            gradients.push(flattened(&gradient).map_err(libtorch)?);
             end = slot.start + slot.elements;
         }
-        gradients.extend(zeros(&self.shard, self.memory.tensor().numel() - end));
-        tch::no_grad(|| {
-            let all = Tensor::cat(&gradients, 0);
-            match &mut self.unreduced {
-                Some(before) => drop(before.g_add_(&all)),
-                None => self.unreduced = Some(all),
-            }
-        });
+        if gradients.is_empty() && self.unreduced.is_some() {
+            return Ok(());
+        }
+        gradients.push(zeros(&self.shard, self.memory.tensor().numel() - end)?);
+        let all = tch::no_grad(|| Tensor::f_cat(&gradients, 0)).map_err(libtorch)?;
+        match &mut self.unreduced {
+            Some(before) => tch::no_grad(|| before.f_add_(&all).map(drop)).map_err(libtorch)?,
+            None => self.unreduced = Some(all),
+        }
         Ok(())
     }
 
-    /// Returns which parameters have unreduced gradients: ranks must agree on it.
-    pub fn have_come(&self) -> Vec<bool> {
-        self.slots.iter().map(|slot| slot.has_come).collect()
+    /// Returns whether gradients wait to be reduced.
+    pub fn has_unreduced(&self) -> bool {
+        self.unreduced.is_some()
     }
 
-    /// Takes the unreduced gradients, each rank's chunk in a row.
-    pub fn take_unreduced(&mut self) -> Option<Tensor> {
-        Some(self.unreduced.take()?.view([-1, self.chunk as i64]))
+    /// Takes the unreduced gradients, each rank's chunk in a row, and which parameters have some: ranks
+    /// must agree on that.
+    pub fn take_unreduced(&mut self) -> Result<Option<(Tensor, Vec<bool>)>, Error> {
+        let Some(gradients) = self.unreduced.take() else { return Ok(None) };
+        let mut have_come = Vec::with_capacity(self.slots.len());
+        for slot in &mut self.slots {
+            have_come.push(std::mem::take(&mut slot.has_come));
+        }
+        let gradients = gradients.f_view([-1, self.chunk as i64]).map_err(libtorch)?;
+        Ok(Some((gradients, have_come)))
     }
 
     /// Adds this rank's chunk of gradients that are reduced. `have_come`: of which parameters.
-    pub fn add(&mut self, reduced: &Tensor, have_come: &[bool]) {
+    pub fn add(&mut self, reduced: &Tensor, have_come: &[bool]) -> Result<(), Error> {
         tch::no_grad(|| {
             if self.has_gradients() {
-                drop(self.gradient.g_add_(reduced));
+                self.gradient.f_add_(reduced).map(drop)
             } else {
-                self.gradient.copy_(reduced);
+                self.gradient.f_copy_(reduced)
             }
-        });
+        })
+        .map_err(libtorch)?;
         for (slot, &has_come) in self.slots.iter_mut().zip(have_come) {
             slot.is_there |= has_come;
         }
-    }
-
-    /// Forgets that the unreduced gradients have come.
-    pub fn clear_come(&mut self) {
-        self.slots.iter_mut().for_each(|slot| slot.has_come = false);
+        Ok(())
     }
 
     /// Drops all gradients.
-    pub fn clear_gradients(&mut self) {
+    pub fn clear_gradients(&mut self) -> Result<(), Error> {
         self.unreduced = None;
         for slot in &mut self.slots {
             slot.has_come = false;
             slot.is_there = false;
+            set_grad(&slot.tensor, None)?;
         }
+        Ok(())
     }
 
     /// Returns the place of a parameter among the slots.
@@ -254,18 +292,22 @@ impl FlatParameters {
     fn whole(&self) -> Tensor {
         self.memory.tensor().shallow_clone()
     }
+}
 
-    fn kind(&self) -> Kind {
-        self.shard.kind()
+/// Returns so many zeros like a tensor's elements.
+fn zeros(like: &Tensor, elements: usize) -> Result<Tensor, Error> {
+    Tensor::f_zeros([elements as i64], (like.kind(), like.device())).map_err(libtorch)
+}
+
+/// Returns a gradient in one dimension, dense.
+fn flattened(gradient: &Tensor) -> Result<Tensor, TchError> {
+    if gradient.is_sparse() {
+        return gradient.f_to_dense(None, false)?.f_reshape([-1]);
     }
+    gradient.f_reshape([-1])
 }
 
-/// Returns so many zeros like a tensor's elements, if any.
-fn zeros(like: &Tensor, elements: usize) -> Option<Tensor> {
-    (elements > 0).then(|| Tensor::zeros([elements as i64], (like.kind(), like.device())))
-}
-
-/// Makes an error of libtorch.
-pub(super) fn torch(group: &ProcessGroup, error: flow_autograd::Error) -> Error {
-    Error::torch(group, "FullyShard", error)
+/// Makes an error of tch's.
+fn libtorch(error: TchError) -> Error {
+    Error::Libtorch { operation: "FullyShard", reason: error.to_string() }
 }

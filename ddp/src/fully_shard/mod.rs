@@ -5,38 +5,45 @@
 //! |---|---|
 //! | `mod.rs` | [`FullyShard`], and the model that it makes |
 //! | `module.rs` | [`ShardedModule`]: its forward and backward |
-//! | `units.rs` | all modules: when they are gathered, and where an optimizer finds their gradients |
+//! | `units.rs` | all modules: when they are gathered, and their gradients reduced |
+//! | `events.rs` | what ranks have done together |
+//! | `kept.rs` | where an optimizer finds gradients |
+//! | `place.rs` | where a parameter is |
 //! | `parts.rs` | this rank's elements of parameters, for checkpoints |
 //! | `unit.rs` | a module's parameters |
 //! | `flat.rs` | those of one kind, in one piece of memory |
 
+mod events;
 mod flat;
+mod kept;
 mod module;
 pub(crate) mod parts;
+mod place;
 mod unit;
 mod units;
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::identity;
+use flow_autograd::{grad_enabled, identity};
 use flow_comm::ProcessGroup;
-use flow_tensor::CoalescedBroadcast;
-use tch::Tensor;
-use tch::nn::{ModuleT, OptimizerConfig, VarStore, Variables};
+use tch::nn::{Module, ModuleT, OptimizerConfig, VarStore, Variables};
+use tch::{Kind, Tensor};
 
 use self::flat::FlatParameters;
 pub use self::module::ShardedModule;
 use self::unit::Unit;
 use self::units::Units;
+use crate::buffers::share_untrained;
 use crate::error::{Error, Result};
 use crate::model_check::{agree, can_be_averaged, describe, first_mismatch};
 use crate::optimizer_choice::OptimizerChoice;
 use crate::zero::ZeroRedundancyOptimizer;
 use crate::zero::kept::KeptGradients;
+use crate::zero::sharded_parameter::names;
 
 /// Makes a model of which each rank keeps a part, module by module: PyTorch's `fully_shard` (FSDP2).
 ///
@@ -152,7 +159,7 @@ impl FullyShard {
         let Some(unit) = unit else {
             let reason = "a module has got no trainable variable of the VarStore: make its variables \
                           inside of FullyShard::module";
-            return Err(Error::fsdp(&self.group, reason.to_owned()));
+            return Err(Error::fully_shard(&self.group, reason));
         };
         Ok(ShardedModule { module, unit, units: Arc::clone(&self.units) })
     }
@@ -166,13 +173,13 @@ impl FullyShard {
     pub fn wrap<M>(self, model: M) -> Result<FullySharded<M>> {
         // It is needed again as soon as its forward is over.
         let root = self.shard(self.new_parameters(0), false, true)?;
-        let is_trained = |unit: &Arc<Unit>| unit.lock().flats.iter().any(|flat| flat.is_trained);
-        if !self.units.all().iter().any(is_trained) {
+        if !self.units.all().iter().any(|unit| unit.lock().flats.iter().any(|flat| flat.is_trained))
+        {
             let reason =
                 "no variable of the VarStore requires a gradient: there is nothing to train";
-            return Err(Error::fsdp(&self.group, reason.to_owned()));
+            return Err(Error::fully_shard(&self.group, reason));
         }
-        share_buffers(&self.group, &self.store, &self.units)?;
+        share_untrained(&self.group, &self.store)?;
         let model = match root {
             Some(unit) => Model::Sharded(ShardedModule {
                 module: model,
@@ -194,15 +201,19 @@ impl FullyShard {
         let lines = describe(&parameters, &[]);
         if let Some(difference) = first_mismatch(&self.group, &lines)? {
             let reason = format!("a module differs between ranks: {difference}");
-            return Err(Error::fsdp(&self.group, reason));
+            return Err(Error::fully_shard(&self.group, reason));
         }
-        check(&parameters).map_err(|reason| Error::fsdp(&self.group, reason))?;
+        check(&parameters).map_err(|reason| Error::fully_shard(&self.group, reason))?;
         let Some(name) = parameters.first().map(|(name, _)| name.clone()) else { return Ok(None) };
         self.taken.borrow_mut().extend(parameters.iter().map(|(_, tensor)| identity(tensor)));
         let mut flats = Vec::new();
         for (is_trained, parameters) in by_kind(parameters) {
-            let flat = FlatParameters::new(self.units.group(), &name, parameters, is_trained);
-            flats.push(agree(&self.group, flat)?);
+            let flat = FlatParameters::new(&self.group, &name, parameters, is_trained);
+            let flat = flat.map_err(|error| Error::fully_shard(&self.group, error));
+            let mut flat = agree(&self.group, flat)?;
+            flat.take_over(self.units.group())?;
+            flat.free().map_err(|error| Error::fully_shard(&self.group, error))?;
+            flats.push(flat);
         }
         Ok(Some(self.units.add(&name, reshard_after_forward, is_root, flats)))
     }
@@ -211,20 +222,12 @@ impl FullyShard {
     fn new_parameters(&self, start: usize) -> Vec<(String, Tensor)> {
         let mut taken = self.taken.borrow().clone();
         let variables = self.variables();
-        let mut names: Vec<(&String, usize)> = variables
-            .named_variables
-            .iter()
-            .map(|(name, tensor)| (name, identity(tensor)))
-            .collect();
-        // Of several names the last one inserted, which is the first in alphabetical order.
-        names.sort_by(|one, other| other.cmp(one));
-        let names: HashMap<usize, &String> =
-            names.into_iter().map(|(name, tensor)| (tensor, name)).collect();
+        let names = names(&variables);
         let mut parameters = Vec::new();
         for variable in &variables.trainable_variables[start..] {
-            if taken.insert(identity(&variable.tensor)) {
-                let name = names.get(&identity(&variable.tensor));
-                let name = name.map_or("a parameter", |name| name.as_str());
+            let identity = identity(&variable.tensor);
+            if taken.insert(identity) {
+                let name = names.get(&identity).map_or("a parameter", |name| name.as_str());
                 parameters.push((name.to_owned(), variable.tensor.shallow_clone()));
             }
         }
@@ -236,36 +239,19 @@ impl FullyShard {
     }
 }
 
-/// Gives all ranks rank 0's variables that are in no module.
-fn share_buffers(group: &ProcessGroup, store: &Mutex<Variables>, units: &Units) -> Result<()> {
-    let all = units.all();
-    let mut buffers = Vec::new();
-    {
-        let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
-        for (name, tensor) in &variables.named_variables {
-            if units::find(&all, tensor).is_none() {
-                buffers.push((name.clone(), tensor.shallow_clone()));
-            }
-        }
-    }
-    buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
-    let buffers = CoalescedBroadcast::new(group, buffers).map_err(Error::from);
-    agree(group, buffers)?.run(group, 0)?;
-    Ok(())
-}
-
 /// Parts parameters by kind, and by whether they require gradients.
 fn by_kind(parameters: Vec<(String, Tensor)>) -> Vec<(bool, Vec<(String, Tensor)>)> {
+    let mut kinds: Vec<(Kind, bool)> = Vec::new();
     let mut flats: Vec<(bool, Vec<(String, Tensor)>)> = Vec::new();
     for (name, tensor) in parameters {
         let is_trained = tensor.requires_grad();
-        let fits = |(trained, others): &&mut (bool, Vec<(String, Tensor)>)| {
-            *trained == is_trained && others[0].1.kind() == tensor.kind()
-        };
-        match flats.iter_mut().find(fits) {
-            Some((_, others)) => others.push((name, tensor)),
-            None => flats.push((is_trained, vec![(name, tensor)])),
+        let kind = (tensor.kind(), is_trained);
+        let place = kinds.iter().position(|&other| other == kind).unwrap_or(kinds.len());
+        if place == kinds.len() {
+            kinds.push(kind);
+            flats.push((is_trained, Vec::new()));
         }
+        flats[place].1.push((name, tensor));
     }
     flats
 }
@@ -298,6 +284,9 @@ fn check(parameters: &[(String, Tensor)]) -> Result<(), String> {
 ///   that rank only. `.grad` of a parameter is undefined after backward.
 /// - All ranks run the same forwards and backwards, also to evaluate. The next step is an error of all if
 ///   they have not.
+/// - A loss depends on a module by its output only. A tensor that the module leaves elsewhere, as an
+///   auxiliary loss in a field of its own, must be computed of its output: its gradient would come when the
+///   parameters have no memory.
 /// - A backward runs once through each forward, without `create_graph`. Backward after the optimizer has
 ///   stepped is an error of libtorch: the parameters are others then.
 /// - Each rank has buffers of its own after the start.
@@ -342,7 +331,7 @@ impl<M> FullySharded<M> {
     ///
     /// A failure of this rank or another.
     pub fn synchronize(&self) -> Result<()> {
-        self.units.finish()
+        self.units.synchronize()
     }
 
     /// Makes backward only accumulate this rank's gradients, whole, until this guard and every other one
@@ -374,7 +363,7 @@ impl<M> FullySharded<M> {
             let mut changed = Ok(());
             if self.group.rank() == 0 {
                 changed = tch::no_grad(change).map_err(|error| {
-                    Error::fsdp(&self.group, format!("writing into parameters: {error}"))
+                    Error::fully_shard(&self.group, format!("writing into parameters: {error}"))
                 });
             }
             for unit in units {
@@ -383,8 +372,9 @@ impl<M> FullySharded<M> {
             }
             Ok(changed)
         })?;
-        agree(&self.group, changed)?;
-        share_buffers(&self.group, &self.store, &self.units)
+        // Also of a change that has failed half way: ranks must not differ.
+        share_untrained(&self.group, &self.store)?;
+        agree(&self.group, changed)
     }
 
     /// Drops the gradients.
@@ -393,7 +383,8 @@ impl<M> FullySharded<M> {
     ///
     /// Of libtorch.
     pub fn zero_grad(&self) -> Result<()> {
-        self.units.clear().map_err(|error| flat::torch(&self.group, error))
+        let cleared = self.units.clear_gradients();
+        cleared.map_err(|error| Error::fully_shard(&self.group, error))
     }
 }
 
@@ -402,16 +393,23 @@ impl<M: ModuleT> FullySharded<M> {
     ///
     /// # Errors
     ///
-    /// Those of [`ShardedModule::try_forward_t`] of what is outside of modules. A module inside panics with
-    /// its own.
+    /// Those of [`ShardedModule::try_forward_t`] of what is outside of modules; gradients of the last
+    /// backward that no optimizer has used. A module inside panics with its own.
     pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
-        self.units.begin_forward();
+        self.units.begin_forward(grad_enabled())?;
         let output = match &self.model {
             Model::Sharded(model) => model.try_forward_t(input, train)?,
             Model::Bare(model) => model.forward_t(input, train),
         };
         self.units.end_forward();
         Ok(output)
+    }
+}
+
+impl<M: Module> FullySharded<M> {
+    /// Runs the model's `forward`, as [`ModuleT::forward_t`] does in training. All ranks call this.
+    pub fn forward(&self, input: &Tensor) -> Tensor {
+        self.forward_t(input, true)
     }
 }
 

@@ -5,12 +5,11 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::{BoxError, Forward, Graph, custom_function, grad_enabled};
-use tch::nn::ModuleT;
+use tch::nn::{Module, ModuleT};
 use tch::{Device, Kind, TchError, Tensor};
 
-use super::flat::torch;
 use super::unit::Unit;
-use super::units::Units;
+use super::units::{FailOnPanic, Units};
 use crate::error::{Error, Result};
 
 /// A module whose parameters each rank keeps a part of: what [`FullyShard::module`](super::FullyShard::module)
@@ -19,17 +18,6 @@ pub struct ShardedModule<M> {
     pub(super) module: M,
     pub(super) unit: Arc<Unit>,
     pub(super) units: Arc<Units>,
-}
-
-/// Has the other ranks know that this one has panicked.
-struct FailOnPanic<'a>(&'a Units);
-
-impl Drop for FailOnPanic<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.fail("a module has panicked in its forward");
-        }
-    }
 }
 
 impl<M: ModuleT> ShardedModule<M> {
@@ -69,7 +57,7 @@ impl<M: ModuleT> ShardedModule<M> {
             return Ok(output);
         }
         let graph = Graph::of(&[output.shallow_clone()]);
-        let graph = graph.map_err(|error| torch(self.units.group(), error))?;
+        let graph = graph.map_err(|error| Error::fully_shard(self.units.group(), error))?;
         let backward = Backward {
             units: Arc::clone(&self.units),
             unit: Arc::clone(&self.unit),
@@ -83,12 +71,15 @@ impl<M: ModuleT> ShardedModule<M> {
             |_| Ok(Forward { outputs: vec![output.detach()], saved: Vec::new() }),
             move |_, gradients| backward.run(gradients),
         );
-        let mut outputs = outputs.map_err(|error| torch(self.units.group(), error))?;
+        let mut outputs = outputs.map_err(|error| Error::fully_shard(self.units.group(), error))?;
         Ok(outputs.swap_remove(0))
     }
 
     fn failed(&self, reason: String) -> Error {
-        Error::fsdp(self.units.group(), format!("the module of {}: {reason}", self.unit.name))
+        Error::fully_shard(
+            self.units.group(),
+            format!("the module of {}: {reason}", self.unit.name),
+        )
     }
 }
 
@@ -96,8 +87,8 @@ impl<M: ModuleT> ShardedModule<M> {
 struct Backward {
     units: Arc<Units>,
     unit: Arc<Unit>,
-    /// The module's place in the forward.
-    place: usize,
+    /// The module's place in the model's forward, if it is a part of that.
+    place: Option<usize>,
     /// The module's input, and the graph of its output. Gone once it has run.
     run: Mutex<Option<(Tensor, Graph)>>,
 }
@@ -105,6 +96,7 @@ struct Backward {
 impl Backward {
     /// Returns the gradients of the input and of the tensor that is of no use.
     fn run(&self, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>, BoxError> {
+        let _fails = FailOnPanic(&self.units);
         let input = self.try_run(gradients).map_err(|error| {
             self.units.fail(&error.to_string());
             error.end_backward()
@@ -117,14 +109,15 @@ impl Backward {
         if grad_enabled() {
             let reason =
                 "gradients of gradients (create_graph) cannot be computed of a sharded module";
-            return Err(Error::fsdp(group, reason.to_owned()));
+            return Err(Error::fully_shard(group, reason));
         }
         let run = self.run.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some((leaf, graph)) = run else {
             let reason = "backward runs twice through a sharded module: add the losses up, and run one \
                           backward";
-            return Err(Error::fsdp(group, reason.to_owned()));
+            return Err(Error::fully_shard(group, reason));
         };
+        self.unit.check_gradients(group, false)?;
         self.units.gather_for_backward(&self.unit, self.place)?;
         graph.backward(gradients).map_err(|error| {
             let reason = match error {
@@ -135,6 +128,13 @@ impl Backward {
         })?;
         self.units.end_backward(&self.unit)?;
         Ok(Some(leaf.grad()).filter(Tensor::defined))
+    }
+}
+
+impl<M: Module> ShardedModule<M> {
+    /// Runs the module's `forward`, as [`ModuleT::forward_t`] does in training.
+    pub fn forward(&self, input: &Tensor) -> Tensor {
+        self.forward_t(input, true)
     }
 }
 

@@ -1,13 +1,16 @@
 //! This rank's elements of sharded parameters, for checkpoints.
 
 use std::collections::HashMap;
+use std::slice;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use flow_autograd::identity;
 use tch::{Device, Tensor};
 
 pub(crate) use super::flat::OwnElements;
-use super::units::{Units, find};
+use super::place::Place;
+use super::unit::Unit;
+use super::units::Units;
 use crate::error::Result;
 
 /// The modules of all models of this process.
@@ -23,16 +26,24 @@ pub(super) fn remember(units: &Arc<Units>) {
 /// Returns the elements of a sharded parameter that this rank has, if any; None for any other tensor.
 pub(crate) fn own_elements(parameter: &Tensor) -> Option<Option<OwnElements>> {
     for units in models() {
-        if let Some(place) = find(&units.all(), parameter) {
+        if let Some(place) = Place::find(&units.all(), parameter) {
             return Some(place.own_elements());
         }
     }
     None
 }
 
-/// Frees what is gathered of all models: their parameters are about to change.
-pub(crate) fn finish() -> Result<()> {
-    models().iter().try_for_each(|units| units.finish())
+/// Frees what is gathered of the models that have these parameters, which are about to change. All ranks
+/// of them call this.
+pub(crate) fn free<'a>(parameters: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+    let parameters: Vec<&Tensor> = parameters.collect();
+    for units in models() {
+        let all = units.all();
+        if parameters.iter().any(|parameter| Place::find(&all, parameter).is_some()) {
+            units.free()?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns the sharded parameters among these tensors, by identity, whole: on rank 0 of their models, in
@@ -44,23 +55,36 @@ pub(crate) fn gathered<'a>(
     let mut all = HashMap::new();
     for units in models() {
         for unit in units.all() {
-            let of_unit = |tensor: &&&Tensor| find(std::slice::from_ref(&unit), tensor).is_some();
-            let members: Vec<&&Tensor> = tensors.iter().filter(of_unit).collect();
+            let members = members(&unit, &tensors);
             if members.is_empty() {
                 continue;
             }
-            units.with(std::slice::from_ref(&unit), |_| {
+            let is_first = units.group().rank() == 0;
+            units.with(slice::from_ref(&unit), |_| {
                 for tensor in members {
-                    let is_first = units.group().rank() == 0;
-                    let empty = Tensor::empty([0], (tensor.kind(), Device::Cpu));
-                    let whole = if is_first { tensor.to_device(Device::Cpu).copy() } else { empty };
-                    all.insert(identity(tensor), whole.detach());
+                    let whole = if is_first {
+                        tensor.detach().to_device(Device::Cpu).copy()
+                    } else {
+                        Tensor::empty([0], (tensor.kind(), Device::Cpu))
+                    };
+                    all.insert(identity(tensor), whole);
                 }
                 Ok(())
             })?;
         }
     }
     Ok(all)
+}
+
+/// Returns the tensors that are parameters of a module.
+fn members<'a>(unit: &Arc<Unit>, tensors: &[&'a Tensor]) -> Vec<&'a Tensor> {
+    let mut members = Vec::new();
+    for tensor in tensors {
+        if Place::find(slice::from_ref(unit), tensor).is_some() {
+            members.push(*tensor);
+        }
+    }
+    members
 }
 
 fn models() -> Vec<Arc<Units>> {

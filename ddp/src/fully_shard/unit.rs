@@ -6,8 +6,8 @@ use flow_comm::{ProcessGroup, ReduceOp, digest};
 use flow_tensor::{TensorCollectives, Work};
 use tch::Tensor;
 
-use super::flat::{FlatParameters, torch};
-use crate::error::Result;
+use super::flat::FlatParameters;
+use crate::error::{Error, Result};
 
 /// The parameters of a module: what PyTorch's `fully_shard` makes of one.
 pub(super) struct Unit {
@@ -26,17 +26,22 @@ pub(super) struct State {
     gathered: Gathered,
 }
 
-/// Whether the parameters have memory.
+/// Where the gathered parameters are.
 enum Gathered {
+    /// Nowhere.
     No,
+    /// On their way to the memory.
     Coming(Vec<Work>),
+    /// In the memory, and the module does not reach them.
+    Kept,
+    /// In the module's parameters.
     Yes,
 }
 
 /// Gradients on their way: of which flat parameters, and which of these have come.
 pub(super) struct Reduction {
     flat: usize,
-    have_come: Vec<bool>,
+    pub have_come: Vec<bool>,
     work: Work,
 }
 
@@ -57,7 +62,7 @@ impl Unit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts to gather the parameters in `group`, if they are not there, and returns whether it did.
+    /// Starts to gather the parameters in `group`, if they are nowhere, and returns whether it did.
     pub fn start_gather(&self, group: &ProcessGroup) -> Result<bool> {
         let state = &mut *self.lock();
         if !matches!(state.gathered, Gathered::No) {
@@ -66,7 +71,15 @@ impl Unit {
         let group = group.with_digest(digest(&self.number));
         let mut works = Vec::with_capacity(state.flats.len());
         for flat in &state.flats {
-            works.push(flat.start_gather(&group)?);
+            match flat.start_gather(&group) {
+                Ok(work) => works.push(work),
+                Err(error) => {
+                    // The memory is in use until then.
+                    let _ = wait_for_all(works);
+                    state.free(&group)?;
+                    return Err(error);
+                }
+            }
         }
         state.gathered = Gathered::Coming(works);
         Ok(true)
@@ -75,27 +88,31 @@ impl Unit {
     /// Waits for the parameters, and gives them to the module.
     pub fn finish_gather(&self, group: &ProcessGroup) -> Result<()> {
         let state = &mut *self.lock();
-        if let Gathered::Coming(works) = &mut state.gathered {
-            for work in std::mem::take(works) {
-                let _ = work.wait()?;
-            }
+        state.wait(group)?;
+        if let Gathered::Kept = state.gathered {
             let placed = state.flats.iter().try_for_each(FlatParameters::place);
-            placed.map_err(|error| torch(group, error))?;
+            placed.map_err(|error| Error::fully_shard(group, error))?;
             state.gathered = Gathered::Yes;
+        }
+        Ok(())
+    }
+
+    /// Takes the parameters from the module, and keeps them.
+    pub fn withdraw(&self, group: &ProcessGroup) -> Result<()> {
+        let state = &mut *self.lock();
+        if let Gathered::Yes = state.gathered {
+            let withdrawn = state.flats.iter().try_for_each(FlatParameters::withdraw);
+            withdrawn.map_err(|error| Error::fully_shard(group, error))?;
+            state.gathered = Gathered::Kept;
         }
         Ok(())
     }
 
     /// Frees the parameters but this rank's chunk of them.
     pub fn reshard(&self, group: &ProcessGroup) -> Result<()> {
-        self.finish_gather(group)?;
         let state = &mut *self.lock();
-        if matches!(state.gathered, Gathered::Yes) {
-            let freed = state.flats.iter().try_for_each(FlatParameters::free);
-            freed.map_err(|error| torch(group, error))?;
-            state.gathered = Gathered::No;
-        }
-        Ok(())
+        state.wait(group)?;
+        state.free(group)
     }
 
     /// Returns whether a tensor lies in the memory of the parameters.
@@ -108,20 +125,37 @@ impl Unit {
         self.lock().flats.iter().any(FlatParameters::has_gradients)
     }
 
+    /// Returns whether gradients wait to be reduced.
+    pub fn has_unreduced(&self) -> bool {
+        self.lock().flats.iter().any(FlatParameters::has_unreduced)
+    }
+
+    /// Checks that parameters have no gradients of their own: see [`FlatParameters::check_gradients`].
+    pub fn check_gradients(&self, group: &ProcessGroup, taken: bool) -> Result<()> {
+        let state = self.lock();
+        let checked = state.flats.iter().try_for_each(|flat| flat.check_gradients(taken));
+        checked.map_err(|reason| Error::fully_shard(group, reason))
+    }
+
     /// Takes the gradients that a backward has left in the parameters.
-    pub fn take_gradients(&self) -> Result<(), flow_autograd::Error> {
+    pub fn take_gradients(&self, group: &ProcessGroup) -> Result<()> {
         let state = &mut *self.lock();
-        let mut trained = state.flats.iter_mut().filter(|flat| flat.is_trained);
-        trained.try_for_each(FlatParameters::take_gradients)
+        for flat in &mut state.flats {
+            if flat.is_trained {
+                let taken = flat.take_gradients();
+                taken.map_err(|error| Error::fully_shard(group, error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Starts to reduce the gradients that were taken, each chunk for the rank that keeps it.
     pub fn start_reduce(&self, group: &ProcessGroup) -> Result<Vec<Reduction>> {
         let mut reductions = Vec::new();
         for (number, flat) in self.lock().flats.iter_mut().enumerate() {
-            let have_come = flat.have_come();
-            let Some(gradients) = flat.take_unreduced() else { continue };
-            flat.clear_come();
+            let taken = flat.take_unreduced();
+            let taken = taken.map_err(|error| Error::fully_shard(group, error))?;
+            let Some((gradients, have_come)) = taken else { continue };
             let group = group.with_digest(digest(&(self.number, &have_come)));
             let work = group.reduce_scatter_tensor_async(gradients, ReduceOp::Avg)?;
             reductions.push(Reduction { flat: number, have_come, work });
@@ -130,9 +164,42 @@ impl Unit {
     }
 
     /// Waits for gradients, and keeps this rank's chunk.
-    pub fn finish_reduce(&self, reduction: Reduction) -> Result<()> {
+    pub fn finish_reduce(&self, group: &ProcessGroup, reduction: Reduction) -> Result<()> {
         let reduced = reduction.work.wait()?;
-        self.lock().flats[reduction.flat].add(&reduced, &reduction.have_come);
+        let added = self.lock().flats[reduction.flat].add(&reduced, &reduction.have_come);
+        added.map_err(|error| Error::fully_shard(group, error))
+    }
+}
+
+impl State {
+    /// Waits for the parameters that are on their way. After an error they are nowhere.
+    fn wait(&mut self, group: &ProcessGroup) -> Result<()> {
+        if let Gathered::Coming(works) = &mut self.gathered {
+            let come = wait_for_all(std::mem::take(works));
+            self.gathered = Gathered::Kept;
+            if come.is_err() {
+                self.free(group)?;
+            }
+            return come;
+        }
         Ok(())
     }
+
+    /// Frees the memory, in which nothing is on its way.
+    fn free(&mut self, group: &ProcessGroup) -> Result<()> {
+        let freed = self.flats.iter().try_for_each(FlatParameters::free);
+        freed.map_err(|error| Error::fully_shard(group, error))?;
+        self.gathered = Gathered::No;
+        Ok(())
+    }
+}
+
+/// Waits for all operations. The error is the first.
+fn wait_for_all(works: Vec<Work>) -> Result<()> {
+    let mut first = Ok(());
+    for work in works {
+        let done = work.wait().map(drop);
+        first = first.and(done);
+    }
+    Ok(first?)
 }

@@ -129,7 +129,8 @@ impl Joinable for ZeroRedundancyOptimizer {
         }
         if self.parts.keeps_gradients() {
             let reason =
-                "the optimizer of an Fsdp cannot join: give all ranks as many inputs".to_owned();
+                "the optimizer of a sharded model cannot join: give all ranks as many inputs"
+                    .to_owned();
             return Err(Error::Join { rank: job_rank(&self.parts.group), reason }.into());
         }
         let mut joined = self.joined.borrow_mut();

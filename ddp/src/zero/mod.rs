@@ -212,7 +212,7 @@ impl ZeroRedundancyOptimizer {
 
     /// Clips the norm of all gradients together to `max`, between backward and
     /// [`step`](Self::step). Returns the norm before: 0 where there are no gradients. All ranks of an
-    /// [`Fsdp`](crate::Fsdp) call this.
+    /// [`Fsdp`](crate::Fsdp) or a [`FullySharded`](crate::FullySharded) call this.
     ///
     /// # Errors
     ///
@@ -227,7 +227,9 @@ impl ZeroRedundancyOptimizer {
         }
         let shards = self.parts.shards();
         if let Some(kept) = &shards.kept {
-            return kept.clip_grad_norm(&self.parts.group, max);
+            let clipped = kept.clip_grad_norm(&self.parts.group, max);
+            // The others wait for this rank's norm.
+            return clipped.inspect_err(|error| self.parts.group.abort(&error.to_string()));
         }
         let clipped = shards.clip_grad_norm(max);
         clipped.map_err(|reason| self.parts.failed(reason))

@@ -102,7 +102,9 @@ impl ZeroInBackward {
     /// Takes the optimizer's steps over, of a model with these parameters.
     pub fn new(parts: &Arc<Parts>, parameters: &[(String, Tensor)]) -> Result<Self> {
         if parts.keeps_gradients() {
-            return Err(parts.failed("it is the optimizer of an Fsdp: call step after backward"));
+            return Err(
+                parts.failed("it is the optimizer of a sharded model: call step after backward")
+            );
         }
         let known: HashMap<usize, usize> = {
             let shards = parts.shards();

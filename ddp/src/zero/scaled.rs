@@ -72,7 +72,8 @@ impl ZeroRedundancyOptimizer {
         }
         let shards = self.parts.shards();
         if let Some(kept) = &shards.kept {
-            return kept.parts();
+            // The others wait for what this rank finds.
+            return kept.parts().inspect_err(|error| self.parts.group.abort(&error.to_string()));
         }
         Ok(shards.parameters.iter().map(|parameter| parameter.tensor.shallow_clone()).collect())
     }

@@ -229,11 +229,7 @@ pub(crate) fn sharded_parameters(
     ranks: usize,
 ) -> Result<Vec<ShardedParameter>, String> {
     let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut names: Vec<_> = variables.named_variables.iter().collect();
-    names.sort_by_key(|&(name, _)| std::cmp::Reverse(name));
-    // Of several names the last one inserted, which is the first in alphabetical order.
-    let names: HashMap<usize, &String> =
-        names.iter().map(|(name, tensor)| (identity(tensor), *name)).collect();
+    let names = names(&variables);
     let mut seen = HashSet::new();
     let mut parameters = Vec::new();
     let mut sizes = Vec::new();
@@ -253,6 +249,14 @@ pub(crate) fn sharded_parameters(
         parameter.shards = shards;
     }
     Ok(parameters)
+}
+
+/// Returns the names of variables, by identity: of several the first in alphabetical order.
+pub(crate) fn names(variables: &Variables) -> HashMap<usize, &String> {
+    let mut names: Vec<_> = variables.named_variables.iter().collect();
+    names.sort_by_key(|&(name, _)| std::cmp::Reverse(name));
+    // The last one inserted stays.
+    names.iter().map(|(name, tensor)| (identity(tensor), *name)).collect()
 }
 
 pub(super) fn address_of(tensor: &Tensor) -> usize {

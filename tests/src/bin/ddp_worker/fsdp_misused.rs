@@ -59,11 +59,11 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     says_in_a_line(text, &["that of an Fsdp", "as many inputs"])?;
     let optimizer = model.optimizer(Adam::default(), 1.0)?;
     let text = error(join(&[&optimizer], JoinOptions::default(), || Ok::<_, Error>(())))?;
-    says_in_a_line(text, &["an Fsdp cannot join", "as many inputs"])?;
+    says_in_a_line(text, &["a sharded model cannot join", "as many inputs"])?;
     let builder = Ddp::builder(group).hook_with_zero_step(&optimizer);
     let other = store();
     let text = error(builder.wrap(Vectors::new(&other, &[10]), &other))?;
-    says_in_a_line(text, &["the optimizer of an Fsdp: call step after backward"])?;
+    says_in_a_line(text, &["the optimizer of a sharded model: call step after backward"])?;
     let again = Vectors(model.0.iter().map(Tensor::shallow_clone).collect());
     let left = store();
     drop(wrapped(group, &left)?);

@@ -1,14 +1,13 @@
 //! `FullyShard`, compared with a `Ddp` and tch's optimizer.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
 use flow_ddp::{
-    Checkpoints, Ddp, DistributedSampler, Error, FullyShard, FullySharded, ZeroRedundancyOptimizer,
+    Checkpoints, Ddp, DistributedSampler, Error, FullyShard, FullySharded, GradScaler,
+    ZeroRedundancyOptimizer,
 };
-use tch::nn::{self, Adam, ModuleT, OptimizerConfig, Path, SequentialT, Sgd, VarStore};
+use tch::nn::{self, Adam, ModuleT, OptimizerConfig, Path, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::fsdp::shared_bytes;
@@ -369,7 +368,7 @@ pub fn resumed(group: &ProcessGroup) -> Result<()> {
             if let Some(part) = part {
                 let mut resumed = Pair::new(part, &model, config, &mut Draws(draws.0))?;
                 // What was gathered before is of no use.
-                let _ = resumed.sharded.forward_t(&inputs[0], true);
+                let before = resumed.sharded.forward_t(&inputs[0], true);
                 let mut checkpoints = Checkpoints::open(&folder, part)?;
                 let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
                 let mut sampler = DistributedSampler::new(10, part);
@@ -378,6 +377,9 @@ pub fn resumed(group: &ProcessGroup) -> Result<()> {
                 for input in &inputs[2..] {
                     resumed.step(input, 1e-9).with_context(|| format!("{config:?}, {model:?}"))?;
                 }
+                part.barrier()?;
+                let stale = before.sum(model.kind).f_backward().map_err(Error::from_backward);
+                says(&error(stale)?, &["modified by an inplace operation"])?;
             }
             group.barrier()?;
         }
@@ -389,172 +391,80 @@ pub fn resumed(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Errors say what would be right, and no rank goes on with something wrong.
-pub fn misused(group: &ProcessGroup) -> Result<()> {
-    let rank = group.rank();
-    let vs = store();
-    let shard = FullyShard::new(&vs, group)?;
-    let width = if rank == 1 { 11 } else { 10 };
-    let layer = |path: Path, width: i64| nn::linear(path, 4, width, Default::default());
-    let text = error(shard.module(|| layer(vs.root() / "unlike", width)))?;
-    if group.world_size() > 1 {
-        says(&text, &["a module differs", "[10", "[11"])?;
-    }
-    let vs = store();
-    let shard = FullyShard::new(&vs, group)?;
-    says(&error(shard.module(|| ()))?, &["no trainable variable", "inside of FullyShard::module"])?;
-    says(&error(shard.wrap(()))?, &["nothing to train"])?;
-
-    let (vs, model) = wrapped(group)?;
-    let input = Tensor::ones([2, 4], (Kind::Float, device()));
-    let weight = vs.variables()["0.weight"].shallow_clone();
-    ensure!(weight.size() == [4, 4] && weight.requires_grad());
-    let words = ["is sharded", "with_full_parameters"];
-    says(&error(weight.f_sum(Kind::Float))?, &["of the module of 0."])?;
-    says(&error(weight.f_sum(Kind::Float))?, &words)?;
-    says(&error(vs.save(std::env::temp_dir().join("flow-not-written")))?, &words)?;
-
-    // Without its optimizer.
-    let mut plain = Sgd::default().build(&vs, 0.1)?;
-    backward(&model.forward_t(&input, true))?;
-    plain.step();
-    let output = model.forward_t(&input, true);
-    says(&error(backward(&output))?, &["were not used", "FullySharded::optimizer"])
-}
-
-fn backward(output: &Tensor) -> flow_ddp::Result<()> {
-    output.sum(Kind::Float).f_backward().map_err(Error::from_backward)
-}
-
-/// Two modules of the same size, and one layer of no module.
-fn wrapped(group: &ProcessGroup) -> Result<(VarStore, FullySharded<SequentialT>)> {
-    let vs = store();
-    let shard = FullyShard::new(&vs, group)?;
-    let mut net = nn::seq_t();
-    for layer in 0..2 {
-        let path = vs.root() / layer;
-        net = net.add(shard.module(|| nn::linear(&path, 4, 4, Default::default()))?);
-    }
-    let net = net.add(nn::linear(vs.root() / "head", 4, 4, Default::default()));
-    let model = shard.wrap(net)?;
-    Ok((vs, model))
-}
-
-/// Rank 0 changes parameters and buffers for all, and each rank keeps its elements of them.
-pub fn written(group: &ProcessGroup) -> Result<()> {
-    let vs = store();
-    let shard = FullyShard::new(&vs, group)?;
-    let weight = vs.root();
-    let module = shard.module(|| {
-        let weight = weight.ones("weight", &[10, 10]);
-        nn::func(move |x| x.matmul(&weight))
-    })?;
-    let mut buffer = vs.root().zeros_no_train("buffer", &[1]);
-    let model = shard.wrap(module)?;
-    let input = Tensor::ones([1, 10], (Kind::Float, device()));
-    let output = || tch::no_grad(|| model.forward_t(&input, false)).double_value(&[0, 9]);
-    let expect = |expected: f64| {
-        let actual = output();
-        ensure!((actual - expected).abs() < 1e-4, "{actual}, not {expected}");
-        Ok(())
+/// Gradients that were accumulated are reduced, also of a module that the last backward leaves out, and
+/// where no other backward follows.
+pub fn accumulated(group: &ProcessGroup) -> Result<()> {
+    let model = Model {
+        kind: Kind::Double,
+        input: 5,
+        has_scale: false,
+        layers: (0..3).map(|_| (draw_layer(&mut Draws(1), 5, 5, 2), 1)).collect(),
     };
-    expect(10.0)?;
-    let mut weight = vs.variables()["weight"].shallow_clone();
-    let stale = model.forward_t(&input.shallow_clone().set_requires_grad(true), true);
-    model.write(|| {
-        let _ = buffer.f_fill_(3.0)?;
-        weight.f_fill_(2.0).map(drop)
-    })?;
-    expect(20.0)?;
-    ensure!(buffer.double_value(&[0]) == 3.0, "{buffer}");
-    says(&error(model.write(|| Err("no such file")))?, &["parameters: no such file"])?;
-    expect(20.0)?;
-    // What is not written by `write` is lost.
-    model.with_full_parameters(|| weight.f_fill_(7.0).map(drop))??;
-    expect(20.0)?;
-    let optimizer = model.optimizer(Sgd::default(), 0.5)?;
-    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
-    expect(15.0)?;
-    if group.world_size() > 1 {
-        let alone = own_group(group)?;
-        let folder = std::env::temp_dir().join(format!(
-            "flow-alone-{}-{}",
-            std::process::id(),
-            group.rank()
-        ));
-        let mut checkpoints = Checkpoints::open(&folder, &alone)?;
-        let sampler = DistributedSampler::new(10, &alone);
-        let text = error(checkpoints.save(1, &model, &vs, &optimizer, &sampler, &()))?;
-        drop(checkpoints);
-        std::fs::remove_dir_all(&folder)?;
-        says(&text, &["weight", "open the checkpoints with the model's group"])?;
+    let mut pair = Pair::new(group, &model, Config::Sgd(Sgd::default()), &mut Draws(0))?;
+    let input = Tensor::randn([3, 5], (Kind::Double, device()));
+    for follows in [true, false] {
+        drop_gradients(&pair.plain_store)?;
+        pair.zero.zero_grad()?;
+        for (net, is_sharded) in [(&pair.plain as &dyn ModuleT, false), (&pair.sharded, true)] {
+            let whole = net.forward_t(&input, true).square().sum(Kind::Double);
+            if follows || is_sharded {
+                let _plain = pair.plain.no_sync();
+                let _sharded = pair.sharded.no_sync();
+                whole.f_backward().map_err(Error::from_backward)?;
+            } else {
+                // A Ddp reduces in backward only.
+                whole.f_backward().map_err(Error::from_backward)?;
+            }
+        }
+        if follows {
+            for net in [&*pair.plain, &*pair.sharded] {
+                let part = net.layers[0].0.forward_t(&input, true).sum(Kind::Double);
+                part.f_backward().map_err(Error::from_backward)?;
+            }
+        }
+        pair.optimizer.step();
+        pair.zero.step()?;
+        pair.compare(1e-9).with_context(|| format!("follows: {follows}"))?;
     }
-    says(&error(backward(&stale))?, &["modified by an inplace operation"])
+    let guard = pair.sharded.no_sync();
+    pair.zero.zero_grad()?;
+    pair.sharded
+        .forward_t(&input, true)
+        .sum(Kind::Double)
+        .f_backward()
+        .map_err(Error::from_backward)?;
+    group.barrier()?;
+    says(&error(pair.zero.step())?, &["under no_sync", "drop its guard"])?;
+    drop(guard);
+    Ok(())
 }
 
-/// Graphs that cannot be gone through.
-pub fn misused_graphs(group: &ProcessGroup) -> Result<()> {
-    let input = Tensor::ones([2, 4], (Kind::Float, device())).set_requires_grad(true);
-    let run = |output: &Tensor, create_graph| {
-        let run = Tensor::f_run_backward(&[output], &[&input], true, create_graph);
-        run.map(drop).map_err(Error::from_backward)
-    };
-    let (_vs, model) = wrapped(group)?;
-    let output = model.forward_t(&input, true).sum(Kind::Float);
-    run(&output, false)?;
-    // A failure of one rank ends what the others have not begun.
-    group.barrier()?;
-    says(&error(run(&output, false))?, &["backward runs twice", "add the losses up"])?;
-
-    let (_vs, model) = wrapped(group)?;
-    let output = model.forward_t(&input, true).sum(Kind::Float);
-    group.barrier()?;
-    says(&error(run(&output, true))?, &["create_graph"])?;
-
-    // Of parameters that are others by now.
-    let (_vs, model) = wrapped(group)?;
-    let optimizer = model.optimizer(Sgd::default(), 0.1)?;
-    let output = model.forward_t(&input, true);
-    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
-    group.barrier()?;
-    says(&error(backward(&output))?, &["modified by an inplace operation"])?;
-
-    // A module that gives its parameter away.
+/// A scaler steps where some ranks have no elements of the parameters.
+pub fn scaled(group: &ProcessGroup) -> Result<()> {
     let vs = store();
     let shard = FullyShard::new(&vs, group)?;
-    let module = shard.module(|| {
-        let weight = vs.root().ones("weight", &[4, 4]);
-        nn::func_t(move |_, _| weight.tr())
-    })?;
-    says(&error(module.try_forward_t(&input, true))?, &["weight", "return a copy"])
-}
-
-/// One rank goes through other modules than the rest: all get an error before a step is taken.
-pub fn out_of_step(group: &ProcessGroup) -> Result<()> {
-    let vs = store();
-    let shard = FullyShard::builder(group).prefetch(0).begin(&vs)?;
-    let mut layers = Vec::new();
-    for layer in 0..2 {
-        let path = vs.root() / layer;
-        layers.push(shard.module(|| nn::linear(&path, 4, 4, Default::default()))?);
-    }
-    let first = usize::from(group.rank() == 1);
-    let net = nn::func_t(move |x, train| layers[first].forward_t(x, train));
-    let model = shard.wrap(net)?;
-    let optimizer = model.optimizer(Sgd::default(), 0.1)?;
-    let input = Tensor::ones([2, 4], (Kind::Float, device()));
-    let trained = catch_unwind(AssertUnwindSafe(|| {
-        backward(&model.forward_t(&input, true))?;
-        optimizer.step()
-    }));
-    let text = match trained {
-        // A module's error in forward, which is that of an operation on the CPU.
-        Err(panic) => panic.downcast::<String>().map(|text| *text).unwrap_or_default(),
-        Ok(trained) => error(trained)?,
-    };
-    if group.world_size() > 1 {
-        let is_told = text.contains("different modules") || text.contains("ranks disagree");
-        ensure!(is_told, "{text}");
+    let layer = shard.module(|| nn::linear(vs.root(), 2, 1, Default::default()))?;
+    let model = shard.wrap(layer)?;
+    let mut optimizer = model.optimizer(Sgd::default(), 0.1)?;
+    let mut scaler = GradScaler::new(1024.0, 2.0, 0.5, 3);
+    let input = Tensor::ones([1, 2], (Kind::Float, device()));
+    let bias = || model.with_full_parameters(|| vs.variables()["bias"].double_value(&[0]));
+    let mut expected = bias()?;
+    for step in 0..4usize {
+        let overflows = step == 2;
+        let is_culprit = group.rank() == step % group.world_size();
+        let factor = if overflows && is_culprit { f64::INFINITY } else { 1.0 };
+        optimizer.zero_grad()?;
+        let loss = (model.forward_t(&input, true) * factor).sum(Kind::Float);
+        scaler.scale(&loss).f_backward().map_err(Error::from_backward)?;
+        let is_taken = scaler.step(&mut optimizer)?;
+        scaler.update()?;
+        ensure!(is_taken != overflows, "step {step}");
+        if is_taken {
+            expected -= 0.1;
+        }
+        let actual = bias()?;
+        ensure!((actual - expected).abs() < 1e-5, "step {step}: {actual}, not {expected}");
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ mod fsdp_misused;
 mod fsdp_plan;
 mod fsdp_whole_batch;
 mod fully_shard;
+mod fully_shard_misused;
 mod globals;
 mod helpers;
 mod hooks;
@@ -149,10 +150,18 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fully_shard_random", fully_shard::random, AND_THREADS),
     scenario("fully_shard_memory", fully_shard::memory, MEASURES_MEMORY),
     scenario("fully_shard_resumed", fully_shard::resumed, ALL_AND_NODES),
-    scenario("fully_shard_written", fully_shard::written, ALL_AND_NODES),
-    scenario("fully_shard_misused", fully_shard::misused, ALL_AND_NODES),
-    scenario("fully_shard_misused_graphs", fully_shard::misused_graphs, ALL_AND_NODES),
-    scenario("fully_shard_out_of_step", fully_shard::out_of_step, ALL_AND_NODES),
+    scenario("fully_shard_accumulated", fully_shard::accumulated, ALL_AND_NODES),
+    scenario("fully_shard_scaled", fully_shard::scaled, ALL_AND_NODES),
+    scenario("fully_shard_left_out", fully_shard_misused::left_out, ALL_AND_NODES),
+    scenario(
+        "fully_shard_gradients_elsewhere",
+        fully_shard_misused::gradients_elsewhere,
+        ALL_AND_NODES,
+    ),
+    scenario("fully_shard_written", fully_shard_misused::written, ALL_AND_NODES),
+    scenario("fully_shard_misused", fully_shard_misused::misused, ALL_AND_NODES),
+    scenario("fully_shard_misused_graphs", fully_shard_misused::misused_graphs, ALL_AND_NODES),
+    scenario("fully_shard_out_of_step", fully_shard_misused::out_of_step, ALL_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
     scenario("zero_in_backward_misused", zero_misused::in_backward, ALL_AND_NODES),
