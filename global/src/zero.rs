@@ -18,7 +18,7 @@ use crate::clip::clip_grad_norm;
 use crate::deferred::Deferred;
 use crate::error::{Error, Result};
 use crate::handle::{local_of, spec_of, wrap};
-use crate::sbp::{B, NdSbp, S};
+use crate::sbp::{B, NdSbp, S, Sbp};
 use crate::shared_parameters::{SharedParameters, fail};
 use crate::spec::Spec;
 use crate::tensor::GlobalTensor;
@@ -363,11 +363,10 @@ fn sharded(parameter: &Tensor, axis: usize) -> Result<NdSbp> {
     }
     let shape = spec.placement().shape();
     let ranks = shape[axis] as i64;
-    let is_split = |dim| sbp.iter().zip(shape).any(|(&sbp, &ranks)| sbp == S(dim) && ranks > 1);
     // Of dimensions as large as each other the first.
     let sizes = parameter.size();
     let dims = sizes.iter().enumerate().rev();
-    let free = dims.filter(|&(dim, &size)| size >= ranks && !is_split(dim));
+    let free = dims.filter(|&(dim, &size)| size >= ranks && !is_split(&sbp, shape, dim));
     let largest = free.max_by_key(|&(_, size)| size).map(|(dim, _)| S(dim));
     if sbp[axis] == B
         && let Some(split) = largest
@@ -375,6 +374,11 @@ fn sharded(parameter: &Tensor, axis: usize) -> Result<NdSbp> {
         sbp[axis] = split;
     }
     Ok(sbp)
+}
+
+/// Returns whether ranks of a placement of this shape split a dimension.
+fn is_split(sbp: &[Sbp], shape: &[usize], dim: usize) -> bool {
+    sbp.iter().zip(shape).any(|(&sbp, &ranks)| sbp == S(dim) && ranks > 1)
 }
 
 /// Returns a store like `vs`, with the shards instead of the parameters.

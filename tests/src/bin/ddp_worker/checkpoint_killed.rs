@@ -86,11 +86,13 @@ fn arm(own_rank: usize, save: Duration) -> Result<Option<JoinHandle<()>>> {
     let (rank, thousandths) = killed.split_once(':').context("rank and thousandths")?;
     let rank: usize = rank.parse()?;
     let delay = save * thousandths.parse()? / 1000;
-    let killer = move || {
+    if own_rank != rank {
+        return Ok(None);
+    }
+    Ok(Some(thread::spawn(move || {
         thread::sleep(delay);
         let _ = kill_process(getpid(), Signal::KILL);
-    };
-    Ok((own_rank == rank).then(|| thread::spawn(killer)))
+    })))
 }
 
 /// After each kill there is the last checkpoint or the one before, whole, and nothing else.

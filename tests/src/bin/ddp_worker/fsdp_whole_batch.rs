@@ -299,7 +299,8 @@ pub fn random(group: &ProcessGroup) -> Result<()> {
 
 fn trained(group: &ProcessGroup, seed: u64, options: &Options) -> Result<()> {
     let mut draws = Draws(!seed);
-    let (rank, ranks) = (group.rank(), group.world_size());
+    let rank = group.rank();
+    let ranks = group.world_size();
     let mut parts = Parts::new(group, options)?;
     // On one rank, which the others wait for.
     let is_judge = seed as usize % ranks == rank;
