@@ -203,7 +203,8 @@ impl FullyShard {
             let reason = format!("a module differs between ranks: {difference}");
             return Err(Error::fully_shard(&self.group, reason));
         }
-        check(&parameters).map_err(|reason| Error::fully_shard(&self.group, reason))?;
+        let checked = check(&parameters);
+        agree(&self.group, checked.map_err(|reason| Error::fully_shard(&self.group, reason)))?;
         let Some(name) = parameters.first().map(|(name, _)| name.clone()) else { return Ok(None) };
         self.taken.borrow_mut().extend(parameters.iter().map(|(_, tensor)| identity(tensor)));
         let mut flats = Vec::new();
