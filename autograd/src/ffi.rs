@@ -230,10 +230,11 @@ unsafe extern "C" {
     ) -> *mut c_char;
     /// Runs the other half of backward: the gradients of weights.
     pub fn flow_graph_backward_weights(graph: *mut GraphHandle) -> *mut c_char;
-    /// Makes replacements of tensors by others.
+    /// Makes replacements of tensors by others, and those of `more` unless it is null.
     pub fn flow_replacements_new(
         tensors: TensorSlice,
         others: TensorSlice,
+        more: *const ReplacementsHandle,
         replacements: *mut *const ReplacementsHandle,
     ) -> *mut c_char;
     /// Frees replacements.

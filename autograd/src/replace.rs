@@ -56,14 +56,32 @@ impl Replacements {
     ///
     /// libtorch's.
     pub fn new(pairs: &[(&Tensor, &Tensor)]) -> Result<Self, Error> {
+        Self::beside(pairs, null())
+    }
+
+    /// Returns these replacements and others.
+    ///
+    /// # Errors
+    ///
+    /// libtorch's.
+    pub fn with(&self, pairs: &[(&Tensor, &Tensor)]) -> Result<Self, Error> {
+        Self::beside(pairs, self.0.0)
+    }
+
+    /// Returns the replacements of these pairs, and those of `more` unless it is null.
+    fn beside(
+        pairs: &[(&Tensor, &Tensor)],
+        more: *const ReplacementsHandle,
+    ) -> Result<Self, Error> {
         let tensors: Vec<*const C_tensor> = pairs.iter().map(|pair| pair.0.as_ptr()).collect();
         let others: Vec<*const C_tensor> = pairs.iter().map(|pair| pair.1.as_ptr()).collect();
         let slice =
             |list: &[*const C_tensor]| TensorSlice { tensors: list.as_ptr(), count: list.len() };
         let mut handle = null();
-        // SAFETY: the tensors are alive, and `handle` is writable.
+        // SAFETY: the tensors and `more` are alive, and `handle` is writable.
         unsafe {
-            let text = ffi::flow_replacements_new(slice(&tensors), slice(&others), &mut handle);
+            let text =
+                ffi::flow_replacements_new(slice(&tensors), slice(&others), more, &mut handle);
             ffi::check("Replacements::new", text)?;
         }
         Ok(Self(Arc::new(Handle(handle))))

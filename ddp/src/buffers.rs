@@ -132,21 +132,25 @@ impl Buffers {
 
 /// Gives all ranks rank 0's variables that are not trainable. All ranks call this.
 pub(crate) fn share_untrained(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
-    let mut buffers = Vec::new();
-    {
-        let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
-        let trainable = variables.trainable_variables.iter();
-        let trainable: HashSet<usize> = trainable.map(|one| identity(&one.tensor)).collect();
-        for (name, tensor) in &variables.named_variables {
-            if !trainable.contains(&identity(tensor)) {
-                buffers.push((name.clone(), tensor.shallow_clone()));
-            }
-        }
-    }
-    buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
+    let buffers = untrained(store);
     let buffers = CoalescedBroadcast::new(group, buffers).map_err(Error::from);
     let mut buffers = agree(group, buffers)?;
     agree(group, buffers.run(group, 0).map_err(Error::from))
+}
+
+/// Returns the variables that are not trainable, by name.
+pub(crate) fn untrained(store: &Mutex<Variables>) -> Vec<(String, Tensor)> {
+    let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
+    let trainable = variables.trainable_variables.iter();
+    let trainable: HashSet<usize> = trainable.map(|one| identity(&one.tensor)).collect();
+    let mut buffers = Vec::new();
+    for (name, tensor) in &variables.named_variables {
+        if !trainable.contains(&identity(tensor)) {
+            buffers.push((name.clone(), tensor.shallow_clone()));
+        }
+    }
+    buffers.sort_by(|(name, _), (other, _)| name.cmp(other));
+    buffers
 }
 
 /// A buffer that the model itself held when it was wrapped, beside the handles of its owners.

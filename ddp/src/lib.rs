@@ -101,7 +101,9 @@ pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};
 pub use flow_tensor::{DeviceKind, TensorCollectives};
 pub use fsdp::shared_parameters::{is_fully_sharded, place_on_machine};
 pub use fsdp::{Fsdp, FsdpBuilder, MemoryPlan, PlanError};
-pub use fully_shard::{FullyShard, FullyShardBuilder, FullySharded, ShardedModule, Unsynchronized};
+pub use fully_shard::{
+    FullyShard, FullyShardBuilder, FullySharded, ShardOptions, ShardedModule, Unsynchronized,
+};
 pub use grad_reducer::GradReducer;
 pub use grad_scaler::{Found, GradScaler, ScaledOptimizer};
 pub use join::{Join, JoinContext, JoinHook, JoinOptions, Joinable, join};

@@ -106,11 +106,13 @@ const at::Tensor& flow::replaced(const at::Tensor& tensor) {
 
 extern "C" {
 
-// Makes replacements: each tensor of `others` is taken in place of that of `tensors` at the same place.
-char* flow_replacements_new(TensorSlice tensors, TensorSlice others, const Replacements** result) {
+// Makes replacements: each tensor of `others` is taken in place of that of `tensors` at the same place. And those of
+// `more`, unless it is null.
+char* flow_replacements_new(TensorSlice tensors, TensorSlice others, const Replacements* more,
+                            const Replacements** result) {
     return guarded([&] {
         register_replacing();
-        auto made = std::make_unique<Replacements>();
+        auto made = more ? std::make_unique<Replacements>(*more) : std::make_unique<Replacements>();
         for (size_t i = 0; i < tensors.count; ++i) {
             made->tensors[tensors.tensors[i]->unsafeGetTensorImpl()] = {*tensors.tensors[i], *others.tensors[i]};
         }

@@ -334,7 +334,7 @@ fn variables(
         sharded_parts::gathered(all.values())?
     };
     for (name, tensor) in all {
-        if let Some(own) = sharded_parts::own_elements(&tensor) {
+        if let Some(own) = sharded_parts::saved_elements(&tensor) {
             if !are_of_group {
                 let reason = "its model is sharded over other ranks than save this checkpoint: open the \
                               checkpoints with the model's group";

@@ -132,7 +132,7 @@ impl<S> Checkpoint<S> {
         });
         for (name, variable, own) in sharded {
             let unfit = |error: String| CheckpointError::unfit("load", &name, error);
-            flow_autograd::bump_version(&variable).map_err(|error| unfit(error.to_string()))?;
+            sharded_parts::changed(&variable).map_err(|error| unfit(error.to_string()))?;
             if let Some(OwnElements { start, mut elements }) = own {
                 let read = self.model.tensor(&name, start..start + elements.numel())?;
                 tch::no_grad(|| elements.f_copy_(&read))

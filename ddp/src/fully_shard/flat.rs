@@ -5,7 +5,9 @@ use std::ops::Range;
 use flow_autograd::{Error, TransientMemory, bump_version, data_ptr, identity, set_grad};
 use flow_comm::ProcessGroup;
 use flow_tensor::{TensorCollectives, Work};
-use tch::{TchError, Tensor};
+use tch::{Kind, TchError, Tensor};
+
+use crate::mixed_precision::MixedPrecision;
 
 /// Elements of which none but a parameter's last ones are parted: see `zero/partition.rs`.
 const ALIGNMENT: usize = 64;
@@ -18,6 +20,10 @@ pub(super) struct FlatParameters {
     pub is_trained: bool,
     /// All parameters, one after the other.
     memory: TransientMemory,
+    /// The same in half precision, if their module computes so.
+    low: Option<TransientMemory>,
+    /// The kind in which gradients are sent.
+    sent_as: Kind,
     /// Elements that each rank keeps.
     chunk: usize,
     rank: usize,
@@ -33,12 +39,23 @@ pub(super) struct FlatParameters {
 pub(super) struct Slot {
     pub name: String,
     pub tensor: Tensor,
+    /// What the module takes in its place, if it computes in half precision.
+    pub low: Option<Tensor>,
     start: usize,
     elements: usize,
     /// Backward on this rank has left a gradient in the unreduced ones.
     has_come: bool,
     /// A reduced gradient is there.
     is_there: bool,
+}
+
+/// Which values are gathered.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Precision {
+    /// Those that the module computes with.
+    OfModule,
+    /// Those that the optimizer changes.
+    Full,
 }
 
 /// A parameter's elements on this rank.
@@ -58,15 +75,25 @@ impl FlatParameters {
         module: &str,
         parameters: Vec<(String, Tensor)>,
         is_trained: bool,
+        mixed_precision: MixedPrecision,
     ) -> Result<Self, Error> {
         let kind = parameters[0].1.kind();
         let device = parameters[0].1.device();
+        let sent_as = mixed_precision.communication().unwrap_or(kind);
         let mut slots = Vec::with_capacity(parameters.len());
         let mut end = 0;
         for (name, tensor) in parameters {
             let elements = tensor.numel();
             let start = end;
-            slots.push(Slot { name, tensor, start, elements, has_come: false, is_there: false });
+            slots.push(Slot {
+                name,
+                tensor,
+                low: None,
+                start,
+                elements,
+                has_come: false,
+                is_there: false,
+            });
             // One without elements has a place, too.
             end += elements.max(1).next_multiple_of(ALIGNMENT);
         }
@@ -78,19 +105,37 @@ impl FlatParameters {
              with_full_parameters"
         );
         let gradients = if is_trained { chunk as i64 } else { 0 };
-        let flat = Self {
+        let mut flat = Self {
             slots,
             is_trained,
             memory: TransientMemory::new(kind, device, chunk * ranks, &text)?,
+            low: None,
+            sent_as,
             chunk,
             rank: group.rank(),
             shard: Tensor::f_empty([chunk as i64], (kind, device)).map_err(libtorch)?,
             gradient: Tensor::f_zeros([gradients], (kind, device)).map_err(libtorch)?,
             unreduced: None,
         };
+        if let Some(low) = mixed_precision.param {
+            flat.lower(TransientMemory::new(low, device, chunk * ranks, &text)?)?;
+        }
         flat.memory.allocate()?;
         tch::no_grad(|| flat.fill()).map_err(libtorch)?;
         Ok(flat)
+    }
+
+    /// Has the module compute with parameters in this memory, which are of its kind.
+    fn lower(&mut self, memory: TransientMemory) -> Result<(), Error> {
+        let kind = memory.tensor().kind();
+        for Slot { tensor, low, start, .. } in &mut self.slots {
+            let other =
+                Tensor::f_empty(tensor.size(), (kind, tensor.device())).map_err(libtorch)?;
+            memory.withdraw(&other, *start)?;
+            *low = Some(other);
+        }
+        self.low = Some(memory);
+        Ok(())
     }
 
     /// Copies the parameters into the memory, which is there.
@@ -120,36 +165,63 @@ impl FlatParameters {
 
     /// Has backwards of graphs with other values of the parameters fail.
     fn bump_versions(&self) -> Result<(), Error> {
-        self.slots.iter().try_for_each(|slot| bump_version(&slot.tensor))
+        self.slots.iter().try_for_each(Slot::bump_version)
     }
 
-    /// Allocates the memory, and starts to gather all chunks in it.
-    pub fn start_gather(&self, group: &ProcessGroup) -> crate::error::Result<Work> {
-        let allocated = self.memory.allocate();
-        allocated.map_err(|error| crate::error::Error::fully_shard(group, error))?;
-        Ok(group.all_gather_into_tensor_async(self.whole(), &self.shard)?)
+    /// Allocates the memory of this precision, and starts to gather all chunks in it.
+    pub fn start_gather(
+        &self,
+        group: &ProcessGroup,
+        precision: Precision,
+    ) -> crate::error::Result<Work> {
+        let failed = |error| crate::error::Error::fully_shard(group, error);
+        let memory = self.memory_of(precision);
+        memory.allocate().map_err(failed)?;
+        let whole = memory.tensor().shallow_clone();
+        let own = tch::no_grad(|| self.shard.f_to_kind(whole.kind()));
+        let own = own.map_err(|error| failed(libtorch(error)))?;
+        Ok(group.all_gather_into_tensor_async(whole, &own)?)
     }
 
-    /// Has the parameters lie in the memory, which is there.
-    pub fn place(&self) -> Result<(), Error> {
-        self.slots.iter().try_for_each(|slot| self.memory.place(&slot.tensor, slot.start))
+    /// Has the parameters lie in the memory of this precision, which is there.
+    pub fn place(&self, precision: Precision) -> Result<(), Error> {
+        let memory = self.memory_of(precision);
+        for slot in &self.slots {
+            match &slot.low {
+                Some(low) if precision == Precision::OfModule => {
+                    memory.place(low, slot.start)?;
+                    // Parameters may be frozen at any time.
+                    let requires_grad = slot.tensor.requires_grad();
+                    let _ = low.f_set_requires_grad(requires_grad).map_err(libtorch)?;
+                }
+                _ => memory.place(&slot.tensor, slot.start)?,
+            }
+        }
+        Ok(())
     }
 
     /// Takes the memory from the parameters, which stays.
     pub fn withdraw(&self) -> Result<(), Error> {
-        self.slots.iter().try_for_each(|slot| self.memory.withdraw(&slot.tensor, slot.start))
+        for slot in &self.slots {
+            self.memory.withdraw(&slot.tensor, slot.start)?;
+            if let (Some(memory), Some(tensor)) = (&self.low, &slot.low) {
+                memory.withdraw(tensor, slot.start)?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes the memory from the parameters, and frees it.
     pub fn free(&self) -> Result<(), Error> {
         self.withdraw()?;
         self.memory.free();
+        self.low.iter().for_each(TransientMemory::free);
         Ok(())
     }
 
-    /// Returns whether a tensor lies in the memory, which is there.
+    /// Returns whether a tensor lies in the memory that the module computes with, which is there.
     pub fn has_memory_of(&self, tensor: &Tensor) -> bool {
-        let memory = self.memory.tensor();
+        let memory = self.memory_of(Precision::OfModule).tensor();
         let start = data_ptr(memory).addr();
         let bytes = memory.numel() * memory.kind().elt_size_in_bytes();
         tensor.numel() > 0 && (start..start + bytes).contains(&data_ptr(tensor).addr())
@@ -158,7 +230,7 @@ impl FlatParameters {
     /// Checks that no parameter has a gradient of its own. `taken` says whether the backward of the
     /// module is over. The error says whence such a gradient comes.
     pub fn check_gradients(&self, taken: bool) -> Result<(), String> {
-        for slot in self.slots.iter().filter(|slot| slot.tensor.grad().defined()) {
+        for slot in self.slots.iter().filter(|slot| slot.of_module().grad().defined()) {
             let name = &slot.name;
             if !taken {
                 return Err(format!(
@@ -178,24 +250,26 @@ impl FlatParameters {
 
     /// Moves the parameters' gradients to the unreduced ones.
     pub fn take_gradients(&mut self) -> Result<(), Error> {
+        let memory = self.memory_of(Precision::OfModule).tensor().shallow_clone();
         let mut gradients = Vec::with_capacity(2 * self.slots.len() + 1);
         let mut end = 0;
         for slot in &mut self.slots {
-            let gradient = slot.tensor.grad();
+            let gradient = slot.of_module().grad();
             if !gradient.defined() {
                 continue;
             }
             slot.has_come = true;
-            set_grad(&slot.tensor, None)?;
-            gradients.push(zeros(&self.shard, slot.start - end)?);
+            set_grad(slot.of_module(), None)?;
+            gradients.push(zeros(&memory, slot.start - end)?);
             gradients.push(flattened(&gradient).map_err(libtorch)?);
             end = slot.start + slot.elements;
         }
         if gradients.is_empty() && self.unreduced.is_some() {
             return Ok(());
         }
-        gradients.push(zeros(&self.shard, self.memory.tensor().numel() - end)?);
-        let all = tch::no_grad(|| Tensor::f_cat(&gradients, 0)).map_err(libtorch)?;
+        gradients.push(zeros(&memory, memory.numel() - end)?);
+        let all = tch::no_grad(|| Tensor::f_cat(&gradients, 0)?.f_to_kind(self.sent_as));
+        let all = all.map_err(libtorch)?;
         match &mut self.unreduced {
             Some(before) => tch::no_grad(|| before.f_add_(&all).map(drop)).map_err(libtorch)?,
             None => self.unreduced = Some(all),
@@ -242,7 +316,7 @@ impl FlatParameters {
         for slot in &mut self.slots {
             slot.has_come = false;
             slot.is_there = false;
-            set_grad(&slot.tensor, None)?;
+            set_grad(slot.of_module(), None)?;
         }
         Ok(())
     }
@@ -291,6 +365,26 @@ impl FlatParameters {
 
     fn whole(&self) -> Tensor {
         self.memory.tensor().shallow_clone()
+    }
+
+    fn memory_of(&self, precision: Precision) -> &TransientMemory {
+        match (precision, &self.low) {
+            (Precision::OfModule, Some(low)) => low,
+            _ => &self.memory,
+        }
+    }
+}
+
+impl Slot {
+    /// Has backwards of graphs with another value of the parameter fail.
+    pub fn bump_version(&self) -> Result<(), Error> {
+        bump_version(&self.tensor)?;
+        self.low.as_ref().map_or(Ok(()), bump_version)
+    }
+
+    /// Returns what the module computes with.
+    fn of_module(&self) -> &Tensor {
+        self.low.as_ref().unwrap_or(&self.tensor)
     }
 }
 

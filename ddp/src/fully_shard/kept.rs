@@ -20,9 +20,9 @@ impl Units {
 }
 
 impl KeptGradients for Units {
-    /// All: each has a chunk of each module.
-    fn sharers(&self, group: &ProcessGroup, _: usize) -> Vec<usize> {
-        (0..group.world_size()).collect()
+    /// Those of a replica: each has a chunk of each module.
+    fn sharers(&self, _: &ProcessGroup, rank: usize) -> Vec<usize> {
+        self.ranks_of_replica(rank).collect()
     }
 
     fn part(&self, parameters: &mut [ShardedParameter]) -> Result<(), String> {
@@ -35,7 +35,7 @@ impl KeptGradients for Units {
                     parameter.name
                 ));
             };
-            parameter.shards = place.shards(self.group().world_size());
+            parameter.shards = place.shards(self.replica().world_size());
             places.push(place);
         }
         self.lock().places = places;
@@ -97,14 +97,18 @@ impl KeptGradients for Units {
 
     fn has_stepped(&self) {}
 
-    fn end_step(&self, _: &ProcessGroup) -> Result<()> {
-        Ok(())
+    fn end_step(&self, group: &ProcessGroup) -> Result<()> {
+        // The optimizer knows nothing of those in half precision.
+        let places = self.lock().places.clone();
+        let bumped =
+            places.iter().filter(|place| place.is_there()).try_for_each(Place::bump_version);
+        bumped.map_err(|error| Error::fully_shard(group, error))
     }
 
     fn clip_grad_norm(&self, group: &ProcessGroup, max: f64) -> Result<f64> {
         let gradients = self.parts()?.iter().map(Tensor::grad).collect();
-        let all: Vec<usize> = (0..group.world_size()).collect();
-        clip_grad_norm(group, &all, gradients, max)
+        let ranks = self.sharers(group, group.rank());
+        clip_grad_norm(group, &ranks, gradients, max)
     }
 
     fn clear(&self) -> Result<(), flow_autograd::Error> {

@@ -3,7 +3,9 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `mod.rs` | [`FullyShard`], and the model that it makes |
+//! | `mod.rs` | [`FullyShard`], which makes a model |
+//! | `options.rs` | [`ShardOptions`] of a module |
+//! | `model.rs` | [`FullySharded`]: the model |
 //! | `module.rs` | [`ShardedModule`]: its forward and backward |
 //! | `units.rs` | all modules: when they are gathered, and their gradients reduced |
 //! | `events.rs` | what ranks have done together |
@@ -16,7 +18,9 @@
 mod events;
 mod flat;
 mod kept;
+mod model;
 mod module;
+mod options;
 pub(crate) mod parts;
 mod place;
 mod unit;
@@ -25,24 +29,24 @@ mod units;
 use std::cell::RefCell;
 use std::collections::HashSet;
 use std::fmt;
-use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_autograd::{grad_enabled, identity};
+use flow_autograd::identity;
 use flow_comm::ProcessGroup;
-use tch::nn::{Module, ModuleT, OptimizerConfig, VarStore, Variables};
+use tch::nn::{VarStore, Variables};
 use tch::{Kind, Tensor};
 
 use self::flat::FlatParameters;
+use self::model::Model;
+pub use self::model::{FullySharded, Unsynchronized};
 pub use self::module::ShardedModule;
+pub use self::options::ShardOptions;
 use self::unit::Unit;
 use self::units::Units;
-use crate::buffers::share_untrained;
+use crate::buffers::{share_untrained, untrained};
 use crate::error::{Error, Result};
+use crate::mixed_precision::MixedPrecision;
 use crate::model_check::{agree, can_be_averaged, describe, first_mismatch};
-use crate::optimizer_choice::OptimizerChoice;
-use crate::zero::ZeroRedundancyOptimizer;
-use crate::zero::kept::KeptGradients;
 use crate::zero::sharded_parameter::names;
 
 /// Makes a model of which each rank keeps a part, module by module: PyTorch's `fully_shard` (FSDP2).
@@ -79,7 +83,7 @@ pub struct FullyShard {
     group: ProcessGroup,
     store: Arc<Mutex<Variables>>,
     units: Arc<Units>,
-    reshard_after_forward: bool,
+    options: ShardOptions,
     /// The parameters that modules have, by identity.
     taken: RefCell<HashSet<usize>>,
 }
@@ -88,15 +92,30 @@ pub struct FullyShard {
 #[derive(Debug)]
 pub struct FullyShardBuilder {
     group: ProcessGroup,
-    reshard_after_forward: bool,
+    options: ShardOptions,
     prefetch: usize,
+    replicas: usize,
 }
 
 impl FullyShardBuilder {
-    /// Sets whether a module is freed after its forward (default: yes). Otherwise it stays until its
-    /// backward, and ranks need memory for the whole model (ZeRO's stage 2).
+    /// Sets [`ShardOptions::reshard_after_forward`] of modules that say nothing else.
     pub fn reshard_after_forward(mut self, reshard: bool) -> Self {
-        self.reshard_after_forward = reshard;
+        self.options.reshard_after_forward = reshard;
+        self
+    }
+
+    /// Sets [`ShardOptions::mixed_precision`] of modules that say nothing else, and the type of the model's
+    /// buffers.
+    pub fn mixed_precision(mut self, mixed_precision: MixedPrecision) -> Self {
+        self.options.mixed_precision = mixed_precision;
+        self
+    }
+
+    /// Sets how often the ranks have the model (default: once): PyTorch's HSDP, a mesh of two axes. With 2
+    /// replicas, ranks 0 to 3 of 8 have parts of one, and ranks 4 to 7 of the other. Gradients are averaged
+    /// within a replica, and then each part over the replicas. It must be a divisor of the number of ranks.
+    pub fn replicas(mut self, replicas: usize) -> Self {
+        self.replicas = replicas;
         self
     }
 
@@ -111,15 +130,20 @@ impl FullyShardBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`FullyShard::new`].
+    /// Those of [`FullyShard::new`]; a number of replicas that does not fit.
     pub fn begin(self, vs: &VarStore) -> Result<FullyShard> {
-        let units = Arc::new(Units::new(&self.group, self.prefetch)?);
+        let lines = [format!("options {:?}", (&self.options, self.prefetch, self.replicas))];
+        if let Some(difference) = first_mismatch(&self.group, &lines)? {
+            let reason = format!("FullyShard differs between ranks: {difference}");
+            return Err(Error::fully_shard(&self.group, reason));
+        }
+        let units = Arc::new(Units::new(&self.group, self.prefetch, self.replicas)?);
         parts::remember(&units);
         Ok(FullyShard {
             units,
             group: self.group,
             store: Arc::clone(&vs.variables_),
-            reshard_after_forward: self.reshard_after_forward,
+            options: self.options,
             taken: RefCell::default(),
         })
     }
@@ -138,7 +162,12 @@ impl FullyShard {
 
     /// Options to choose before.
     pub fn builder(group: &ProcessGroup) -> FullyShardBuilder {
-        FullyShardBuilder { group: group.clone(), reshard_after_forward: true, prefetch: 1 }
+        FullyShardBuilder {
+            group: group.clone(),
+            options: ShardOptions::default(),
+            prefetch: 1,
+            replicas: 1,
+        }
     }
 
     /// Shards the module that `make` makes: the trainable variables that come to the `VarStore` meanwhile,
@@ -152,10 +181,28 @@ impl FullyShard {
     ///
     /// On all ranks: modules that differ; one without trainable variables; a failure of the group.
     pub fn module<M>(&self, make: impl FnOnce() -> M) -> Result<ShardedModule<M>> {
+        self.module_with(self.options, make)
+    }
+
+    /// Returns the options of modules that say nothing else, those of the builder.
+    pub fn options(&self) -> ShardOptions {
+        self.options
+    }
+
+    /// Shards a module as [`module`](Self::module) does, with options of its own.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`FullyShard::module`]; types of a mixed precision that do not fit the module.
+    pub fn module_with<M>(
+        &self,
+        options: ShardOptions,
+        make: impl FnOnce() -> M,
+    ) -> Result<ShardedModule<M>> {
         let before = self.variables().trainable_variables.len();
         let module = make();
         let parameters = self.new_parameters(before);
-        let unit = self.shard(parameters, self.reshard_after_forward, false)?;
+        let unit = self.shard(parameters, options, false)?;
         let Some(unit) = unit else {
             let reason = "a module has got no trainable variable of the VarStore: make its variables \
                           inside of FullyShard::module";
@@ -172,7 +219,8 @@ impl FullyShard {
     /// Those of [`FullyShard::module`]; no variable that requires a gradient.
     pub fn wrap<M>(self, model: M) -> Result<FullySharded<M>> {
         // It is needed again as soon as its forward is over.
-        let root = self.shard(self.new_parameters(0), false, true)?;
+        let options = ShardOptions { reshard_after_forward: false, ..self.options };
+        let root = self.shard(self.new_parameters(0), options, true)?;
         if !self.units.all().iter().any(|unit| unit.lock().flats.iter().any(|flat| flat.is_trained))
         {
             let reason =
@@ -180,6 +228,7 @@ impl FullyShard {
             return Err(Error::fully_shard(&self.group, reason));
         }
         share_untrained(&self.group, &self.store)?;
+        self.options.mixed_precision.cast_buffers(&mut untrained(&self.store));
         let model = match root {
             Some(unit) => Model::Sharded(ShardedModule {
                 module: model,
@@ -195,28 +244,36 @@ impl FullyShard {
     fn shard(
         &self,
         parameters: Vec<(String, Tensor)>,
-        reshard_after_forward: bool,
+        options: ShardOptions,
         is_root: bool,
     ) -> Result<Option<Arc<Unit>>> {
-        let lines = describe(&parameters, &[]);
+        let mut lines = describe(&parameters, &[]);
+        lines.push(format!("{options:?}"));
         if let Some(difference) = first_mismatch(&self.group, &lines)? {
             let reason = format!("a module differs between ranks: {difference}");
             return Err(Error::fully_shard(&self.group, reason));
         }
-        let checked = check(&parameters);
+        let checked =
+            check(&parameters).and_then(|()| options.mixed_precision.check(&parameters, None));
         agree(&self.group, checked.map_err(|reason| Error::fully_shard(&self.group, reason)))?;
         let Some(name) = parameters.first().map(|(name, _)| name.clone()) else { return Ok(None) };
         self.taken.borrow_mut().extend(parameters.iter().map(|(_, tensor)| identity(tensor)));
         let mut flats = Vec::new();
         for (is_trained, parameters) in by_kind(parameters) {
-            let flat = FlatParameters::new(&self.group, &name, parameters, is_trained);
+            let flat = FlatParameters::new(
+                self.units.replica(),
+                &name,
+                parameters,
+                is_trained,
+                options.mixed_precision,
+            );
             let flat = flat.map_err(|error| Error::fully_shard(&self.group, error));
             let mut flat = agree(&self.group, flat)?;
             flat.take_over(self.units.group())?;
             flat.free().map_err(|error| Error::fully_shard(&self.group, error))?;
             flats.push(flat);
         }
-        Ok(Some(self.units.add(&name, reshard_after_forward, is_root, flats)))
+        Ok(Some(self.units.add(&name, options, is_root, flats)))
     }
 
     /// Returns the trainable variables from a place on that no module has, by name.
@@ -276,179 +333,8 @@ fn check(parameters: &[(String, Tensor)]) -> Result<(), String> {
     Ok(())
 }
 
-/// A model of which each rank keeps a part: what [`FullyShard::wrap`] makes. It derefs to the model.
-///
-/// - **Parameters** have memory in their module's forward and backward only. So an optimizer of the
-///   `VarStore` cannot step them, and `vs.save` is an error: use [`optimizer`](Self::optimizer), and
-///   [`with_full_parameters`](Self::with_full_parameters).
-/// - **Gradients** are averaged over all ranks, module by module while backward runs, each rank's part for
-///   that rank only. `.grad` of a parameter is undefined after backward.
-/// - All ranks run the same forwards and backwards, also to evaluate. The next step is an error of all if
-///   they have not.
-/// - A loss depends on a module by its output only. A tensor that the module leaves elsewhere, as an
-///   auxiliary loss in a field of its own, must be computed of its output: its gradient would come when the
-///   parameters have no memory.
-/// - A backward runs once through each forward, without `create_graph`. Backward after the optimizer has
-///   stepped is an error of libtorch: the parameters are others then.
-/// - Each rank has buffers of its own after the start.
-pub struct FullySharded<M> {
-    model: Model<M>,
-    group: ProcessGroup,
-    store: Arc<Mutex<Variables>>,
-    units: Arc<Units>,
-}
-
-/// A model with parameters outside of its sharded modules, or without.
-enum Model<M> {
-    Sharded(ShardedModule<M>),
-    Bare(M),
-}
-
-impl<M> FullySharded<M> {
-    /// Makes the optimizer, one of tch's, which steps this rank's part of each module. All ranks call
-    /// this.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`ZeroRedundancyOptimizer::new`].
-    pub fn optimizer(
-        &self,
-        config: impl OptimizerConfig + Send + 'static,
-        learning_rate: f64,
-    ) -> Result<ZeroRedundancyOptimizer> {
-        let choice = OptimizerChoice::new(config, learning_rate);
-        let kept = Arc::clone(&self.units) as Arc<dyn KeptGradients>;
-        ZeroRedundancyOptimizer::with(&self.store, &self.group, choice, Some(kept))
-    }
-
-    /// Returns the group that the model is sharded over.
-    pub fn group(&self) -> &ProcessGroup {
-        &self.group
-    }
-
-    /// Waits until the last backward's gradients are averaged.
-    ///
-    /// # Errors
-    ///
-    /// A failure of this rank or another.
-    pub fn synchronize(&self) -> Result<()> {
-        self.units.synchronize()
-    }
-
-    /// Makes backward only accumulate this rank's gradients, whole, until this guard and every other one
-    /// is dropped. The first backward after that reduces them.
-    #[must_use = "gradients are reduced again as soon as the guard is dropped"]
-    pub fn no_sync(&self) -> Unsynchronized {
-        self.units.begin_unsynchronized();
-        Unsynchronized(Arc::clone(&self.units))
-    }
-
-    /// Runs `read` while all parameters have memory, as for `vs.save`: PyTorch's `summon_full_params`. All
-    /// ranks call this. A change of a parameter is lost: see [`write`](Self::write).
-    ///
-    /// # Errors
-    ///
-    /// A failure of the group.
-    pub fn with_full_parameters<T>(&self, read: impl FnOnce() -> T) -> Result<T> {
-        self.units.with(&self.units.all(), |_| Ok(tch::no_grad(read)))
-    }
-
-    /// Changes parameters: rank 0 runs `change`, without gradients, while all have memory. All ranks then
-    /// take over its parameters and buffers. All ranks call this.
-    ///
-    /// # Errors
-    ///
-    /// On all ranks, that of `change`; a failure of the group.
-    pub fn write<E: fmt::Display>(&self, change: impl FnOnce() -> Result<(), E>) -> Result<()> {
-        let changed = self.units.with(&self.units.all(), |units| {
-            let mut changed = Ok(());
-            if self.group.rank() == 0 {
-                changed = tch::no_grad(change).map_err(|error| {
-                    Error::fully_shard(&self.group, format!("writing into parameters: {error}"))
-                });
-            }
-            for unit in units {
-                let flats = &mut unit.lock().flats;
-                flats.iter_mut().try_for_each(|flat| flat.take_over(self.units.group()))?;
-            }
-            Ok(changed)
-        })?;
-        // Also of a change that has failed half way: ranks must not differ.
-        share_untrained(&self.group, &self.store)?;
-        agree(&self.group, changed)
-    }
-
-    /// Drops the gradients.
-    ///
-    /// # Errors
-    ///
-    /// Of libtorch.
-    pub fn zero_grad(&self) -> Result<()> {
-        let cleared = self.units.clear_gradients();
-        cleared.map_err(|error| Error::fully_shard(&self.group, error))
-    }
-}
-
-impl<M: ModuleT> FullySharded<M> {
-    /// Runs the model's `forward_t`. All ranks call this.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`ShardedModule::try_forward_t`] of what is outside of modules; gradients of the last
-    /// backward that no optimizer has used. A module inside panics with its own.
-    pub fn try_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
-        self.units.begin_forward(grad_enabled())?;
-        let output = match &self.model {
-            Model::Sharded(model) => model.try_forward_t(input, train)?,
-            Model::Bare(model) => model.forward_t(input, train),
-        };
-        self.units.end_forward();
-        Ok(output)
-    }
-}
-
-impl<M: Module> FullySharded<M> {
-    /// Runs the model's `forward`, as [`ModuleT::forward_t`] does in training. All ranks call this.
-    pub fn forward(&self, input: &Tensor) -> Tensor {
-        self.forward_t(input, true)
-    }
-}
-
-impl<M: ModuleT> ModuleT for FullySharded<M> {
-    /// Runs [`FullySharded::try_forward_t`]. Panics with its error, as tch's modules do.
-    fn forward_t(&self, input: &Tensor, train: bool) -> Tensor {
-        self.try_forward_t(input, train).unwrap_or_else(|error| panic!("{error}"))
-    }
-}
-
-impl<M> Deref for FullySharded<M> {
-    type Target = M;
-
-    fn deref(&self) -> &M {
-        match &self.model {
-            Model::Sharded(model) => model,
-            Model::Bare(model) => model,
-        }
-    }
-}
-
-impl<M> fmt::Debug for FullySharded<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FullySharded").field("group", &self.group).finish_non_exhaustive()
-    }
-}
-
 impl fmt::Debug for FullyShard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FullyShard").field("group", &self.group).finish_non_exhaustive()
-    }
-}
-
-/// Keeps gradients local while it lives: see [`FullySharded::no_sync`].
-pub struct Unsynchronized(Arc<Units>);
-
-impl Drop for Unsynchronized {
-    fn drop(&mut self) {
-        self.0.end_unsynchronized();
     }
 }

@@ -33,6 +33,10 @@ impl<M: ModuleT> ShardedModule<M> {
     }
 
     fn run(&self, input: &Tensor, train: bool) -> Result<Tensor> {
+        let input = &self.unit.input(input);
+        let replacements = self.unit.replacements();
+        let replacements =
+            replacements.map_err(|error| Error::fully_shard(self.units.group(), error))?;
         let place = self.units.gather_for_forward(&self.unit)?;
         let of_graph = grad_enabled();
         // Backward runs the module's graph by itself: the parameters are gathered before, and the
@@ -44,7 +48,10 @@ impl<M: ModuleT> ShardedModule<M> {
         };
         let output = {
             let _fails = FailOnPanic(&self.units);
-            self.module.forward_t(&leaf, train)
+            match replacements {
+                Some(replacements) => replacements.during(|| self.module.forward_t(&leaf, train)),
+                None => self.module.forward_t(&leaf, train),
+            }
         };
         if self.unit.has_memory_of(&output) {
             return Err(

@@ -33,6 +33,28 @@ pub(crate) fn own_elements(parameter: &Tensor) -> Option<Option<OwnElements>> {
     None
 }
 
+/// Returns the elements of a sharded parameter that this rank saves, if any; None for any other tensor.
+/// The first replica of a model saves all.
+pub(crate) fn saved_elements(parameter: &Tensor) -> Option<Option<OwnElements>> {
+    for units in models() {
+        if let Some(place) = Place::find(&units.all(), parameter) {
+            let is_first = units.ranks_of_replica(units.group().rank()).start == 0;
+            return Some(place.own_elements().filter(|_| is_first));
+        }
+    }
+    None
+}
+
+/// Notes that a sharded parameter has been given other elements.
+pub(crate) fn changed(parameter: &Tensor) -> std::result::Result<(), flow_autograd::Error> {
+    for units in models() {
+        if let Some(place) = Place::find(&units.all(), parameter) {
+            return place.bump_version();
+        }
+    }
+    Ok(())
+}
+
 /// Frees what is gathered of the models that have these parameters, which are about to change. All ranks
 /// of them call this.
 pub(crate) fn free<'a>(parameters: impl Iterator<Item = &'a Tensor>) -> Result<()> {

@@ -51,6 +51,11 @@ impl Place {
         self.unit.lock().flats[self.flat].own_elements(self.slot)
     }
 
+    /// Has backwards of graphs with another value of the parameter fail.
+    pub fn bump_version(&self) -> Result<(), flow_autograd::Error> {
+        self.unit.lock().flats[self.flat].slots[self.slot].bump_version()
+    }
+
     /// Returns whether a reduced gradient of the parameter is there.
     pub fn is_there(&self) -> bool {
         self.unit.lock().flats[self.flat].is_there(self.slot)

@@ -2,11 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use flow_autograd::Replacements;
 use flow_comm::{ProcessGroup, ReduceOp, digest};
 use flow_tensor::{TensorCollectives, Work};
 use tch::Tensor;
 
-use super::flat::FlatParameters;
+use super::flat::{FlatParameters, Precision};
+use super::options::ShardOptions;
 use crate::error::{Error, Result};
 
 /// The parameters of a module: what PyTorch's `fully_shard` makes of one.
@@ -15,7 +17,7 @@ pub(super) struct Unit {
     pub number: usize,
     /// The first of its parameters, by which errors call the module.
     pub name: String,
-    pub reshard_after_forward: bool,
+    pub options: ShardOptions,
     /// It has what is in no other module.
     pub is_root: bool,
     state: Mutex<State>,
@@ -50,20 +52,45 @@ impl Unit {
     pub fn new(
         number: usize,
         name: String,
-        reshard_after_forward: bool,
+        options: ShardOptions,
         is_root: bool,
         flats: Vec<FlatParameters>,
     ) -> Self {
         let state = Mutex::new(State { flats, gathered: Gathered::No });
-        Self { number, name, reshard_after_forward, is_root, state }
+        Self { number, name, options, is_root, state }
     }
 
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the input of the module's forward.
+    pub fn input(&self, input: &Tensor) -> Tensor {
+        match self.options.mixed_precision.param.filter(|_| input.is_floating_point()) {
+            Some(kind) => input.to_kind(kind),
+            None => input.shallow_clone(),
+        }
+    }
+
+    /// Returns what operations of the module's forward take in place of its parameters, if it computes in
+    /// half precision.
+    pub fn replacements(&self) -> std::result::Result<Option<Replacements>, flow_autograd::Error> {
+        let state = self.lock();
+        let slots = state.flats.iter().flat_map(|flat| &flat.slots);
+        let pairs: Vec<(&Tensor, &Tensor)> =
+            slots.filter_map(|slot| Some((&slot.tensor, slot.low.as_ref()?))).collect();
+        if pairs.is_empty() {
+            return Ok(None);
+        }
+        // A module around this one has others.
+        match Replacements::current() {
+            Some(outer) => outer.with(&pairs).map(Some),
+            None => Replacements::new(&pairs).map(Some),
+        }
+    }
+
     /// Starts to gather the parameters in `group`, if they are nowhere, and returns whether it did.
-    pub fn start_gather(&self, group: &ProcessGroup) -> Result<bool> {
+    pub fn start_gather(&self, group: &ProcessGroup, precision: Precision) -> Result<bool> {
         let state = &mut *self.lock();
         if !matches!(state.gathered, Gathered::No) {
             return Ok(false);
@@ -71,7 +98,7 @@ impl Unit {
         let group = group.with_digest(digest(&self.number));
         let mut works = Vec::with_capacity(state.flats.len());
         for flat in &state.flats {
-            match flat.start_gather(&group) {
+            match flat.start_gather(&group, precision) {
                 Ok(work) => works.push(work),
                 Err(error) => {
                     // The memory is in use until then.
@@ -85,12 +112,12 @@ impl Unit {
         Ok(true)
     }
 
-    /// Waits for the parameters, and gives them to the module.
-    pub fn finish_gather(&self, group: &ProcessGroup) -> Result<()> {
+    /// Waits for the parameters, which come in this precision, and gives them to the module.
+    pub fn finish_gather(&self, group: &ProcessGroup, precision: Precision) -> Result<()> {
         let state = &mut *self.lock();
         state.wait(group)?;
         if let Gathered::Kept = state.gathered {
-            let placed = state.flats.iter().try_for_each(FlatParameters::place);
+            let placed = state.flats.iter().try_for_each(|flat| flat.place(precision));
             placed.map_err(|error| Error::fully_shard(group, error))?;
             state.gathered = Gathered::Yes;
         }
@@ -161,6 +188,18 @@ impl Unit {
             reductions.push(Reduction { flat: number, have_come, work });
         }
         Ok(reductions)
+    }
+
+    /// Waits for this rank's chunk of gradients, and starts to average it over `replicas`.
+    pub fn start_average(
+        &self,
+        replicas: &ProcessGroup,
+        reduction: Reduction,
+    ) -> Result<Reduction> {
+        let Reduction { flat, have_come, work } = reduction;
+        let replicas = replicas.with_digest(digest(&(self.number, &have_come)));
+        let work = replicas.all_reduce_tensor_async(work.wait()?, ReduceOp::Avg)?;
+        Ok(Reduction { flat, have_come, work })
     }
 
     /// Waits for gradients, and keeps this rank's chunk.

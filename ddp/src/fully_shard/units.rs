@@ -1,14 +1,16 @@
 //! All sharded modules of a model: when they are gathered, and their gradients reduced.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flow_comm::ProcessGroup;
+use flow_comm::{Mesh, ProcessGroup};
 use flow_tensor::ArenaAllocatorGuard;
 
 use super::events::Events;
-use super::flat::FlatParameters;
+use super::flat::{FlatParameters, Precision};
+use super::options::ShardOptions;
 use super::place::Place;
 use super::unit::{Reduction, Unit};
 use crate::error::{Error, Result};
@@ -18,9 +20,14 @@ const REDUCED_AT_ONCE: usize = 2;
 
 /// The sharded modules of a model.
 pub(super) struct Units {
-    /// Gathers run beside reductions: a group for each.
+    /// All ranks of the model.
+    group: ProcessGroup,
+    /// The ranks that have a replica of the model together. Gathers run beside reductions: a group for
+    /// each.
     gathers: ProcessGroup,
     reductions: ProcessGroup,
+    /// The ranks that have the same part of each replica, if there are several.
+    replicas: Option<ProcessGroup>,
     /// Keeps large tensors of the CPU where ranks reach them.
     _allocator: Option<Arc<ArenaAllocatorGuard>>,
     /// Modules whose parameters are gathered before they are needed.
@@ -39,10 +46,18 @@ pub(super) struct Progress {
     /// Those of the model's forward under way, if one is.
     running: Option<Vec<usize>>,
     /// Gradients on their way.
-    reducing: VecDeque<(Arc<Unit>, Vec<Reduction>)>,
+    reducing: VecDeque<Reducing>,
     pub events: Events,
     /// Where the optimizer's parameters are.
     pub places: Vec<Place>,
+}
+
+/// Gradients of a module on their way.
+struct Reducing {
+    unit: Arc<Unit>,
+    reductions: Vec<Reduction>,
+    /// The average over replicas is on its way, or there is one replica.
+    in_replicas: bool,
 }
 
 /// Has the other ranks know that this one has panicked.
@@ -57,18 +72,35 @@ impl Drop for FailOnPanic<'_> {
 }
 
 impl Units {
-    /// Prepares for the modules of a model. All ranks call this.
-    pub fn new(group: &ProcessGroup, prefetch: usize) -> Result<Self> {
+    /// Prepares for the modules of a model, which ranks have `replicas` times. All ranks call this.
+    pub fn new(group: &ProcessGroup, prefetch: usize, replicas: usize) -> Result<Self> {
+        let ranks = group.world_size();
+        if replicas == 0 || !ranks.is_multiple_of(replicas) {
+            let reason = format!(
+                "{ranks} ranks cannot have {replicas} replicas of the model: choose a divisor of their number"
+            );
+            return Err(Error::fully_shard(group, reason));
+        }
         let on_cpu = group.cuda_device().is_none();
         let allocator = ArenaAllocatorGuard::current().filter(|_| on_cpu);
         let handle = allocator.as_ref().map(|allocator| allocator.handle());
-        let gathers = group.duplicate_in(handle)?;
-        let reductions = group.duplicate_in(handle)?;
+        let group = group.duplicate_in(handle)?;
         let allocator =
-            if on_cpu { ArenaAllocatorGuard::install(gathers.arena_handle()) } else { None };
+            if on_cpu { ArenaAllocatorGuard::install(group.arena_handle()) } else { None };
+        let mut gathers = group.clone();
+        let mut across = None;
+        if replicas > 1 {
+            let all: Vec<usize> = (0..ranks).collect();
+            let mesh = Mesh::new(&group, &all, &[replicas, ranks / replicas])?;
+            gathers = mesh.group(1)?.clone();
+            across = Some(mesh.group(0)?.clone());
+        }
+        let reductions = gathers.duplicate()?;
         Ok(Self {
+            group,
             gathers,
             reductions,
+            replicas: across,
             _allocator: allocator,
             prefetch,
             progress: Mutex::default(),
@@ -77,22 +109,34 @@ impl Units {
         })
     }
 
-    /// Returns the group in which parameters are gathered.
+    /// Returns the group of all ranks of the model.
     pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Returns the group of the ranks that part a replica of the model.
+    pub fn replica(&self) -> &ProcessGroup {
         &self.gathers
+    }
+
+    /// Returns the ranks that part a replica with `rank`.
+    pub fn ranks_of_replica(&self, rank: usize) -> Range<usize> {
+        let ranks = self.gathers.world_size();
+        let first = rank - rank % ranks;
+        first..first + ranks
     }
 
     /// Adds a module of these parameters.
     pub fn add(
         &self,
         name: &str,
-        reshard_after_forward: bool,
+        options: ShardOptions,
         is_root: bool,
         flats: Vec<FlatParameters>,
     ) -> Arc<Unit> {
         let units = &mut self.lock().units;
         let name = name.to_owned();
-        let unit = Unit::new(units.len(), name, reshard_after_forward, is_root, flats);
+        let unit = Unit::new(units.len(), name, options, is_root, flats);
         let unit = Arc::new(unit);
         units.push(Arc::clone(&unit));
         unit
@@ -111,7 +155,7 @@ impl Units {
             let reason = "the gradients of the last backward were not used: make the optimizer by \
                           FullySharded::optimizer, as one of the VarStore finds none; without an \
                           optimizer call FullySharded::zero_grad";
-            return Err(Error::fully_shard(&self.gathers, reason));
+            return Err(Error::fully_shard(&self.group, reason));
         }
         self.lock().running = Some(Vec::new());
         Ok(())
@@ -163,7 +207,7 @@ impl Units {
     /// Gathers a module's parameters, and begins to gather those of the first of `next`.
     fn gather(&self, unit: &Unit, next: &[usize]) -> Result<()> {
         self.start_gather(unit)?;
-        unit.finish_gather(&self.gathers)?;
+        unit.finish_gather(&self.gathers, Precision::OfModule)?;
         for &number in next.iter().take(self.prefetch) {
             let next = Arc::clone(&self.lock().units[number]);
             self.start_gather(&next)?;
@@ -172,7 +216,7 @@ impl Units {
     }
 
     fn start_gather(&self, unit: &Unit) -> Result<()> {
-        if unit.start_gather(&self.gathers)? {
+        if unit.start_gather(&self.gathers, Precision::OfModule)? {
             self.lock().events.gathered(unit);
         }
         Ok(())
@@ -180,7 +224,7 @@ impl Units {
 
     /// Takes a module's parameters from it after its forward. `has_backward`: a backward may follow.
     pub fn end_module(&self, unit: &Unit, has_backward: bool) -> Result<()> {
-        if has_backward && !unit.reshard_after_forward {
+        if has_backward && !unit.options.reshard_after_forward {
             return unit.withdraw(&self.gathers);
         }
         unit.reshard(&self.gathers)
@@ -189,8 +233,8 @@ impl Units {
     /// Takes the gradients of a module whose backward is over, frees its parameters, and starts to reduce
     /// the gradients unless they are accumulated.
     pub fn end_backward(&self, unit: &Arc<Unit>) -> Result<()> {
-        unit.check_gradients(&self.gathers, true)?;
-        unit.take_gradients(&self.gathers)?;
+        unit.check_gradients(&self.group, true)?;
+        unit.take_gradients(&self.group)?;
         unit.reshard(&self.gathers)?;
         if self.is_unsynchronized() {
             return Ok(());
@@ -201,11 +245,32 @@ impl Units {
     /// Starts to reduce the gradients of a module.
     fn reduce(&self, unit: &Arc<Unit>) -> Result<()> {
         self.finish_reductions(REDUCED_AT_ONCE - 1)?;
+        // Those of the module before are averaged over replicas meanwhile.
+        let before = self.lock().reducing.pop_back();
+        if let Some(before) = before {
+            let before = self.in_replicas(before)?;
+            self.lock().reducing.push_back(before);
+        }
         let reductions = unit.start_reduce(&self.reductions)?;
         let progress = &mut *self.lock();
         progress.events.reduced(unit, &reductions);
-        progress.reducing.push_back((Arc::clone(unit), reductions));
+        progress.reducing.push_back(Reducing {
+            unit: Arc::clone(unit),
+            reductions,
+            in_replicas: self.replicas.is_none(),
+        });
         Ok(())
+    }
+
+    /// Starts to average gradients over replicas, if that is to be done yet.
+    fn in_replicas(&self, mut reducing: Reducing) -> Result<Reducing> {
+        if let Some(replicas) = self.replicas.as_ref().filter(|_| !reducing.in_replicas) {
+            for reduction in std::mem::take(&mut reducing.reductions) {
+                reducing.reductions.push(reducing.unit.start_average(replicas, reduction)?);
+            }
+            reducing.in_replicas = true;
+        }
+        Ok(reducing)
     }
 
     /// Waits for gradients until those of only so many modules are on their way.
@@ -215,7 +280,8 @@ impl Units {
                 let reducing = &mut self.lock().reducing;
                 if reducing.len() > left { reducing.pop_front() } else { None }
             };
-            let Some((unit, reductions)) = next else { return Ok(()) };
+            let Some(next) = next else { return Ok(()) };
+            let Reducing { unit, reductions, .. } = self.in_replicas(next)?;
             for reduction in reductions {
                 unit.finish_reduce(&self.reductions, reduction)?;
             }
@@ -232,13 +298,13 @@ impl Units {
     pub fn finish_gradients(&self) -> Result<()> {
         let units = self.all();
         for unit in &units {
-            unit.check_gradients(&self.gathers, false)?;
+            unit.check_gradients(&self.group, false)?;
         }
         for unit in units.iter().filter(|unit| unit.has_unreduced()) {
             if self.is_unsynchronized() {
                 let reason = "gradients are accumulated under no_sync: drop its guard before the last \
                               backward of a step";
-                return Err(Error::fully_shard(&self.gathers, reason));
+                return Err(Error::fully_shard(&self.group, reason));
             }
             self.reduce(unit)?;
         }
@@ -258,8 +324,8 @@ impl Units {
     ) -> Result<T> {
         self.free()?;
         for unit in units {
-            unit.start_gather(&self.gathers)?;
-            unit.finish_gather(&self.gathers)?;
+            unit.start_gather(&self.gathers, Precision::Full)?;
+            unit.finish_gather(&self.gathers, Precision::Full)?;
         }
         let result = {
             let _fails = FailOnPanic(self);
@@ -272,7 +338,13 @@ impl Units {
     /// Drops all gradients.
     pub fn clear_gradients(&self) -> Result<(), flow_autograd::Error> {
         // Ranks still need what this one sends.
-        self.lock().reducing.clear();
+        let reducing = std::mem::take(&mut self.lock().reducing);
+        for reducing in reducing {
+            self.in_replicas(reducing).map_err(|error| flow_autograd::Error::Libtorch {
+                operation: "zero_grad",
+                reason: error.to_string(),
+            })?;
+        }
         for unit in self.all() {
             unit.lock().flats.iter_mut().try_for_each(FlatParameters::clear_gradients)?;
         }
@@ -301,8 +373,10 @@ impl Units {
 
     /// Has a failure of this rank reach the others.
     pub fn fail(&self, cause: &str) {
+        self.group.abort(cause);
         self.gathers.abort(cause);
         self.reductions.abort(cause);
+        self.replicas.iter().for_each(|replicas| replicas.abort(cause));
     }
 
     pub fn lock(&self) -> MutexGuard<'_, Progress> {

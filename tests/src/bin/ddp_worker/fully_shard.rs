@@ -174,7 +174,10 @@ struct Pair {
 impl Pair {
     fn new(group: &ProcessGroup, model: &Model, config: Config, draws: &mut Draws) -> Result<Self> {
         let sharded_store = store();
+        let ranks = group.world_size();
+        let divisors: Vec<usize> = (1..=ranks).filter(|&one| ranks.is_multiple_of(one)).collect();
         let shard = FullyShard::builder(group)
+            .replicas(divisors[draws.below(divisors.len() as u64) as usize])
             .reshard_after_forward(draws.below(3) > 0)
             .prefetch(draws.below(3) as usize)
             .begin(&sharded_store)?;

@@ -16,6 +16,7 @@ mod fsdp_plan;
 mod fsdp_whole_batch;
 mod fully_shard;
 mod fully_shard_misused;
+mod fully_shard_mixed;
 mod globals;
 mod helpers;
 mod hooks;
@@ -161,6 +162,8 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fully_shard_written", fully_shard_misused::written, ALL_AND_NODES),
     scenario("fully_shard_misused", fully_shard_misused::misused, ALL_AND_NODES),
     scenario("fully_shard_misused_graphs", fully_shard_misused::misused_graphs, ALL_AND_NODES),
+    scenario("fully_shard_mixed_random", fully_shard_mixed::random, AND_THREADS),
+    scenario("fully_shard_mixed_misused", fully_shard_mixed::misused, ALL_AND_NODES),
     scenario("fully_shard_out_of_step", fully_shard_misused::out_of_step, ALL_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),
     scenario("zero_in_backward_random", optimizer_in_backward::random_with_zero, ALL_AND_NODES),
