@@ -132,10 +132,18 @@ impl Buffers {
 
 /// Gives all ranks rank 0's variables that are not trainable. All ranks call this.
 pub(crate) fn share_untrained(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
-    let buffers = untrained(store);
-    let buffers = CoalescedBroadcast::new(group, buffers).map_err(Error::from);
-    let mut buffers = agree(group, buffers)?;
-    agree(group, buffers.run(group, 0).map_err(Error::from))
+    broadcast_all(group, &untrained(store))
+}
+
+/// Gives all ranks rank 0's values of these tensors. All ranks call this.
+pub(crate) fn broadcast_all<'a>(
+    group: &ProcessGroup,
+    named: impl IntoIterator<Item = &'a (String, Tensor)>,
+) -> Result<()> {
+    let named = named.into_iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    let broadcast = CoalescedBroadcast::new(group, named.collect()).map_err(Error::from);
+    let mut broadcast = agree(group, broadcast)?;
+    agree(group, broadcast.run(group, 0).map_err(Error::from))
 }
 
 /// Returns the variables that are not trainable, by name.

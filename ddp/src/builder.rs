@@ -11,6 +11,7 @@ use crate::bucket::comm_hook::CommHook;
 use crate::buffers::BufferCommHook;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
+use crate::fsdp::ignored::Ignored;
 use crate::mixed_precision::MixedPrecision;
 use crate::optimizer_choice::OptimizerChoice;
 use crate::options::{Delayed, Options};
@@ -52,6 +53,8 @@ pub struct DdpBuilder {
     pub(crate) zero: Option<Arc<Parts>>,
     /// The store of the parameters that ranks are to have in common, in an `Fsdp`.
     pub(crate) sharded: Option<Arc<Mutex<Variables>>>,
+    /// The parameters that it leaves to each rank.
+    pub(crate) ignored: Ignored,
     pub(crate) mixed_precision: MixedPrecision,
 }
 
@@ -97,6 +100,7 @@ impl DdpBuilder {
             optimizer: None,
             zero: None,
             sharded: None,
+            ignored: Ignored::default(),
             mixed_precision: MixedPrecision::default(),
         }
     }

@@ -12,6 +12,7 @@ use tch::nn::{Module, ModuleT};
 
 use crate::buffers::{BufferCommHookLocation, Buffers};
 use crate::error::{Error, Result};
+use crate::fsdp::ignored::Ignored;
 use crate::low_precision::LowPrecision;
 use crate::optimizer_in_backward::OptimizerInBackward;
 use crate::reducer::Reducer;
@@ -88,6 +89,8 @@ pub struct Ddp<M> {
     pub(crate) all_buffers: Mutex<Vec<Tensor>>,
     /// The parameters that forward and backward compute with, if these are others.
     pub(crate) low_precision: Option<LowPrecision>,
+    /// The parameters that are each rank's own.
+    pub(crate) ignored: Ignored,
 }
 
 impl<M> Ddp<M> {

@@ -1,6 +1,6 @@
 //! An optimizer that is chosen before it is made for several parameters, or parts of some.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use flow_autograd::OptimizerState;
 use tch::nn::OptimizerConfig;
@@ -12,13 +12,15 @@ pub(crate) struct OptimizerChoice {
     learning_rate: f64,
     /// The groups that parameters have in their `VarStore`, by identity; 0 of others.
     pub groups: HashMap<usize, usize>,
+    /// Parameters of the `VarStore` that it does not step, by identity.
+    pub ignored: HashSet<usize>,
 }
 
 impl OptimizerChoice {
     /// Keeps the configuration, of which [`OptimizerChoice::build_for`] makes optimizers.
     pub fn new(config: impl OptimizerConfig + Send + 'static, learning_rate: f64) -> Self {
         let build = Box::new(move || config.build_copt(learning_rate));
-        Self { build, learning_rate, groups: HashMap::new() }
+        Self { build, learning_rate, groups: HashMap::new(), ignored: HashSet::new() }
     }
 
     /// Makes an optimizer without parameters.

@@ -12,7 +12,7 @@ use tch::nn::{VarStore, Variables};
 use crate::bucket::ReducePath;
 use crate::bucket::cpu::CpuPath;
 use crate::bucket::cuda::CudaPath;
-use crate::buffers::{Buffers, HeldBuffer};
+use crate::buffers::{Buffers, HeldBuffer, broadcast_all};
 use crate::builder::DdpBuilder;
 use crate::comm_hooks::AllReduce;
 use crate::ddp::Ddp;
@@ -77,6 +77,8 @@ impl DdpBuilder {
                 trained.map(|v| (flow_autograd::identity(&v.tensor), v.group)).collect();
         }
         drop(variables);
+        let ignored = self.ignored.identities();
+        named.retain(|(_, tensor)| !ignored.contains(&flow_autograd::identity(tensor)));
         named.sort_by_cached_key(|(name, tensor)| {
             (position(&created, tensor).unwrap_or(usize::MAX), name.clone())
         });
@@ -139,13 +141,15 @@ impl DdpBuilder {
         }
         // All ranks of an Fsdp will have rank 0's parameters in common.
         let to_broadcast = if self.sharded.is_some() { &[][..] } else { &parameters };
-        broadcast_all(&group, to_broadcast, &buffers)?;
+        broadcast_all(&group, to_broadcast.iter().chain(&buffers))?;
         agree(&group, sync_batchnorm::renew(&identities, &group))?;
         // Before the first backward, so that all gradients are allocated in shared memory.
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let are_equal = self.comm_hook.is_same_on_all_ranks();
-        let kept = self.sharded.as_ref().map(|store| fsdp::share(&own, store)).transpose()?;
+        let kept = self.sharded.as_ref();
+        let ignored = self.ignored.identities();
+        let kept = kept.map(|store| fsdp::share(&own, store, &ignored)).transpose()?;
         let unshare = |_: &Error| kept.iter().for_each(|kept| kept.shared.unshare());
         let optimizer = match (&self.optimizer, &self.zero) {
             (None, None) => Ok(None),
@@ -184,6 +188,7 @@ impl DdpBuilder {
             buffers: Mutex::new(Buffers { broadcast, held, hook: self.buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
             low_precision,
+            ignored: self.ignored,
         })
     }
 
@@ -193,15 +198,17 @@ impl DdpBuilder {
         parameters: &[(String, Tensor)],
         buffers: &[(String, Tensor)],
     ) -> Result<(), String> {
+        self.ignored.check()?;
         self.mixed_precision.check(parameters, self.comm_hook.kind())?;
         check(parameters, buffers, &self.options, self.broadcast_buffers)?;
         self.described_optimizer()?;
         self.check_zero()?;
-        if let Some(store) = self.sharded.as_ref().filter(|_| self.group.world_size() > 1) {
-            fsdp::check(store)?;
-        } else if let Some((name, _)) =
-            parameters.iter().find(|(_, tensor)| is_fully_sharded(tensor))
-        {
+        let store = self.sharded.as_ref().filter(|_| self.group.world_size() > 1);
+        if let Some(store) = store {
+            fsdp::check(store, &self.ignored)?;
+        }
+        let mut own = parameters.iter().filter(|_| store.is_none()).chain(&self.ignored.parameters);
+        if let Some((name, _)) = own.find(|(_, tensor)| is_fully_sharded(tensor)) {
             return Err(format!(
                 "the ranks of a machine have {name} in common, which an Fsdp has left so: each would step \
                  it; call into_inner of the Fsdp first"
@@ -280,6 +287,7 @@ impl DdpBuilder {
             buffers: Mutex::new(Buffers { broadcast, held: Vec::new(), hook: None }),
             all_buffers: Mutex::default(),
             low_precision: None,
+            ignored: self.ignored,
         })
     }
 
@@ -315,6 +323,7 @@ impl DdpBuilder {
         match settings {
             Ok(_) => {
                 lines.push(format!("a model on {}", device_kind(parameters[0].1.device())));
+                lines.push(self.ignored.describe());
                 lines.extend(describe(parameters, buffers));
             }
             Err(reason) => {
@@ -323,18 +332,6 @@ impl DdpBuilder {
         }
         lines
     }
-}
-
-/// Gives all ranks rank 0's tensors.
-fn broadcast_all(
-    group: &ProcessGroup,
-    parameters: &[(String, Tensor)],
-    buffers: &[(String, Tensor)],
-) -> Result<()> {
-    let all = parameters.iter().chain(buffers);
-    let all = all.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
-    let mut broadcast = agree(group, CoalescedBroadcast::new(group, all).map_err(Error::from))?;
-    agree(group, broadcast.run(group, 0).map_err(Error::from))
 }
 
 /// The parts of a wrapped model that each rank makes on its own.

@@ -73,7 +73,7 @@ pub struct LayoutArgs {
     /// So many stages on each rank of an interleaved schedule
     #[arg(long, value_name = "N", value_parser = count())]
     chunks: Option<usize>,
-    /// This stage of ZeRO: else 0 and 1, which Flow has
+    /// This stage of ZeRO: else 0, 1 and, as in Flow's FullyShard, 3
     #[arg(long, value_name = "STAGE", value_parser = clap::value_parser!(u8).range(..4))]
     zero: Option<u8>,
     /// Weights once for all ranks of a node, as in Flow's Fsdp, or not

@@ -84,6 +84,7 @@ fn shared(layout: &Layout, stage: u8) -> String {
         _ if layout.zero < stage => "whole".into(),
         // The optimizer needs no whole layer.
         1 => format!("shared by {ranks} ranks"),
+        _ if layout.zero == 3 => format!("shared by {ranks} ranks, and a few layers whole"),
         _ => format!("shared by {ranks} ranks, and one layer whole"),
     }
 }

@@ -54,7 +54,7 @@ impl Memory {
         layout: &Layout,
         costs: &LayerCosts,
     ) -> Self {
-        let Training { weights, gradients, optimizer, .. } = task.training;
+        let Training { weights, gradients, optimizer, gathering, .. } = task.training;
         let shares = layout.data as f64;
         let mut stored_weights = parameters;
         let mut stored_gradients = parameters;
@@ -64,7 +64,9 @@ impl Memory {
             stored_gradients = parameters / shares + whole_layer;
         }
         if layout.zero >= 3 {
-            stored_weights = parameters / shares + whole_layer;
+            let whole = |layers: f64| (layers * whole_layer).min(parameters);
+            stored_weights = parameters / shares + whole(gathering.whole_weights);
+            stored_gradients = parameters / shares + whole(gathering.whole_gradients);
         }
         if layout.shared_weights {
             stored_weights = parameters / shares;

@@ -14,10 +14,8 @@ use crate::task::Task;
 /// The most chunks that interleaved schedules are tried with, unless more are wanted.
 const MOST_CHUNKS: usize = 8;
 
-/// The recomputations and stages of ZeRO that are tried unless others are wanted. Flow has these only:
-/// no selective recomputation, and no stages 2 and 3 of ZeRO but its `Fsdp`.
+/// The recomputations that are tried unless others are wanted: Flow has no selective one.
 const RECOMPUTATIONS: [Recompute; 2] = [Recompute::None, Recompute::Full];
-const ZERO_STAGES: RangeInclusive<u8> = 0..=1;
 
 /// The most ranks of a search. Finding the divisors of more takes too long.
 const MOST_RANKS: usize = 1 << 32;
@@ -56,8 +54,8 @@ impl Candidate {
 
 /// Predicts all layouts of `ranks` ranks that have the wanted parts, and returns the `top` fastest.
 ///
-/// A part that `wanted` leaves out is that of the task. Flow has no selective recomputation and no
-/// stages 2 and 3 of ZeRO: these are tried only if wanted. The same input gives the same result.
+/// A part that `wanted` leaves out is that of the task. What Flow cannot run is tried only if wanted. The
+/// same input gives the same result.
 ///
 /// # Errors
 /// No layout has the wanted parts and divides the model and the batch; 0 ranks, or more than 2^32.
@@ -217,12 +215,19 @@ impl Search<'_> {
         schedules
     }
 
-    /// Returns the layout with each way of sharing out the state of the model.
+    /// Returns the layout with each way of sharing out the state of the model. Of stages 2 and 3 of ZeRO
+    /// Flow has its `Fsdp` and its `FullyShard`.
     fn shardings(&self, scheduled: &Layout) -> Vec<Layout> {
         let Constraints { zero, shared_weights, .. } = *self.wanted;
         let mut layouts = Vec::new();
         if shared_weights != Some(true) {
-            let stages = if scheduled.data > 1 { ZERO_STAGES } else { 0..=0 };
+            let mut stages = vec![0];
+            if scheduled.data > 1 {
+                stages.push(1);
+            }
+            if can_fully_shard(scheduled) {
+                stages.push(3);
+            }
             for zero in choices(zero, stages) {
                 layouts.push(Layout { zero, shared_weights: false, ..*scheduled });
             }
@@ -257,6 +262,12 @@ impl Search<'_> {
         self.reason = reason.or(self.reason.take());
         is_possible
     }
+}
+
+/// Returns whether Flow's `FullyShard` can run a layout: data parallelism alone, without recomputation.
+fn can_fully_shard(layout: &Layout) -> bool {
+    let Layout { data, tensor, pipeline, recompute, .. } = *layout;
+    data > 1 && tensor * pipeline == 1 && recompute == Recompute::None
 }
 
 /// Returns the wanted value, or all values if none is wanted.

@@ -36,7 +36,7 @@ pub struct Training {
 }
 
 /// What the software of ZeRO 3 does to gather weights, beside sending them. The default is that of a
-/// good one: a layer at a time, into its place, twice a step.
+/// good one: a layer at a time, into its place, twice a step. What is whole is that of Flow's `FullyShard`.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Gathering {
@@ -48,11 +48,23 @@ pub struct Gathering {
     pub memory_passes: f64,
     /// Seconds for each rank of a collective.
     pub rank_seconds: f64,
+    /// Layers whose weights a rank has whole at once. By default that which computes, and the next one.
+    pub whole_weights: f64,
+    /// Layers whose gradients a rank has whole at once. By default the last one's as backward leaves them
+    /// and in one piece, and those of two layers that are being reduced.
+    pub whole_gradients: f64,
 }
 
 impl Default for Gathering {
     fn default() -> Self {
-        Self { tensors: 1.0, again: false, memory_passes: 0.0, rank_seconds: 0.0 }
+        Self {
+            tensors: 1.0,
+            again: false,
+            memory_passes: 0.0,
+            rank_seconds: 0.0,
+            whole_weights: 2.0,
+            whole_gradients: 4.0,
+        }
     }
 }
 
@@ -105,6 +117,8 @@ impl Training {
         positive("training.gathering.tensors", self.gathering.tensors)?;
         not_negative("training.gathering.memory_passes", self.gathering.memory_passes)?;
         not_negative("training.gathering.rank_seconds", self.gathering.rank_seconds)?;
+        not_negative("training.gathering.whole_weights", self.gathering.whole_weights)?;
+        not_negative("training.gathering.whole_gradients", self.gathering.whole_gradients)?;
         share("training.data_overlap", self.data_overlap)?;
         share("training.pipeline_overlap", self.pipeline_overlap)
     }

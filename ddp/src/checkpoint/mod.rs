@@ -55,6 +55,7 @@ pub use error::{CheckpointError, Result};
 pub use folder::Folder;
 use layout::lay_out;
 pub use model::CheckpointModel;
+use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
 use plan::Plan;
 pub use resume::Checkpoint;
@@ -141,7 +142,7 @@ impl Checkpoints {
     /// Each rank writes its part of what ranks share: the parameters of an [`Fsdp`](crate::Fsdp) or a
     /// [`FullySharded`](crate::FullySharded), and the
     /// state of its optimizer or of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer). All else
-    /// is rank 0's.
+    /// is rank 0's. [Ignored](crate::FsdpBuilder::ignored_parameters) parameters are equal on all ranks.
     ///
     /// `state` is what else the program needs to go on, as JSON, which has no NaN and no infinity;
     /// rank 0's counts.
@@ -195,6 +196,7 @@ impl Checkpoints {
         let (variables, own) = variables(&self.group, model, vs, all_write)?;
         // All ranks find what cannot be kept, also those that write nothing.
         agree(&self.group, self.check(step, &variables))?;
+        agree(&self.group, check_own_parameters(model))?;
         let state = self.state_parts(optimizer, all_write);
         let state = state.map_err(|error| self.unfit("the optimizer", step, error.to_string()));
         let state = agree(&self.group, state)?;

@@ -1,11 +1,14 @@
 //! The models that checkpoints are made of.
 
 use flow_comm::ProcessGroup;
+use tch::{Device, Tensor};
 
+use super::error::CheckpointError;
 use crate::ddp::Ddp;
 use crate::error::Result;
 use crate::fsdp::Fsdp;
 use crate::fully_shard::FullySharded;
+use crate::model_check::first_mismatch;
 
 /// A model that [`Checkpoints`](crate::Checkpoints) save: a [`Ddp`], an [`Fsdp`] or a [`FullySharded`].
 pub trait CheckpointModel {
@@ -18,6 +21,38 @@ pub trait CheckpointModel {
     ///
     /// The backward has failed.
     fn synchronize(&self) -> Result<()>;
+
+    /// Returns the parameters that are each rank's own, as [ignored](crate::FsdpBuilder::ignored_parameters)
+    /// ones are. Rank 0's are saved, if they are equal on all ranks.
+    fn own_parameters(&self) -> &[(String, Tensor)] {
+        &[]
+    }
+}
+
+/// Checks that the ranks of a model have the same in the parameters that are each rank's own. All ranks of
+/// the model call this.
+pub fn check_own_parameters(model: &impl CheckpointModel) -> super::Result<()> {
+    let parameters = model.own_parameters();
+    if parameters.is_empty() {
+        return Ok(());
+    }
+    let mut lines = Vec::with_capacity(parameters.len());
+    for (name, tensor) in parameters {
+        let unfit = |error: flow_autograd::Error| CheckpointError::unfit("save", name, error);
+        let memory = tensor.detach().to_device(Device::Cpu).contiguous().view([-1]);
+        let sum = blake3::hash(flow_autograd::bytes(&memory).map_err(unfit)?).to_hex();
+        lines.push(format!("{name} {:?} {:?} of the BLAKE3 {sum}", tensor.size(), tensor.kind()));
+    }
+    match first_mismatch(model.group(), &lines)? {
+        None => Ok(()),
+        Some(difference) => {
+            let reason = format!(
+                "{difference}, and one of them is kept: give them the same values, or save them on each \
+                 rank, in a VarStore of their own"
+            );
+            Err(CheckpointError::unfit("save", "the ignored parameters", reason))
+        }
+    }
 }
 
 impl<M> CheckpointModel for Ddp<M> {
@@ -28,6 +63,10 @@ impl<M> CheckpointModel for Ddp<M> {
     fn synchronize(&self) -> Result<()> {
         Ddp::synchronize(self)
     }
+
+    fn own_parameters(&self) -> &[(String, Tensor)] {
+        &self.ignored.parameters
+    }
 }
 
 impl<M> CheckpointModel for Fsdp<M> {
@@ -37,6 +76,10 @@ impl<M> CheckpointModel for Fsdp<M> {
 
     fn synchronize(&self) -> Result<()> {
         Ddp::synchronize(self)
+    }
+
+    fn own_parameters(&self) -> &[(String, Tensor)] {
+        &self.ignored.parameters
     }
 }
 

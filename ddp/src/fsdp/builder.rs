@@ -1,14 +1,17 @@
 //! Options of an [`Fsdp`], and how a model is wrapped.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
+use flow_autograd::data_ptr;
 use flow_comm::ProcessGroup;
 use tch::Device;
 use tch::nn::{OptimizerConfig, VarStore, Variables};
 
 use super::Fsdp;
 use super::grad_shards::GradShards;
+use super::ignored::Ignored;
 use super::plan::{MemoryPlan, PlanError, check_wrapping};
 use super::shared_parameters::{SharedParameters, bytes_of};
 use crate::builder::DdpBuilder;
@@ -22,7 +25,7 @@ use crate::zero::sharded_parameter::{ShardedParameter, sharded_parameters};
 impl Fsdp<()> {
     /// Options to choose before wrapping a model, of whatever type.
     pub fn builder(group: &ProcessGroup) -> FsdpBuilder {
-        FsdpBuilder { ddp: Ddp::builder(group) }
+        FsdpBuilder { ddp: Ddp::builder(group), ignored: Vec::new() }
     }
 
     /// Returns the memory that `ranks` ranks of a machine need to train the variables of `vs`, which
@@ -56,11 +59,16 @@ impl Fsdp<()> {
 /// Options of an [`Fsdp`]. All ranks choose the same. Those of [`DdpBuilder`] are explained there.
 pub struct FsdpBuilder {
     ddp: DdpBuilder,
+    /// Names of the parameters that are left to each rank.
+    ignored: Vec<String>,
 }
 
 impl fmt::Debug for FsdpBuilder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FsdpBuilder").field("ddp", &self.ddp).finish()
+        f.debug_struct("FsdpBuilder")
+            .field("ddp", &self.ddp)
+            .field("ignored_parameters", &self.ignored)
+            .finish()
     }
 }
 
@@ -103,20 +111,83 @@ impl FsdpBuilder {
         self
     }
 
+    /// Leaves these parameters to each rank: PyTorch's `ignored_params`. Each rank begins with its own values
+    /// of them, and backward leaves its own gradients in `.grad`. The optimizer of [`Fsdp::optimizer`] neither
+    /// steps nor clips them, nor drops their gradients. Another optimizer of these parameters alone does:
+    ///
+    /// ```no_run
+    /// # fn main() -> anyhow::Result<()> {
+    /// use flow_ddp::{Fsdp, ProcessGroup, TensorCollectives};
+    /// use tch::nn::{self, ModuleT, OptimizerConfig};
+    ///
+    /// let group = ProcessGroup::from_env()?;
+    /// let vs = nn::VarStore::new(group.device());
+    /// let net = nn::seq_t()
+    ///     .add(nn::linear(vs.root() / "common", 784, 100, Default::default()))
+    ///     .add(nn::linear(vs.root() / "own", 100, 10, Default::default()));
+    /// let builder = Fsdp::builder(&group).ignored_parameters(&["own.weight", "own.bias"]);
+    /// let model = builder.wrap(net, &vs)?;
+    /// let optimizer = model.optimizer(nn::Adam::default(), 1e-3)?;
+    /// let mut own_optimizer = nn::Sgd::default().build_copt(0.1)?;
+    /// for name in ["own.weight", "own.bias"] {
+    ///     own_optimizer.add_parameters(&vs.variables()[name], 0)?;
+    /// }
+    /// # let (images, labels) = (tch::Tensor::new(), tch::Tensor::new());
+    /// let loss = model.forward_t(&images, true).cross_entropy_for_logits(&labels);
+    /// model.zero_grad()?;
+    /// loss.f_backward()?;
+    /// optimizer.step()?;
+    /// own_optimizer.step()?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// - A parameter of several names is ignored if one of them is given.
+    /// - Each backward must reach a parameter that is not ignored. The other ranks wait for that.
+    /// - In mixed precision, ignored parameters keep their kind in forward.
+    /// - With several ranks an optimizer of the whole `VarStore` finds the gradients of ignored parameters
+    ///   only. With one rank it finds all, and would step the others twice.
+    /// - [`Checkpoints`](crate::Checkpoints) keep one value of each parameter. If ranks have other values in an
+    ///   ignored one, saving is an error.
+    pub fn ignored_parameters(mut self, names: &[&str]) -> Self {
+        self.ignored = names.iter().map(|&name| name.into()).collect();
+        self
+    }
+
+    /// Returns the memory of a training with these options and default buckets: see [`Fsdp::plan`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Fsdp::plan`].
+    pub fn plan(
+        &self,
+        vs: &VarStore,
+        config: impl OptimizerConfig + Send + 'static,
+        ranks: usize,
+    ) -> Result<MemoryPlan, PlanError> {
+        let mut choice = OptimizerChoice::new(config, 1e-3);
+        choice.ignored = Ignored::of(&self.ignored, &vs.variables_).identities();
+        MemoryPlan::new(&vs.variables_, &choice, ranks)
+    }
+
     /// Wraps a model whose variables are in `vs`: see [`Fsdp::new`].
     pub fn wrap<M>(mut self, model: M, vs: &VarStore) -> Result<Fsdp<M>> {
         let store = Arc::clone(&vs.variables_);
         self.ddp.sharded = Some(Arc::clone(&store));
+        self.ddp.ignored = Ignored::of(&self.ignored, &store);
         Ok(Fsdp { ddp: self.ddp.wrap(model, vs)?, store })
     }
 }
 
 /// Puts the parameters of a machine's ranks into one memory, and makes room for this rank's gradients. All
 /// ranks call this, of whose models [`check`] has found nothing wrong.
-pub(crate) fn share(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<Arc<GradShards>> {
-    let parameters = sharded_parameters(store, group.local_world_size());
+pub(crate) fn share(
+    group: &ProcessGroup,
+    store: &Mutex<Variables>,
+    ignored: &HashSet<usize>,
+) -> Result<Arc<GradShards>> {
+    let parameters = sharded_parameters(store, ignored, group.local_world_size());
     let parameters = agree(group, parameters.map_err(|reason| Error::fsdp(group, reason)))?;
-    check_wrapping(group, store)?;
+    check_wrapping(group, store, ignored)?;
     let shared = SharedParameters::new(group, &parameters)?;
     let shards = shared.spread().and_then(|()| {
         let shards = GradShards::new(Arc::clone(&shared), &parameters, group.local_index());
@@ -126,8 +197,8 @@ pub(crate) fn share(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<Ar
 }
 
 /// Returns what is wrong with the device, or the parameters.
-pub(crate) fn check(store: &Mutex<Variables>) -> Result<(), String> {
-    let parameters = sharded_parameters(store, 1)?;
+pub(crate) fn check(store: &Mutex<Variables>, ignored: &Ignored) -> Result<(), String> {
+    let parameters = sharded_parameters(store, &ignored.identities(), 1)?;
     if let Some(parameter) = parameters.iter().find(|each| each.tensor.device() != Device::Cpu) {
         return Err(format!(
             "Fsdp: {} is on {:?}, and must be on the CPU: use Ddp and a ZeroRedundancyOptimizer on GPUs",
@@ -144,6 +215,21 @@ pub(crate) fn check(store: &Mutex<Variables>) -> Result<(), String> {
                 "Fsdp: {} and {} lie in the same memory, and would not any more: make one of them a \
                  shallow_clone of the other",
                 pair[0].name, pair[1].name
+            ));
+        }
+    }
+    for (name, tensor) in &ignored.parameters {
+        let start = data_ptr(tensor).addr();
+        let end = start + bytes_of(tensor);
+        let common = by_address.iter().find(|parameter| {
+            let address = parameter.address;
+            address < end && start < address + bytes_of(&parameter.tensor)
+        });
+        if let Some(common) = common {
+            return Err(format!(
+                "Fsdp: the ignored {name} lies in the memory of {}, and would not any more: ignore both, or \
+                 none",
+                common.name
             ));
         }
     }

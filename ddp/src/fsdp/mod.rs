@@ -7,11 +7,13 @@
 //! | `builder.rs` | its options, and how a model is wrapped |
 //! | `shared_parameters.rs` | parameters that the ranks of a machine have in common |
 //! | `grad_shards.rs` | the gradients that a rank keeps |
+//! | `ignored.rs` | parameters that are left to each rank |
 //! | `plan.rs` | the memory that all of it needs, and whether the machine has it |
 //! | `machine_memory.rs` | the memory of the machine |
 
 pub(crate) mod builder;
 pub(crate) mod grad_shards;
+pub(crate) mod ignored;
 mod machine_memory;
 mod plan;
 pub(crate) mod shared_parameters;
@@ -102,7 +104,8 @@ impl<M> Fsdp<M> {
         config: impl OptimizerConfig + Send + 'static,
         learning_rate: f64,
     ) -> Result<ZeroRedundancyOptimizer> {
-        let choice = OptimizerChoice::new(config, learning_rate);
+        let mut choice = OptimizerChoice::new(config, learning_rate);
+        choice.ignored = self.ddp.ignored.identities();
         let group = self.ddp.group();
         if group.cuda_device().is_none() {
             plan::check_optimizer(group, &self.store, &choice)?;
@@ -112,7 +115,7 @@ impl<M> Fsdp<M> {
     }
 
     /// Changes parameters: rank 0 runs `change`, without gradients, while the others wait. They then take
-    /// over its parameters and buffers. All ranks call this.
+    /// over its parameters and buffers, and what it has changed of ignored parameters. All ranks call this.
     ///
     /// ```no_run
     /// # fn main() -> anyhow::Result<()> {
@@ -136,6 +139,8 @@ impl<M> Fsdp<M> {
             return tch::no_grad(change).map_err(of_change);
         };
         self.check_writes(kept)?;
+        let ignored = &self.ddp.ignored;
+        let versions = ignored.versions();
         let mut changed = Ok(());
         if group.rank() == 0 {
             changed = tch::no_grad(change).map_err(of_change);
@@ -143,11 +148,12 @@ impl<M> Fsdp<M> {
         let is_in_place = kept.shared.check_memory().map_err(|reason| Error::fsdp(group, reason));
         // Also of a change that has failed half way: machines must not differ.
         kept.shared.spread()?;
+        ignored.share_changed(group, &versions)?;
         agree(group, changed.and(is_in_place))?;
         share_untrained(group, &self.store)
     }
 
-    /// Drops the gradients.
+    /// Drops the gradients, also those of ignored parameters.
     ///
     /// # Errors
     ///

@@ -25,6 +25,8 @@ pub struct MemoryPlan {
     pub parameters: u64,
     /// Gradients of the parameters that are trained, of which each rank keeps a part.
     pub gradients: u64,
+    /// [Ignored parameters](crate::FsdpBuilder::ignored_parameters) and their gradients, of all ranks.
+    pub ignored: u64,
     /// The optimizer's state, of which each rank keeps a part.
     pub optimizer: u64,
     /// Whole gradients during backward, in three buckets of each rank, with the default
@@ -47,21 +49,32 @@ impl MemoryPlan {
         ranks: usize,
     ) -> Result<Self, PlanError> {
         let state_elements = state_elements(choice).map_err(PlanError)?;
-        Ok(Self::of(store, state_elements, ranks))
+        Ok(Self::of(store, &choice.ignored, state_elements, ranks))
     }
 
     /// Counts the memory of the variables of a store.
-    fn of(store: &Mutex<Variables>, state_elements: u64, ranks: usize) -> Self {
+    fn of(
+        store: &Mutex<Variables>,
+        ignored: &HashSet<usize>,
+        state_elements: u64,
+        ranks: usize,
+    ) -> Self {
         let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
         let mut seen = HashSet::new();
         let mut parameters = 0;
+        let mut of_each_rank = 0;
         let mut trained = Vec::new();
         for variable in &variables.trainable_variables {
             let tensor = &variable.tensor;
             if !seen.insert(identity(tensor)) {
                 continue;
             }
-            parameters += bytes_of(tensor) as u64;
+            let bytes = bytes_of(tensor) as u64;
+            if ignored.contains(&identity(tensor)) {
+                of_each_rank += if tensor.requires_grad() { 2 * bytes } else { bytes };
+                continue;
+            }
+            parameters += bytes;
             if tensor.requires_grad() {
                 trained.push(Item { bytes: bytes_of(tensor), class: tensor.kind() as u8 });
             }
@@ -71,6 +84,7 @@ impl MemoryPlan {
         Self {
             parameters,
             gradients,
+            ignored: ranks as u64 * of_each_rank,
             optimizer: state_elements * gradients,
             buckets: ranks as u64 * waiting,
             state_elements,
@@ -84,7 +98,7 @@ impl MemoryPlan {
 
     /// Returns what is needed whatever the size of buckets.
     fn certain(&self) -> u64 {
-        self.parameters + self.gradients + self.optimizer
+        self.parameters + self.gradients + self.optimizer + self.ignored
     }
 
     /// Returns what is wrong if these bytes are all that ranks can have.
@@ -92,7 +106,7 @@ impl MemoryPlan {
         if self.certain() <= there {
             return Ok(());
         }
-        let without_state = self.parameters + self.gradients;
+        let without_state = self.certain() - self.optimizer;
         let advice = if self.state_elements > 1 && without_state + self.gradients <= there {
             "without a second moment it would fit, as with SGD with momentum"
         } else if self.state_elements > 0 && without_state <= there {
@@ -101,14 +115,24 @@ impl MemoryPlan {
             "take a machine with more memory, or divide the model, as a pipeline does"
         };
         Err(format!(
-            "Fsdp: training needs {} on this machine ({} of parameters, {} of gradients, {} of the \
-             optimizer's state), and {} are there: {advice}",
+            "Fsdp: training needs {} on this machine ({}), and {} are there: {advice}",
             size(self.certain()),
-            size(self.parameters),
-            size(self.gradients),
-            size(self.optimizer),
+            self.certain_parts(),
             size(there)
         ))
+    }
+
+    fn certain_parts(&self) -> String {
+        let mut text = format!(
+            "{} of parameters, {} of gradients, {} of the optimizer's state",
+            size(self.parameters),
+            size(self.gradients),
+            size(self.optimizer)
+        );
+        if self.ignored > 0 {
+            text += &format!(", {} of ignored parameters", size(self.ignored));
+        }
+        text
     }
 
     /// Returns what is wrong if so many bytes are free while the ranks' own parameters are copied.
@@ -129,22 +153,19 @@ impl MemoryPlan {
 /// In a line, such as `31.0 GB: 8.0 GB of parameters, ...`.
 impl fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { parameters, gradients, optimizer, buckets, .. } = *self;
-        write!(f, "{}: {} of parameters, ", size(self.total()), size(parameters))?;
-        write!(
-            f,
-            "{} of gradients, {} of the optimizer's state, ",
-            size(gradients),
-            size(optimizer)
-        )?;
-        write!(f, "{} in buckets", size(buckets))
+        let total = size(self.total());
+        write!(f, "{total}: {}, {} in buckets", self.certain_parts(), size(self.buckets))
     }
 }
 
 /// Returns the error of a machine that has no room for the model that is to be wrapped. All ranks call
 /// this.
-pub(crate) fn check_wrapping(group: &ProcessGroup, store: &Mutex<Variables>) -> Result<()> {
-    let plan = MemoryPlan::of(store, 0, group.local_world_size());
+pub(crate) fn check_wrapping(
+    group: &ProcessGroup,
+    store: &Mutex<Variables>,
+    ignored: &HashSet<usize>,
+) -> Result<()> {
+    let plan = MemoryPlan::of(store, ignored, 0, group.local_world_size());
     let memory = MachineMemory::read();
     let there = there(group, memory)?;
     let available = memory.map_or(u64::MAX, |memory| memory.available);
@@ -161,7 +182,7 @@ pub(crate) fn check_optimizer(
 ) -> Result<()> {
     // Of one that cannot be made, its maker says why.
     let state_elements = state_elements(choice).unwrap_or(0);
-    let plan = MemoryPlan::of(store, state_elements, group.local_world_size());
+    let plan = MemoryPlan::of(store, &choice.ignored, state_elements, group.local_world_size());
     let checked = plan.check(there(group, MachineMemory::read())?);
     agree(group, checked.map_err(|reason| Error::fsdp(group, reason)))
 }
@@ -241,6 +262,21 @@ mod tests {
         assert_eq!(Fsdp::plan(&vs, Sgd::default(), 1).unwrap().total(), 4040 + 4000);
     }
 
+    #[test]
+    fn ignored_parameters_count_for_each_rank() {
+        let vs = VarStore::new(Device::Cpu);
+        let _ = vs.root().zeros("common", &[1000]);
+        let _ = vs.root().zeros("own", &[500]);
+        let _ = vs.root().zeros("frozen", &[10]).set_requires_grad(false);
+        let group = ProcessGroup::in_process(1).unwrap().remove(0);
+        let builder = Fsdp::builder(&group).ignored_parameters(&["own", "frozen"]);
+        let plan = builder.plan(&vs, Adam::default(), 3).unwrap();
+        assert_eq!((plan.parameters, plan.gradients, plan.optimizer), (4000, 4000, 8000));
+        assert_eq!((plan.ignored, plan.buckets), (3 * (2 * 2000 + 40), 3 * 4000));
+        assert_eq!(plan.total(), 16_000 + 12_120 + 12_000);
+        assert!(plan.check(28_119).unwrap_err().contains("0.0 MB of ignored parameters"));
+    }
+
     /// Buckets of 1 MiB and 25 MiB: the last parameter's alone, and then five at a time.
     #[test]
     fn three_buckets_wait() {
@@ -255,6 +291,7 @@ mod tests {
         MemoryPlan {
             parameters: 8_000_000_000,
             gradients: 8_000_000_000,
+            ignored: 0,
             optimizer: 16_000_000_000,
             buckets: 100_000_000,
             state_elements: 2,

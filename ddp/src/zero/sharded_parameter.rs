@@ -223,14 +223,16 @@ impl OwnShard {
     }
 }
 
-/// Returns the trainable variables of a store, each once if it has several names, parted among `ranks`.
+/// Returns the trainable variables of a store but those of the identities `ignored`, each once if it has
+/// several names, parted among `ranks`.
 pub(crate) fn sharded_parameters(
     store: &Mutex<Variables>,
+    ignored: &HashSet<usize>,
     ranks: usize,
 ) -> Result<Vec<ShardedParameter>, String> {
     let variables = store.lock().unwrap_or_else(PoisonError::into_inner);
     let names = names(&variables);
-    let mut seen = HashSet::new();
+    let mut seen = ignored.clone();
     let mut parameters = Vec::new();
     let mut sizes = Vec::new();
     for variable in &variables.trainable_variables {

@@ -35,7 +35,7 @@ impl Shards {
     ) -> Result<Self, String> {
         let sharers = sharers(kept.as_deref(), group, group.rank());
         let own_place = sharers.iter().position(|&sharer| sharer == group.rank());
-        let mut parameters = sharded_parameters(store, sharers.len())?;
+        let mut parameters = sharded_parameters(store, &choice.ignored, sharers.len())?;
         if let Some(kept) = &kept {
             kept.part(&mut parameters)?;
         }

@@ -1,7 +1,8 @@
 //! Memory, traffic and time by value: what papers print, and what is computed by hand.
 
 use flow_plan::{
-    Gathering, Layout, Limit, Prediction, Recompute, ScheduleKind, Task, compare, predict,
+    Constraints, Gathering, Layout, Limit, Prediction, Recompute, ScheduleKind, Task, compare,
+    predict, search,
 };
 use serde_json::json;
 
@@ -138,6 +139,27 @@ fn shared_weights_are_there_once_for_a_node() {
     assert!(error.contains("`cluster.shared_memory` is true"), "{error}");
 }
 
+/// docs/sharded.md: each of R ranks has its part of P bytes of parameters, of P of gradients, and of the
+/// optimizer's state. Two modules are gathered, and gradients of three are whole, one of them twice.
+#[test]
+fn fully_shard_has_a_few_modules_whole() {
+    let task = task(100, 1e9, 8, 0.0, 0.0);
+    let layout = Layout { data: 8, zero: 3, ..NARROW };
+    let memory = predicted(&task, layout).memory;
+    let module = 2.0 * 1e9 / 100.0;
+    assert_eq!(memory.weights, 2e9 / 8.0 + 2.0 * module);
+    assert_eq!(memory.gradients, 2e9 / 8.0 + 4.0 * module);
+    assert_eq!(memory.optimizer, 12e9 / 8.0);
+    // No more of a small model is whole than there is.
+    let small = predicted(&self::task(1, 1e3, 8, 0.0, 0.0), layout).memory;
+    assert_eq!((small.weights, small.gradients), (2e3 / 8.0 + 2e3, 2e3 / 8.0 + 2e3));
+    let without_pipelines = Constraints { pipeline: Some(1), ..Constraints::default() };
+    let found = search(&task, 8, &without_pipelines, 1000).unwrap();
+    let is_fully_sharded = |plan: &Prediction| plan.layout.zero == 3;
+    assert!(found.best.iter().any(is_fully_sharded));
+    assert!(is_fully_sharded(&found.smallest));
+}
+
 /// Three collectives of each layer for each micro-batch, each a ring of all ranks.
 #[test]
 fn zero_3_waits_for_each_layer() {
@@ -171,8 +193,13 @@ fn software_that_gathers_costs_what_it_says() {
     };
     assert!((data(&task, Recompute::Full) - 4_500.0).abs() < 1e-9);
     task.cluster.memory_bandwidth = 2.0;
-    task.training.gathering =
-        Gathering { tensors: 5.0, again: true, memory_passes: 3.0, rank_seconds: 0.25 };
+    task.training.gathering = Gathering {
+        tensors: 5.0,
+        again: true,
+        memory_passes: 3.0,
+        rank_seconds: 0.25,
+        ..task.training.gathering
+    };
     let sending = 4.0 * 1_500.0;
     let software = 3.0 * 4.0 * 2e3 / 2.0 + 0.25 * 4.0 * 10.0 * 5.0 * 4.0;
     assert!((data(&task, Recompute::Full) - sending - software).abs() < 1e-9);

@@ -11,6 +11,7 @@ mod equivalence;
 mod failures;
 mod forks;
 mod fsdp;
+mod fsdp_ignored;
 mod fsdp_misused;
 mod fsdp_plan;
 mod fsdp_whole_batch;
@@ -140,6 +141,11 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_plan_of_sgd", fsdp_plan::of_sgd, MEASURES_MEMORY),
     scenario("fsdp_plan_too_large", fsdp_plan::too_large, CPU_AND_NODES),
     scenario("fsdp_resumed", fsdp::resumed, CPU_AND_NODES),
+    scenario("fsdp_ignored_random", fsdp_ignored::random, CPU_AND_NODES_AND_THREADS),
+    scenario("fsdp_ignored_saved", fsdp_ignored::saved, CPU_AND_NODES),
+    scenario("fsdp_ignored_written", fsdp_ignored::written, CPU_AND_NODES),
+    scenario("fsdp_ignored_gradients", fsdp_ignored::gradients, CPU_AND_NODES),
+    scenario("fsdp_ignored_misused", fsdp_ignored::misused, CPU_AND_NODES),
     scenario("checkpoint_memory", checkpoint_memory::in_parts, MEASURES_MEMORY),
     scenario("checkpoint_random", checkpoint_random::random, CPU_AND_NODES),
     scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),
