@@ -11,3 +11,5 @@ def table(figures):
     for name, peer in ("save", "dd_write"), ("load", "dd_read"):
         flow, dd = (figures.median("flow", "checkpoints", what) for what in (name, peer))
         yield row(f"{name} a model and its Adam, 2 GB, against dd", flow, dd, at_least=0.8)
+    begun, copy = (figures.median("flow", "checkpoints", what) for what in ("async_save", "copy"))
+    yield row("stall of a save beside the training, against a copy in memory", begun, copy, at_least=1 / 1.1)

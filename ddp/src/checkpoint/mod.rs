@@ -7,6 +7,7 @@
 //! | `model.rs` | [`CheckpointModel`] |
 //! | `resume.rs` | [`Checkpoint`]: resume |
 //! | `parts.rs` | what each rank writes |
+//! | `saving.rs` | a checkpoint that is filled at once, or beside the training |
 //! | `plan.rs` | all files that are written, and where this rank's parts go |
 //! | `layout.rs` | which file has which tensor; for both kinds |
 //! | `write.rs` | how a rank writes its parts; for both kinds |
@@ -31,6 +32,7 @@ mod plan;
 mod resume;
 pub mod safetensors;
 pub mod saved;
+mod saving;
 mod sharers;
 mod state;
 pub mod sums;
@@ -38,7 +40,8 @@ pub mod write;
 
 use std::collections::HashMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts, identity};
 use flow_comm::ProcessGroup;
@@ -59,6 +62,7 @@ use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
 use plan::Plan;
 pub use resume::Checkpoint;
+use saving::{Saving, Writer, lock};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
@@ -108,9 +112,10 @@ pub const FILE_BYTES: u64 = 5_000_000_000;
 /// # Ok(()) }
 /// ```
 pub struct Checkpoints {
-    folder: Folder,
+    folder: Arc<Mutex<Folder>>,
     group: ProcessGroup,
     file_bytes: u64,
+    writer: Writer,
 }
 
 impl Checkpoints {
@@ -121,12 +126,17 @@ impl Checkpoints {
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let folder = Folder::open(folder.as_ref(), group, &[SUMS, STATE])?;
-        Ok(Self { folder, group: group.clone(), file_bytes: FILE_BYTES })
+        Ok(Self {
+            folder: Arc::new(Mutex::new(folder)),
+            group: group.clone(),
+            file_bytes: FILE_BYTES,
+            writer: Writer::default(),
+        })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
-    pub fn keep(mut self, count: usize) -> Self {
-        self.folder.keep = count;
+    pub fn keep(self, count: usize) -> Self {
+        lock(&self.folder).keep = count;
         self
     }
 
@@ -161,11 +171,57 @@ impl Checkpoints {
         sampler: &dyn Stateful,
         state: &S,
     ) -> Result<()> {
+        self.begin(step, (model, vs), optimizer, sampler, state)?.finish()
+    }
+
+    /// Writes a checkpoint as [`save`](Self::save) does, beside the training: PyTorch's `async_save`. When it
+    /// returns, each rank has copied what it writes, and all of it may change. A thread writes the copy,
+    /// which needs as much memory as this rank's part of the files has bytes.
+    ///
+    /// The checkpoint is whole once [`wait`](Self::wait) has returned. The next `async_save`, `save` or
+    /// `latest` waits for it as well, and so does a drop. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks: those of [`save`](Self::save) before anything is written, too little memory for the
+    /// copy, and an error of the checkpoint before, as `wait` returns it.
+    pub fn async_save<S: Serialize + DeserializeOwned>(
+        &mut self,
+        step: usize,
+        model: &impl CheckpointModel,
+        vs: &VarStore,
+        optimizer: &dyn OptimizerState,
+        sampler: &dyn Stateful,
+        state: &S,
+    ) -> Result<()> {
+        let saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
+        self.writer.start(saving)
+    }
+
+    /// Waits until the checkpoint of the last [`async_save`](Self::async_save) is whole. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, when it could not be written; those before it are then still there.
+    pub fn wait(&mut self) -> Result<()> {
+        self.writer.wait()
+    }
+
+    /// Makes the files of a checkpoint.
+    fn begin<S: Serialize + DeserializeOwned>(
+        &mut self,
+        step: usize,
+        (model, vs): (&impl CheckpointModel, &VarStore),
+        optimizer: &dyn OptimizerState,
+        sampler: &dyn Stateful,
+        state: &S,
+    ) -> Result<Saving> {
+        self.wait()?;
         model.synchronize()?;
-        let begun = self.folder.begin(step);
+        let begun = lock(&self.folder).begin(step);
         let partial = agree(&self.group, begun)?;
         let parts = self.parts(&partial, step, (model, vs), optimizer);
-        let saved = parts.and_then(|Parts { parameters, files }| {
+        let saving = parts.and_then(|Parts { parameters, files }| {
             let state = SavedState {
                 format: FORMAT,
                 world_size: self.group.world_size(),
@@ -178,9 +234,9 @@ impl Checkpoints {
                 .map_err(|reason| self.unfit("the program's state", step, reason));
             let own = (self.group.rank() == 0).then_some(state);
             let state = from_rank_0(&self.group, own)?;
-            self.write(step, &partial, files, state)
+            self.create(step, partial, files, state)
         });
-        saved.inspect_err(|_| self.folder.abandon())
+        saving.inspect_err(|_| lock(&self.folder).abandon())
     }
 
     /// Returns what this rank writes into the folder `partial`.
@@ -252,15 +308,15 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Writes the files of all ranks' parts, and makes them the checkpoint.
-    fn write(
-        &mut self,
+    /// Makes the files of all ranks' parts in the folder `partial`.
+    fn create(
+        &self,
         step: usize,
-        partial: &Path,
+        partial: PathBuf,
         parts: [(&str, Vec<Part>); 2],
         state: Vec<u8>,
-    ) -> Result<()> {
-        let path = self.folder.checkpoint(step);
+    ) -> Result<Saving> {
+        let path = lock(&self.folder).checkpoint(step);
         let mut plan = Plan::default();
         plan.add(STATE.to_owned(), state, 0);
         for (stem, parts) in parts {
@@ -270,18 +326,14 @@ impl Checkpoints {
             plan.add_tensors(stem, files, parts);
         }
         let is_first = self.group.rank() == 0;
-        let created = if is_first { plan.create(partial, &path) } else { Ok(()) };
+        let created = if is_first { plan.create(&partial, &path) } else { Ok(()) };
         agree(&self.group, created)?;
-        let written = plan.write(partial, &path, is_first);
-        let pieces = agree(&self.group, written)?;
-        let texts = gather_texts(&self.group, &pieces)?;
-        let finished = if is_first { plan.finish(partial, &path, &texts) } else { Ok(()) };
-        let finished = finished.and_then(|()| self.folder.commit(step));
-        agree(&self.group, finished)
+        let group = self.group.clone();
+        Ok(Saving { plan, group, folder: Arc::clone(&self.folder), step, partial, path })
     }
 
     fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {
-        let path = self.folder.checkpoint(step);
+        let path = lock(&self.folder).checkpoint(step);
         CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
     }
 
@@ -293,7 +345,8 @@ impl Checkpoints {
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
     /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
-        let found = self.folder.latest(|path| {
+        self.wait()?;
+        let found = lock(&self.folder).latest(|path| {
             if !path.join(SUMS).exists() {
                 check_format(path)?; // other formats have none
             }
@@ -302,7 +355,7 @@ impl Checkpoints {
             Ok(sums)
         })?;
         let Some((step, sums)) = found else { return Ok(None) };
-        let path = self.folder.checkpoint(step);
+        let path = lock(&self.folder).checkpoint(step);
         let names: Vec<&String> = sums.keys().collect();
         let files = sharers::open(&self.group, &path, &names)?;
         let read = Checkpoint::read(&self.group, &path, files);

@@ -11,7 +11,6 @@ use tch::{Device, TchError, Tensor};
 use super::error::{CheckpointError, Result};
 use super::layout::Described;
 use super::safetensors::dtype;
-use super::write::Pieces;
 use crate::model_check::gather_texts;
 use crate::zero::partition::partition;
 
@@ -79,11 +78,20 @@ impl Part {
         self.start
     }
 
-    /// Gives its bytes to the file whose first byte of the whole tensor is at `base`.
+    /// Returns how many bytes the elements have.
+    pub fn bytes(&self) -> usize {
+        self.elements.len() * self.tensor.kind().elt_size_in_bytes()
+    }
+
+    /// Gives the bytes in blocks, each with its place in the file where the whole tensor begins at `base`.
     ///
     /// # Errors
-    /// Those of libtorch and of [`Pieces::add`].
-    pub fn write(&self, pieces: &mut Pieces, file: usize, base: u64) -> Result<()> {
+    /// Those of libtorch and of `block`.
+    pub fn each_block(
+        &self,
+        base: u64,
+        mut block: impl FnMut(u64, &[u8]) -> Result<()>,
+    ) -> Result<()> {
         let element = self.tensor.kind().elt_size_in_bytes();
         let mut at = base + (self.start * element) as u64;
         let unfit = |error: TchError| CheckpointError::unfit("save", &self.name, error);
@@ -92,11 +100,11 @@ impl Part {
         let flat = tensor.f_reshape([-1]).map_err(unfit)?;
         for start in self.elements.clone().step_by(BLOCK / element) {
             let length = (BLOCK / element).min(self.elements.end - start);
-            let block = flat.f_narrow(0, start as i64, length as i64);
-            let block = block.and_then(|block| block.f_to_device(Device::Cpu)).map_err(unfit)?;
-            let bytes = flow_autograd::bytes(&block)
+            let own = flat.f_narrow(0, start as i64, length as i64);
+            let own = own.and_then(|own| own.f_to_device(Device::Cpu)).map_err(unfit)?;
+            let bytes = flow_autograd::bytes(&own)
                 .map_err(|error| CheckpointError::unfit("save", &self.name, error))?;
-            pieces.add(file, at, bytes)?;
+            block(at, bytes)?;
             at += bytes.len() as u64;
         }
         Ok(())

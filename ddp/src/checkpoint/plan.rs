@@ -9,7 +9,7 @@ use super::error::{CheckpointError, Result};
 use super::layout::{TensorFile, index};
 use super::parts::Part;
 use super::sums::{Piece, SUMS, Sums};
-use super::write::write;
+use super::write::{Pieces, write};
 
 /// All files, and what this rank writes.
 #[derive(Default)]
@@ -19,6 +19,28 @@ pub struct Plan {
     files: Vec<(Vec<u8>, u64)>,
     /// This rank's parts, each with its file and where the tensor begins there.
     parts: Vec<(usize, u64, Part)>,
+    /// What is written in place of them.
+    copy: Option<Copy>,
+}
+
+/// The bytes of a rank's parts.
+#[derive(Default)]
+struct Copy {
+    memory: Vec<u8>,
+    /// Each with its file and its place there, and how many bytes there are.
+    blocks: Vec<(usize, u64, usize)>,
+}
+
+impl Copy {
+    fn write(&self, pieces: &mut Pieces) -> Result<()> {
+        let mut rest = &self.memory[..];
+        for &(file, start, length) in &self.blocks {
+            let (block, after) = rest.split_at(length);
+            pieces.add(file, start, block)?;
+            rest = after;
+        }
+        Ok(())
+    }
 }
 
 impl Plan {
@@ -65,16 +87,53 @@ impl Plan {
     /// Writes this rank's parts, and the heads of all files if it is the first. Returns the pieces of
     /// each file, as text for [`finish`](Self::finish).
     pub fn write(&self, partial: &Path, path: &Path, is_first: bool) -> Result<String> {
-        if !is_first && self.parts.is_empty() {
+        let is_copied = self.copy.as_ref().is_some_and(|copy| !copy.blocks.is_empty());
+        if !is_first && self.parts.is_empty() && !is_copied {
             return Ok("[]".into());
         }
         let pieces = write(partial, path, &self.names, |pieces| {
             for (file, (head, _)) in self.files.iter().enumerate().filter(|_| is_first) {
                 pieces.add(file, 0, head)?;
             }
-            self.parts.iter().try_for_each(|(file, start, part)| part.write(pieces, *file, *start))
+            match &self.copy {
+                Some(copy) => copy.write(pieces),
+                None => self.each_block(|file, start, bytes| pieces.add(file, start, bytes)),
+            }
         })?;
         serde_json::to_string(&pieces).map_err(|error| CheckpointError::unfit("save", SUMS, error))
+    }
+
+    /// Copies this rank's parts, so that tensors may change before they are written. `memory` is used
+    /// again, as far as it goes.
+    pub fn copy(&mut self, mut memory: Vec<u8>) -> Result<()> {
+        let bytes = self.parts.iter().map(|(_, _, part)| part.bytes()).sum();
+        memory.clear();
+        memory.try_reserve_exact(bytes).map_err(|error| {
+            let reason = format!("{error}; save it at once instead of beside the training");
+            CheckpointError::unfit("save", "a copy of the state", reason)
+        })?;
+        let mut blocks = Vec::new();
+        self.each_block(|file, start, bytes| {
+            memory.extend_from_slice(bytes);
+            blocks.push((file, start, bytes.len()));
+            Ok(())
+        })?;
+        self.copy = Some(Copy { memory, blocks });
+        self.parts.clear();
+        Ok(())
+    }
+
+    /// Returns the memory of the copy.
+    pub fn into_memory(self) -> Vec<u8> {
+        self.copy.unwrap_or_default().memory
+    }
+
+    /// Gives the bytes of this rank's parts, in blocks: the file, the place there, and the bytes.
+    fn each_block(&self, mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>) -> Result<()> {
+        for (file, base, part) in &self.parts {
+            part.each_block(*base, |start, bytes| block(*file, start, bytes))?;
+        }
+        Ok(())
     }
 
     /// Writes the sums of all ranks' pieces.

@@ -1,7 +1,8 @@
 //! Saving and loading a model and its Adam, trained by `Fsdp`, beside `dd` on the same disk.
 //!
 //! All take turns. `dd` writes and reads past the kernel's cache, as many bytes. A checkpoint is out of the
-//! cache before it is loaded.
+//! cache before it is loaded. A save beside the training is measured until the training may go on, beside a
+//! copy of as many bytes in memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,6 +35,8 @@ pub struct Options {
 
 /// Elements of a row of a weight.
 const WIDTH: i64 = 2048;
+/// Bytes that are copied again and again: more than caches have.
+const COPIED: usize = 256 << 20;
 /// What `dd` writes or reads at once.
 const BLOCK: u64 = 16 << 20;
 
@@ -45,26 +48,29 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let _ = std::fs::remove_dir_all(&folder); // an error of `measure` says more
     }
-    let Some([dd_write, save, dd_read, load]) = measured? else { return Ok(()) };
+    let Some([dd_write, save, dd_read, load, copy, async_save]) = measured? else { return Ok(()) };
     let megabytes = options.megabytes;
     if options.json {
         let line = json!({
             "bench": "checkpoints", "megabytes": megabytes, "ranks": group.world_size(),
             "dd_write_ms": dd_write, "save_ms": save, "dd_read_ms": dd_read, "load_ms": load,
+            "copy_ms": copy, "async_save_ms": async_save,
         });
         println!("{line}");
     } else {
         println!(
-            "{megabytes} MB: {save:.0} ms to save ({:.2} of dd's speed), {load:.0} ms to load ({:.2})",
+            "{megabytes} MB: {save:.0} ms to save ({:.2} of dd's speed), {load:.0} ms to load ({:.2}), \
+             {async_save:.0} ms to begin to save beside the training ({:.2} of a copy)",
             dd_write / save,
-            dd_read / load
+            dd_read / load,
+            async_save / copy
         );
     }
     Ok(())
 }
 
 /// Returns the milliseconds of each, on rank 0: medians.
-fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 4]>> {
+fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 6]>> {
     let vs = VarStore::new(Device::Cpu);
     // A third is the model, and two thirds are the state of Adam.
     let elements = i64::from(options.megabytes) * 1_000_000 / 3 / 4;
@@ -82,7 +88,12 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
     let bytes = 12 * 8 * rows.max(1) as u64 * WIDTH as u64;
     let file = folder.join("dd");
     let is_first = group.rank() == 0;
-    let mut times = [const { Vec::new() }; 4];
+    let part = vec![1_u8; COPIED.min(bytes as usize / group.world_size())];
+    let mut memory = vec![0_u8; bytes as usize / group.world_size()];
+    let mut times = [const { Vec::new() }; 6];
+    // The first copy is into new memory.
+    checkpoints.async_save(0, &model, &vs, &optimizer, &sampler, &())?;
+    checkpoints.wait()?;
     for round in 0..options.rounds as usize {
         times[0].push(timed(group, || if is_first { dd_write(&file, bytes) } else { Ok(()) })?);
         times[1].push(timed(group, || {
@@ -99,6 +110,16 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
         if is_first {
             std::fs::remove_file(&file)?;
         }
+        times[4].push(timed(group, || {
+            for block in memory.chunks_mut(COPIED) {
+                block.copy_from_slice(&part[..block.len()]);
+            }
+            Ok(())
+        })?);
+        times[5].push(timed(group, || {
+            Ok(checkpoints.async_save(round, &model, &vs, &optimizer, &sampler, &())?)
+        })?);
+        checkpoints.wait()?;
     }
     Ok(is_first.then(|| times.each_mut().map(|times| milliseconds(median(times)))))
 }

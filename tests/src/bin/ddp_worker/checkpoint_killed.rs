@@ -25,6 +25,8 @@ pub const SCENARIOS: &[Scenario] =
 
 /// Which rank is killed, and when: in thousandths of the time that the save before took.
 const KILLED: &str = "FLOW_TEST_KILLED";
+/// Set if checkpoints are written beside the training.
+const BESIDE: &str = "FLOW_TEST_BESIDE";
 /// In the folder: the step that is being saved.
 const BEGUN: &str = "begun";
 /// The steps of one job.
@@ -54,6 +56,7 @@ fn training(group: &ProcessGroup) -> Result<()> {
     let mut optimizer = model.optimizer(Adam::default(), 0.01)?;
     let mut sampler = DistributedSampler::new(1, group);
     let mut checkpoints = Checkpoints::open(folder()?.join("checkpoints"), group)?;
+    let is_beside = std::env::var(BESIDE).is_ok();
     let mut done = 0;
     if let Some(checkpoint) = checkpoints.latest::<i64>()? {
         checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
@@ -63,6 +66,7 @@ fn training(group: &ProcessGroup) -> Result<()> {
     let mut took = Duration::ZERO;
     for step in done + 1..=done + STEPS {
         optimizer.backward_step(&loss(&store))?;
+        checkpoints.wait()?;
         if group.rank() == 0 {
             fs::write(folder()?.join(BEGUN), step.to_string())?;
         }
@@ -71,9 +75,17 @@ fn training(group: &ProcessGroup) -> Result<()> {
             killer = arm(group.rank(), took)?;
         }
         let start = Instant::now();
-        checkpoints.save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+        if is_beside {
+            checkpoints.async_save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+            if step < done + STEPS {
+                checkpoints.wait()?;
+            }
+        } else {
+            checkpoints.save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+        }
         took = start.elapsed();
     }
+    checkpoints.wait()?;
     if let Some(killer) = killer {
         let _ = killer.join(); // it does not return
     }
@@ -103,19 +115,22 @@ fn the_last_or_the_one_before_is_whole(test: &Test) {
         let rank = job % ranks;
         // Some are killed after the save, while the old checkpoint is removed.
         let thousandths = draws.below(1200);
-        let process = start(test, Some(&format!("{rank}:{thousandths}")));
+        let process = start(test, Some(&format!("{rank}:{thousandths}")), job / ranks % 2 == 0);
         let stderr = process.finish(TEST_TIMEOUT).stderr;
         assert_contains(&stderr, &["SIGKILL"]);
         let what = format!("job {job}, rank {rank} killed after {thousandths} thousandths");
         checked(test.folder.path()).with_context(|| what).unwrap();
     }
-    start(test, None).finish(TEST_TIMEOUT).success();
+    start(test, None, false).finish(TEST_TIMEOUT).success();
     checked(test.folder.path()).unwrap();
 }
 
-fn start(test: &Test, killed: Option<&str>) -> Process {
+fn start(test: &Test, killed: Option<&str>, is_beside: bool) -> Process {
     let mut command = test.commands().remove(0);
     command.env(FOLDER, test.folder.path());
+    if is_beside {
+        command.env(BESIDE, "1");
+    }
     if let Some(killed) = killed {
         command.env(KILLED, killed);
     }

@@ -184,17 +184,27 @@ fn saved_and_resumed(
     let way = ways[seed as usize / 6];
     let file_bytes = one_of(&mut draws, &[1, 5000, 200_000, 5_000_000_000]);
     let mut training = Training::new(group, new_store(&variables, group, 1), way, config)?;
+    let mut saved = Training::new(group, new_store(&variables, group, 1), way, config)?;
     for _ in 0..2 {
         training.step()?;
+        saved.step()?;
     }
     let mut checkpoints = Checkpoints::open(folder, group)?.file_bytes(file_bytes);
-    let Training { store, optimizer, .. } = &training;
+    let Training { store, optimizer, .. } = &saved;
     let state: &dyn OptimizerState = match optimizer {
         AnyOptimizer::Whole(optimizer) => &**optimizer,
         AnyOptimizer::Zero(optimizer) => optimizer,
     };
     let sampler = DistributedSampler::new(10, group);
-    checkpoints.save(1, training.ddp(), store, state, &sampler, &seed)?;
+    if draws.below(2) == 0 {
+        checkpoints.save(1, saved.ddp(), store, state, &sampler, &seed)?;
+    } else {
+        checkpoints.async_save(1, saved.ddp(), store, state, &sampler, &seed)?;
+        saved.step()?;
+        if draws.below(2) == 0 {
+            checkpoints.wait()?;
+        }
+    }
     drop(checkpoints);
     group.barrier()?;
     let state = training.state()?;
