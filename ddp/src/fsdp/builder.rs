@@ -147,9 +147,10 @@ impl FsdpBuilder {
     /// - With several ranks an optimizer of the whole `VarStore` finds the gradients of ignored parameters
     ///   only. With one rank it finds all, and would step the others twice.
     /// - [`Checkpoints`](crate::Checkpoints) keep one value of each parameter. If ranks have other values in an
-    ///   ignored one, saving is an error.
+    ///   ignored one, saving is an error: what is each rank's own belongs into another `VarStore`, which the
+    ///   `Fsdp` leaves alone, too.
     pub fn ignored_parameters(mut self, names: &[&str]) -> Self {
-        self.ignored = names.iter().map(|&name| name.into()).collect();
+        self.ignored.extend(names.iter().map(|&name| name.into()));
         self
     }
 
@@ -157,7 +158,7 @@ impl FsdpBuilder {
     ///
     /// # Errors
     ///
-    /// Those of [`Fsdp::plan`].
+    /// Those of [`Fsdp::plan`]; an ignored parameter that is none of the model's.
     pub fn plan(
         &self,
         vs: &VarStore,
@@ -165,7 +166,9 @@ impl FsdpBuilder {
         ranks: usize,
     ) -> Result<MemoryPlan, PlanError> {
         let mut choice = OptimizerChoice::new(config, 1e-3);
-        choice.ignored = Ignored::of(&self.ignored, &vs.variables_).identities();
+        let ignored = Ignored::of(&self.ignored, &vs.variables_);
+        ignored.check().map_err(PlanError)?;
+        choice.ignored = ignored.identities();
         MemoryPlan::new(&vs.variables_, &choice, ranks)
     }
 

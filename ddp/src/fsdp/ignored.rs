@@ -63,8 +63,11 @@ impl Ignored {
 
     /// Describes what must be the same on all ranks, in a line.
     pub fn describe(&self) -> String {
-        let names: Vec<&String> = self.parameters.iter().map(|(name, _)| name).collect();
-        format!("the ignored parameters {names:?}")
+        let parameters = self.parameters.iter();
+        let parameters: Vec<String> = parameters
+            .map(|(name, tensor)| format!("{name} {:?} {:?}", tensor.size(), tensor.kind()))
+            .collect();
+        format!("the ignored parameters {parameters:?}")
     }
 
     /// Returns how often each parameter has been changed.

@@ -39,7 +39,7 @@ pub struct MemoryPlan {
 /// An optimizer whose state cannot be foretold.
 #[derive(thiserror::Error, Debug)]
 #[error("Fsdp::plan: the optimizer cannot be made: {0}; use one of tch's")]
-pub struct PlanError(String);
+pub struct PlanError(pub(super) String);
 
 impl MemoryPlan {
     /// Counts the memory of the variables of a store with an optimizer.

@@ -219,18 +219,22 @@ impl FlatParameters {
         Ok(())
     }
 
-    /// Returns whether a tensor lies in the memory that the module computes with, which is there.
+    /// Returns whether a tensor is a parameter, or lies in the memory that the module computes with, which is
+    /// there.
     pub fn has_memory_of(&self, tensor: &Tensor) -> bool {
         let memory = self.memory_of(Precision::OfModule).tensor();
         let start = data_ptr(memory).addr();
         let bytes = memory.numel() * memory.kind().elt_size_in_bytes();
+        if self.slot_of(tensor).is_some() {
+            return true;
+        }
         tensor.numel() > 0 && (start..start + bytes).contains(&data_ptr(tensor).addr())
     }
 
     /// Checks that no parameter has a gradient of its own. `taken` says whether the backward of the
     /// module is over. The error says whence such a gradient comes.
     pub fn check_gradients(&self, taken: bool) -> Result<(), String> {
-        for slot in self.slots.iter().filter(|slot| slot.of_module().grad().defined()) {
+        for slot in self.slots.iter().filter(|slot| slot.has_gradient()) {
             let name = &slot.name;
             if !taken {
                 return Err(format!(
@@ -248,8 +252,8 @@ impl FlatParameters {
         Ok(())
     }
 
-    /// Moves the parameters' gradients to the unreduced ones.
-    pub fn take_gradients(&mut self) -> Result<(), Error> {
+    /// Moves the parameters' gradients to the unreduced ones. `others_follow`: more will be added to them.
+    pub fn take_gradients(&mut self, others_follow: bool) -> Result<(), Error> {
         let memory = self.memory_of(Precision::OfModule).tensor().shallow_clone();
         let mut gradients = Vec::with_capacity(2 * self.slots.len() + 1);
         let mut end = 0;
@@ -268,7 +272,9 @@ impl FlatParameters {
             return Ok(());
         }
         gradients.push(zeros(&memory, memory.numel() - end)?);
-        let all = tch::no_grad(|| Tensor::f_cat(&gradients, 0)?.f_to_kind(self.sent_as));
+        // Sums in half precision would lose small gradients.
+        let kind = if others_follow { self.shard.kind() } else { memory.kind() };
+        let all = tch::no_grad(|| Tensor::f_cat(&gradients, 0)?.f_to_kind(kind));
         let all = all.map_err(libtorch)?;
         match &mut self.unreduced {
             Some(before) => tch::no_grad(|| before.f_add_(&all).map(drop)).map_err(libtorch)?,
@@ -290,7 +296,9 @@ impl FlatParameters {
         for slot in &mut self.slots {
             have_come.push(std::mem::take(&mut slot.has_come));
         }
-        let gradients = gradients.f_view([-1, self.chunk as i64]).map_err(libtorch)?;
+        let gradients =
+            tch::no_grad(|| gradients.f_to_kind(self.sent_as)?.f_view([-1, self.chunk as i64]));
+        let gradients = gradients.map_err(libtorch)?;
         Ok(Some((gradients, have_come)))
     }
 
@@ -316,6 +324,7 @@ impl FlatParameters {
         for slot in &mut self.slots {
             slot.has_come = false;
             slot.is_there = false;
+            set_grad(&slot.tensor, None)?;
             set_grad(slot.of_module(), None)?;
         }
         Ok(())
@@ -380,6 +389,11 @@ impl Slot {
     pub fn bump_version(&self) -> Result<(), Error> {
         bump_version(&self.tensor)?;
         self.low.as_ref().map_or(Ok(()), bump_version)
+    }
+
+    /// Returns whether the parameter has a gradient of its own.
+    fn has_gradient(&self) -> bool {
+        self.tensor.grad().defined() || self.of_module().grad().defined()
     }
 
     /// Returns what the module computes with.

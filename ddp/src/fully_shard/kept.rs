@@ -107,7 +107,8 @@ impl KeptGradients for Units {
 
     fn clip_grad_norm(&self, group: &ProcessGroup, max: f64) -> Result<f64> {
         let gradients = self.parts()?.iter().map(Tensor::grad).collect();
-        let ranks = self.sharers(group, group.rank());
+        // All replicas take the same sum, so that they stay equal.
+        let ranks = self.sharers(group, 0);
         clip_grad_norm(group, &ranks, gradients, max)
     }
 

@@ -68,7 +68,7 @@ impl<M> FullySharded<M> {
         &self.group
     }
 
-    /// Waits until the last backward's gradients are averaged.
+    /// Waits until the last backward's gradients are averaged. All ranks call this.
     ///
     /// # Errors
     ///

@@ -25,34 +25,28 @@ pub(super) fn remember(units: &Arc<Units>) {
 
 /// Returns the elements of a sharded parameter that this rank has, if any; None for any other tensor.
 pub(crate) fn own_elements(parameter: &Tensor) -> Option<Option<OwnElements>> {
-    for units in models() {
-        if let Some(place) = Place::find(&units.all(), parameter) {
-            return Some(place.own_elements());
-        }
-    }
-    None
+    find(parameter).map(|(_, place)| place.own_elements())
 }
 
 /// Returns the elements of a sharded parameter that this rank saves, if any; None for any other tensor.
 /// The first replica of a model saves all.
 pub(crate) fn saved_elements(parameter: &Tensor) -> Option<Option<OwnElements>> {
-    for units in models() {
-        if let Some(place) = Place::find(&units.all(), parameter) {
-            let is_first = units.ranks_of_replica(units.group().rank()).start == 0;
-            return Some(place.own_elements().filter(|_| is_first));
-        }
-    }
-    None
+    let (units, place) = find(parameter)?;
+    let is_first = units.ranks_of_replica(units.group().rank()).start == 0;
+    Some(place.own_elements().filter(|_| is_first))
 }
 
 /// Notes that a sharded parameter has been given other elements.
 pub(crate) fn changed(parameter: &Tensor) -> std::result::Result<(), flow_autograd::Error> {
-    for units in models() {
-        if let Some(place) = Place::find(&units.all(), parameter) {
-            return place.bump_version();
-        }
-    }
-    Ok(())
+    find(parameter).map_or(Ok(()), |(_, place)| place.bump_version())
+}
+
+/// Finds a sharded parameter.
+fn find(parameter: &Tensor) -> Option<(Arc<Units>, Place)> {
+    models().into_iter().find_map(|units| {
+        let place = Place::find(&units.all(), parameter)?;
+        Some((units, place))
+    })
 }
 
 /// Frees what is gathered of the models that have these parameters, which are about to change. All ranks

@@ -37,7 +37,7 @@ enum Gathered {
     /// In the memory, and the module does not reach them.
     Kept,
     /// In the module's parameters.
-    Yes,
+    Yes(Precision),
 }
 
 /// Gradients on their way: of which flat parameters, and which of these have come.
@@ -92,6 +92,12 @@ impl Unit {
     /// Starts to gather the parameters in `group`, if they are nowhere, and returns whether it did.
     pub fn start_gather(&self, group: &ProcessGroup, precision: Precision) -> Result<bool> {
         let state = &mut *self.lock();
+        let is_low = self.options.mixed_precision.param.is_some();
+        if is_low && matches!(state.gathered, Gathered::Yes(own) if own != precision) {
+            let reason = "a module in mixed precision cannot run in with_full_parameters or write: run it before \
+                          or after";
+            return Err(Error::fully_shard(group, reason));
+        }
         if !matches!(state.gathered, Gathered::No) {
             return Ok(false);
         }
@@ -119,7 +125,7 @@ impl Unit {
         if let Gathered::Kept = state.gathered {
             let placed = state.flats.iter().try_for_each(|flat| flat.place(precision));
             placed.map_err(|error| Error::fully_shard(group, error))?;
-            state.gathered = Gathered::Yes;
+            state.gathered = Gathered::Yes(precision);
         }
         Ok(())
     }
@@ -127,7 +133,7 @@ impl Unit {
     /// Takes the parameters from the module, and keeps them.
     pub fn withdraw(&self, group: &ProcessGroup) -> Result<()> {
         let state = &mut *self.lock();
-        if let Gathered::Yes = state.gathered {
+        if let Gathered::Yes(_) = state.gathered {
             let withdrawn = state.flats.iter().try_for_each(FlatParameters::withdraw);
             withdrawn.map_err(|error| Error::fully_shard(group, error))?;
             state.gathered = Gathered::Kept;
@@ -164,12 +170,13 @@ impl Unit {
         checked.map_err(|reason| Error::fully_shard(group, reason))
     }
 
-    /// Takes the gradients that a backward has left in the parameters.
-    pub fn take_gradients(&self, group: &ProcessGroup) -> Result<()> {
+    /// Takes the gradients that a backward has left in the parameters. `others_follow`: more will be added to
+    /// them.
+    pub fn take_gradients(&self, group: &ProcessGroup, others_follow: bool) -> Result<()> {
         let state = &mut *self.lock();
         for flat in &mut state.flats {
             if flat.is_trained {
-                let taken = flat.take_gradients();
+                let taken = flat.take_gradients(others_follow);
                 taken.map_err(|error| Error::fully_shard(group, error))?;
             }
         }

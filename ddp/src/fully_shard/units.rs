@@ -26,8 +26,8 @@ pub(super) struct Units {
     /// each.
     gathers: ProcessGroup,
     reductions: ProcessGroup,
-    /// The ranks that have the same part of each replica, if there are several.
-    replicas: Option<ProcessGroup>,
+    /// The ranks that have the same part of each replica, if there are several replicas.
+    across: Option<ProcessGroup>,
     /// Keeps large tensors of the CPU where ranks reach them.
     _allocator: Option<Arc<ArenaAllocatorGuard>>,
     /// Modules whose parameters are gathered before they are needed.
@@ -56,8 +56,8 @@ pub(super) struct Progress {
 struct Reducing {
     unit: Arc<Unit>,
     reductions: Vec<Reduction>,
-    /// The average over replicas is on its way, or there is one replica.
-    in_replicas: bool,
+    /// They are averaged over replicas, if there are several.
+    is_across: bool,
 }
 
 /// Has the other ranks know that this one has panicked.
@@ -100,7 +100,7 @@ impl Units {
             group,
             gathers,
             reductions,
-            replicas: across,
+            across,
             _allocator: allocator,
             prefetch,
             progress: Mutex::default(),
@@ -234,7 +234,7 @@ impl Units {
     /// the gradients unless they are accumulated.
     pub fn end_backward(&self, unit: &Arc<Unit>) -> Result<()> {
         unit.check_gradients(&self.group, true)?;
-        unit.take_gradients(&self.group)?;
+        unit.take_gradients(&self.group, self.is_unsynchronized())?;
         unit.reshard(&self.gathers)?;
         if self.is_unsynchronized() {
             return Ok(());
@@ -248,7 +248,7 @@ impl Units {
         // Those of the module before are averaged over replicas meanwhile.
         let before = self.lock().reducing.pop_back();
         if let Some(before) = before {
-            let before = self.in_replicas(before)?;
+            let before = self.start_across(before)?;
             self.lock().reducing.push_back(before);
         }
         let reductions = unit.start_reduce(&self.reductions)?;
@@ -257,18 +257,18 @@ impl Units {
         progress.reducing.push_back(Reducing {
             unit: Arc::clone(unit),
             reductions,
-            in_replicas: self.replicas.is_none(),
+            is_across: self.across.is_none(),
         });
         Ok(())
     }
 
     /// Starts to average gradients over replicas, if that is to be done yet.
-    fn in_replicas(&self, mut reducing: Reducing) -> Result<Reducing> {
-        if let Some(replicas) = self.replicas.as_ref().filter(|_| !reducing.in_replicas) {
+    fn start_across(&self, mut reducing: Reducing) -> Result<Reducing> {
+        if let Some(across) = self.across.as_ref().filter(|_| !reducing.is_across) {
             for reduction in std::mem::take(&mut reducing.reductions) {
-                reducing.reductions.push(reducing.unit.start_average(replicas, reduction)?);
+                reducing.reductions.push(reducing.unit.start_average(across, reduction)?);
             }
-            reducing.in_replicas = true;
+            reducing.is_across = true;
         }
         Ok(reducing)
     }
@@ -281,7 +281,7 @@ impl Units {
                 if reducing.len() > left { reducing.pop_front() } else { None }
             };
             let Some(next) = next else { return Ok(()) };
-            let Reducing { unit, reductions, .. } = self.in_replicas(next)?;
+            let Reducing { unit, reductions, .. } = self.start_across(next)?;
             for reduction in reductions {
                 unit.finish_reduce(&self.reductions, reduction)?;
             }
@@ -340,7 +340,7 @@ impl Units {
         // Ranks still need what this one sends.
         let reducing = std::mem::take(&mut self.lock().reducing);
         for reducing in reducing {
-            self.in_replicas(reducing).map_err(|error| flow_autograd::Error::Libtorch {
+            self.start_across(reducing).map_err(|error| flow_autograd::Error::Libtorch {
                 operation: "zero_grad",
                 reason: error.to_string(),
             })?;
@@ -376,7 +376,7 @@ impl Units {
         self.group.abort(cause);
         self.gathers.abort(cause);
         self.reductions.abort(cause);
-        self.replicas.iter().for_each(|replicas| replicas.abort(cause));
+        self.across.iter().for_each(|across| across.abort(cause));
     }
 
     pub fn lock(&self) -> MutexGuard<'_, Progress> {

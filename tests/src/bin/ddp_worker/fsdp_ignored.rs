@@ -268,8 +268,11 @@ pub fn gradients(group: &ProcessGroup) -> Result<()> {
     let exact = 1.0 + 1.0 / 1024.0;
     let model_output = |weights: &[Tensor]| (&weights[1] * exact).sum(Kind::Float);
     let input = Tensor::ones([1], (Kind::Float, device()));
-    let loss = model.forward_t(&input, true).to_kind(Kind::Float) + model_output(&model.0);
-    loss.f_backward()?;
+    let _ = tch::no_grad(|| model.0[1].shallow_clone().fill_(exact));
+    let output = model.forward_t(&input, true).to_kind(Kind::Float);
+    let expected = 1000.0 + 10.0 * exact;
+    ensure!(output.double_value(&[]) == expected, "{output}, not {expected}");
+    (output + model_output(&model.0)).f_backward()?;
     let gradient = || model.0[1].grad().double_value(&[3]);
     ensure!(gradient() == 1.0 + exact, "{}", gradient());
     optimizer.clip_grad_norm(1e-3)?;
@@ -294,8 +297,8 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let is_last = group.rank() == last;
     let text = error(wrapped(if is_last { &["w1"] } else { &["w0"] }))?;
     let words = [
-        r#"rank 0 has the ignored parameters ["w0"]"#,
-        &format!(r#"rank {last} has the ignored parameters ["w1"]"#),
+        r#"rank 0 has the ignored parameters ["w0 [10] Float"]"#,
+        &format!(r#"rank {last} has the ignored parameters ["w1 [10] Float"]"#),
     ];
     says(&text, &words)?;
     let text = error(wrapped(if is_last { &["w7"] } else { &["w0"] }))?;

@@ -1,11 +1,14 @@
 //! `FullyShard` in mixed precision, compared with modules that cast their parameters themselves.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Context, Result, ensure};
 use flow_comm::ProcessGroup;
 use flow_ddp::{
-    Error, FullyShard, FullySharded, MixedPrecision, ShardOptions, ZeroRedundancyOptimizer,
+    Checkpoints, DistributedSampler, Error, FullyShard, FullySharded, GradScaler, MixedPrecision,
+    ShardOptions, ShardedModule, ZeroRedundancyOptimizer,
 };
-use tch::nn::{self, ModuleT, Path, Sgd, VarStore};
+use tch::nn::{self, Adam, ModuleT, Path, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::helpers::{Draws, close, error, random_models, says, values};
@@ -47,7 +50,7 @@ fn draw_layer(draws: &mut Draws, outer: Option<Kind>, depth: u64) -> Layer {
 struct How<'a> {
     shard: &'a FullyShard,
     is_mixed: bool,
-    reduce: Kind,
+    reduce: Option<Kind>,
 }
 
 impl How<'_> {
@@ -55,7 +58,7 @@ impl How<'_> {
         if !self.is_mixed {
             return MixedPrecision::default();
         }
-        MixedPrecision { param, reduce: Some(self.reduce), buffer: None }
+        MixedPrecision { param, reduce: self.reduce, buffer: None }
     }
 }
 
@@ -136,7 +139,7 @@ struct Trained {
 #[derive(Debug)]
 struct Model {
     outer: Option<Kind>,
-    reduce: Kind,
+    reduce: Option<Kind>,
     layers: Vec<Layer>,
     reshard_after_forward: bool,
     replicas: usize,
@@ -151,7 +154,7 @@ impl Trained {
         if is_mixed {
             builder = builder.mixed_precision(MixedPrecision {
                 param: model.outer,
-                reduce: Some(model.reduce),
+                reduce: model.reduce,
                 buffer: None,
             });
         }
@@ -184,14 +187,15 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let divisors: Vec<usize> = (1..=ranks).filter(|&one| ranks.is_multiple_of(one)).collect();
     let model = Model {
         outer,
-        reduce: [Kind::Float, Kind::Float, Kind::BFloat16][draws.below(3) as usize],
+        reduce: [Some(Kind::Float), Some(Kind::Float), Some(Kind::BFloat16), None]
+            [draws.below(4) as usize],
         layers: (0..1 + draws.below(3)).map(|_| draw_layer(&mut draws, outer, 0)).collect(),
         reshard_after_forward: draws.below(3) > 0,
         replicas: divisors[draws.below(divisors.len() as u64) as usize],
     };
     let micro_batches = draws.below(3);
     let mut models = [Trained::new(group, &model, true)?, Trained::new(group, &model, false)?];
-    let is_exact = model.reduce == Kind::Float;
+    let is_exact = model.reduce == Some(Kind::Float);
     let shift = group.rank() as f64;
     for step in 0..4 {
         let context = || format!("step {step} of {model:?}");
@@ -228,6 +232,107 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     Ok(())
 }
 
+/// A `Linear` in half precision, whose gradients come as they are.
+fn half(
+    group: &ProcessGroup,
+    kind: Kind,
+) -> Result<(VarStore, FullySharded<ShardedModule<nn::Linear>>)> {
+    let vs = store();
+    let is_even = group.world_size().is_multiple_of(2);
+    let mixed = MixedPrecision { param: Some(kind), ..Default::default() };
+    let builder = FullyShard::builder(group).replicas(if is_even { 2 } else { 1 });
+    let shard = builder.mixed_precision(mixed).begin(&vs)?;
+    let module = shard.module(|| nn::linear(vs.root(), 40, 1, Default::default()))?;
+    Ok((vs, shard.wrap(module)?))
+}
+
+fn weights(
+    vs: &VarStore,
+    model: &FullySharded<ShardedModule<nn::Linear>>,
+) -> Result<BTreeMap<String, Tensor>> {
+    Ok(model.with_full_parameters(|| {
+        let values = values(vs).into_iter();
+        values.map(|(name, value)| (name, value.copy())).collect()
+    })?)
+}
+
+fn backward(output: &Tensor) -> flow_ddp::Result<()> {
+    output.sum(Kind::Float).f_backward().map_err(Error::from_backward)
+}
+
+/// Gradients of many backwards are added up in single precision: in half precision 256 + 1 is 256.
+pub fn accumulated(group: &ProcessGroup) -> Result<()> {
+    let (vs, model) = half(group, Kind::BFloat16)?;
+    let optimizer = model.optimizer(Sgd::default(), 0.001)?;
+    let before = weights(&vs, &model)?;
+    let input = Tensor::ones([1, 40], (Kind::Float, device()));
+    for backwards in (0..1000).rev() {
+        let _unsynchronized = (backwards > 0).then(|| model.no_sync());
+        backward(&model.try_forward_t(&input, true)?)?;
+    }
+    optimizer.step()?;
+    let expected = before.into_iter().map(|(name, value)| (name, value - 1.0)).collect();
+    close(&weights(&vs, &model)?, &expected, 1e-5)
+}
+
+/// Checkpoints, `write`, frozen parameters and a scaler: the parameters in half precision are always those
+/// in single precision.
+pub fn changed(group: &ProcessGroup) -> Result<()> {
+    let (vs, model) = half(group, Kind::Half)?;
+    let mut optimizer = model.optimizer(Adam::default(), 0.01)?;
+    let input = Tensor::ones([1, 40], (Kind::Float, device()));
+    let mut pid = [i64::from(std::process::id())];
+    group.broadcast(&mut pid, 0)?;
+    let folder = std::env::temp_dir().join(format!("flow-fully-shard-mixed-{}", pid[0]));
+    let mut checkpoints = Checkpoints::open(&folder, group)?;
+    let mut sampler = DistributedSampler::new(1, group);
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    checkpoints.async_save(1, &model, &vs, &optimizer, &sampler, &())?;
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    let expected = weights(&vs, &model)?;
+    let checkpoint = checkpoints.latest::<()>()?.context("it was saved")?;
+    checkpoint.resume(&vs, &mut optimizer, &mut sampler)?;
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    close(&weights(&vs, &model)?, &expected, 0.0)?;
+    // A graph from before a checkpoint was loaded.
+    let (other_vs, other) = half(group, Kind::Half)?;
+    let mut other_optimizer = other.optimizer(Adam::default(), 0.01)?;
+    let stale = other.forward_t(&input.shallow_clone().set_requires_grad(true), true);
+    checkpoint.resume(&other_vs, &mut other_optimizer, &mut sampler)?;
+    group.barrier()?;
+    says(&error(backward(&stale))?, &["modified by an inplace operation"])?;
+    drop(checkpoints);
+    group.barrier()?;
+    if group.rank() == 0 {
+        std::fs::remove_dir_all(&folder)?;
+    }
+
+    // An overflow of half precision leaves the step out.
+    let mut scaler = GradScaler::new(1024.0, 2.0, 0.5, 3);
+    for (factor, is_finite) in [(1e30, false), (1.0, true)] {
+        optimizer.zero_grad()?;
+        let loss = model.forward_t(&input, true).to_kind(Kind::Float).sum(Kind::Float) * factor;
+        backward(&scaler.scale(&loss))?;
+        ensure!(scaler.step(&mut optimizer)? == is_finite, "of the factor {factor}");
+        scaler.update()?;
+    }
+
+    // Frozen after it was made.
+    let mut weight = vs.variables()["weight"].shallow_clone();
+    let _ = weight.set_requires_grad(false);
+    let before = weights(&vs, &model)?;
+    optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
+    let after = weights(&vs, &model)?;
+    ensure!(before["weight"] == after["weight"] && before["bias"] != after["bias"]);
+    let _ = weight.set_requires_grad(true);
+
+    model.write(|| weight.f_fill_(0.5).map(drop))?;
+    let bias = weights(&vs, &model)?["bias"].double_value(&[0]);
+    let output = tch::no_grad(|| model.forward_t(&input, false)).double_value(&[0, 0]);
+    ensure!((output - 20.0 - bias).abs() < 0.05, "{output} with the bias {bias}");
+    Ok(())
+}
+
 /// Types that do not fit, ranks that choose others, and a graph whose parameters have changed since.
 pub fn misused(group: &ProcessGroup) -> Result<()> {
     let kind = Some(Kind::BFloat16);
@@ -256,6 +361,29 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     ensure!(stale.kind() == Kind::BFloat16, "{stale:?}");
     optimizer.backward_step(&model.forward_t(&input, true).sum(Kind::Float))?;
     group.barrier()?;
-    let text = error(stale.sum(Kind::Float).f_backward().map_err(Error::from_backward))?;
-    says(&text, &["modified by an inplace operation"])
+    says(&error(backward(&stale))?, &["modified by an inplace operation"])?;
+
+    let (vs, model) = half(group, Kind::BFloat16)?;
+    let optimizer = model.optimizer(Sgd::default(), 0.1)?;
+    model.with_full_parameters(|| {
+        let loss = tch::with_grad(|| vs.variables()["weight"].square().sum(Kind::Float));
+        backward(&loss)
+    })??;
+    says(&error(optimizer.step())?, &["outside of its module's backward"])?;
+    let (_vs, model) = half(group, Kind::BFloat16)?;
+    let inside = model.with_full_parameters(|| {
+        group.barrier()?;
+        let input = Tensor::ones([1, 40], (Kind::Float, device()));
+        let module: &ShardedModule<nn::Linear> = &model;
+        anyhow::Ok(module.try_forward_t(&input, false)?)
+    });
+    says(&error(inside?)?, &["cannot run in with_full_parameters"])?;
+
+    let vs = store();
+    let shard = FullyShard::builder(group).mixed_precision(bfloat16).begin(&vs)?;
+    let module = shard.module(|| {
+        let weight = vs.root().ones("weight", &[2]);
+        nn::func(move |_| weight.shallow_clone())
+    })?;
+    says(&error(module.try_forward_t(&input, true))?, &["return a copy"])
 }

@@ -169,6 +169,8 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fully_shard_misused", fully_shard_misused::misused, ALL_AND_NODES),
     scenario("fully_shard_misused_graphs", fully_shard_misused::misused_graphs, ALL_AND_NODES),
     scenario("fully_shard_mixed_random", fully_shard_mixed::random, AND_THREADS),
+    scenario("fully_shard_mixed_accumulated", fully_shard_mixed::accumulated, ALL_AND_NODES),
+    scenario("fully_shard_mixed_changed", fully_shard_mixed::changed, ALL_AND_NODES),
     scenario("fully_shard_mixed_misused", fully_shard_mixed::misused, ALL_AND_NODES),
     scenario("fully_shard_out_of_step", fully_shard_misused::out_of_step, ALL_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),
