@@ -103,10 +103,12 @@ class Figures(dict):
                     self.add((who, name, line["model"]), line[f"{name}_ms"] * 1e3)
                 self.add((who, "sbp", line["model"], "ratio"), line["ddp_ms"] / line["sbp_ms"])
             elif line["bench"] == "sharded":
-                key = who, "sharded", line["model"], line["optimizer"]
+                key = who, "sharded", line["model"], line["optimizer"], line["ranks"]
                 self.add((*key, "ddp"), line["ddp_ms"] * 1e3)
                 self.add((*key, "fsdp"), line["fsdp_ms"] * 1e3)
                 self.add((*key, "speedup"), line["speedup"])
+            elif line["bench"] == "sharded_memory":
+                self.add((who, "memory", line["model"], line["optimizer"], line["ranks"]), line["mib"])
             elif line["bench"] == "checkpoints":
                 for name in "dd_write", "save", "dd_read", "load":
                     self.add((who, "checkpoints", name), line[f"{name}_ms"] * 1e3)

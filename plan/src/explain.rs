@@ -80,7 +80,7 @@ fn shared(layout: &Layout, stage: u8) -> String {
     let ranks = layout.data;
     match stage {
         3 if layout.shared_weights => format!("once for {ranks} ranks"),
-        2 if layout.shared_weights => format!("shared by {ranks} ranks, and three buckets whole"),
+        2 if layout.shared_weights => format!("shared by {ranks} ranks, and two buckets whole"),
         _ if layout.zero < stage => "whole".into(),
         // The optimizer needs no whole layer.
         1 => format!("shared by {ranks} ranks"),

@@ -9,8 +9,8 @@ use crate::schedule::ScheduleKind;
 use crate::task::Task;
 use crate::training::Training;
 
-/// Bytes of gradients that Flow's `Fsdp` has not reduced yet: three buckets.
-const UNREDUCED: f64 = 3.0 * 25.0 * 1024.0 * 1024.0;
+/// Bytes of gradients that Flow's `Fsdp` has not reduced yet: two buckets.
+const UNREDUCED: f64 = 2.0 * 4.0 * 1024.0 * 1024.0;
 
 /// Bytes on the rank that needs most.
 #[derive(Clone, Copy, Default, Debug, Serialize)]

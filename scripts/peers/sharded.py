@@ -2,7 +2,7 @@
 
 Each linear layer is a unit, and what is left is one. A step is zero_grad, forward, backward, and Adam or SGD; the input is fixed.
 
-usage: PYTHONPATH=pytorch torchrun --nproc_per_node R sharded.py [--blocks N] MODEL...
+usage: PYTHONPATH=pytorch torchrun --nproc_per_node R sharded.py [--blocks N] [--steps N] MODEL...
 """
 
 import argparse
@@ -24,7 +24,6 @@ from steps import made, stepper
 from timing import block
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-STEPS = 5
 
 
 def sharded_step(name, optimizer, group):
@@ -40,6 +39,7 @@ def sharded_step(name, optimizer, group):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("models", nargs="+", choices=MODELS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def main():
             times = {backend: [] for backend in groups}
             for _ in range(arguments.blocks):
                 for backend, step in steps.items():
-                    times[backend] += block(torch.device("cpu"), STEPS, step)
+                    times[backend] += block(torch.device("cpu"), arguments.steps, step)
             if dist.get_rank() == 0:
                 for backend, of_steps in times.items():
                     ms = statistics.median(of_steps) * 1e3

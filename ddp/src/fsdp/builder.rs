@@ -12,7 +12,7 @@ use tch::nn::{OptimizerConfig, VarStore, Variables};
 use super::Fsdp;
 use super::grad_shards::GradShards;
 use super::ignored::Ignored;
-use super::plan::{MemoryPlan, PlanError, check_wrapping};
+use super::plan::{BUCKET_CAPS, MemoryPlan, PlanError, check_wrapping};
 use super::shared_parameters::{SharedParameters, bytes_of};
 use crate::builder::DdpBuilder;
 use crate::ddp::Ddp;
@@ -25,7 +25,8 @@ use crate::zero::sharded_parameter::{ShardedParameter, sharded_parameters};
 impl Fsdp<()> {
     /// Options to choose before wrapping a model, of whatever type.
     pub fn builder(group: &ProcessGroup) -> FsdpBuilder {
-        FsdpBuilder { ddp: Ddp::builder(group), ignored: Vec::new() }
+        let ddp = Ddp::builder(group).bucket_cap_mb_list(&BUCKET_CAPS);
+        FsdpBuilder { ddp, ignored: Vec::new() }
     }
 
     /// Returns the memory that `ranks` ranks of a machine need to train the variables of `vs`, which
@@ -73,7 +74,8 @@ impl fmt::Debug for FsdpBuilder {
 }
 
 impl FsdpBuilder {
-    /// Sets the cap of all buckets, in MiB.
+    /// Sets the cap of all buckets, in MiB (default: 1 for the first, 4 for the others). Each rank has the
+    /// whole gradients of one or two buckets in memory.
     pub fn bucket_cap_mb(mut self, cap: f64) -> Self {
         self.ddp = self.ddp.bucket_cap_mb(cap);
         self

@@ -16,6 +16,10 @@ use crate::error::{Error, Result};
 use crate::model_check::agree;
 use crate::optimizer_choice::{OptimizerChoice, one_line};
 
+/// The caps of buckets, in MiB. They are smaller than those of a [`Ddp`](crate::Ddp), as each rank has the whole
+/// gradients of a bucket in memory.
+pub(super) const BUCKET_CAPS: [f64; 2] = [1.0, 4.0];
+
 /// Bytes that the training of a model in an [`Fsdp`](crate::Fsdp) takes on a machine, on all its ranks together.
 /// Activations are not among them, nor what an operation needs on its way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,7 +33,7 @@ pub struct MemoryPlan {
     pub ignored: u64,
     /// The optimizer's state, of which each rank keeps a part.
     pub optimizer: u64,
-    /// Whole gradients during backward, in three buckets of each rank, with the default
+    /// Whole gradients during backward, in two buckets of each rank, with the default
     /// [`bucket_cap_mb`](crate::FsdpBuilder::bucket_cap_mb).
     pub buckets: u64,
     /// The elements of the optimizer's state for each that is trained: 2 of Adam, 1 of SGD with momentum.
@@ -210,16 +214,16 @@ fn state_elements(choice: &OptimizerChoice) -> Result<u64, String> {
     Ok(state.tensors.iter().filter(|(name, _)| !name.ends_with(".step")).count() as u64)
 }
 
-/// Returns the most bytes of gradients that a rank has not reduced: those of two buckets, and of the one
-/// that fills. `trained` is in the order of the parameters' use.
+/// Returns the most bytes of gradients that a rank has not reduced: those of a bucket, and of the one that
+/// fills. `trained` is in the order of the parameters' use.
 fn unreduced(trained: &[Item]) -> u64 {
     let order: Vec<usize> = (0..trained.len()).rev().collect();
-    let buckets = assign(trained, &order, &Caps::default());
+    let buckets = assign(trained, &order, &Caps::mib(&BUCKET_CAPS));
     let bytes: Vec<u64> = buckets
         .iter()
         .map(|members| members.iter().map(|&member| trained[member].bytes as u64).sum())
         .collect();
-    let windows = bytes.windows(bytes.len().clamp(1, 3));
+    let windows = bytes.windows(bytes.len().clamp(1, 2));
     windows.map(|buckets| buckets.iter().sum()).max().unwrap_or(0)
 }
 
@@ -277,13 +281,14 @@ mod tests {
         assert!(plan.check(28_119).unwrap_err().contains("0.0 MB of ignored parameters"));
     }
 
-    /// Buckets of 1 MiB and 25 MiB: the last parameter's alone, and then five at a time.
+    /// Buckets of 1 MiB and 4 MiB: the last parameter's alone, and then two at a time.
     #[test]
-    fn three_buckets_wait() {
+    fn two_buckets_wait() {
         const MIB: usize = 1 << 20;
-        let items = vec![Item { bytes: 5 * MIB, class: 0 }; 21];
-        assert_eq!(unreduced(&items), 75 * MIB as u64);
-        assert_eq!(unreduced(&items[..7]), 35 * MIB as u64);
+        let items = vec![Item { bytes: 3 * MIB, class: 0 }; 21];
+        assert_eq!(unreduced(&items), 12 * MIB as u64);
+        assert_eq!(unreduced(&items[..2]), 6 * MIB as u64);
+        assert_eq!(unreduced(&items[..1]), 3 * MIB as u64);
         assert_eq!(unreduced(&[]), 0);
     }
 

@@ -8,23 +8,30 @@ use flow_comm::trace;
 use super::backward::Backward;
 use crate::error::Result;
 
+/// In bytes: twice the cap of an [`Fsdp`](crate::Fsdp)'s buckets, which only a large gradient exceeds.
+const LARGE_BUCKET: usize = 8 << 20;
+
 impl Backward<'_> {
     /// Applies the buckets that are reduced, in the middle of backward. Waits for all that were
-    /// launched but the last: there are then no more gradients than those of one bucket under way,
-    /// and of the one that fills. Ranks whose backwards may differ do not wait: one that lacks a
-    /// gradient launches its buckets at the end, and what comes before may be waiting for this rank.
+    /// launched but the last, unless that is [large](Self::is_large_and_kept): there are then no more
+    /// gradients than those of one bucket under way, and of the one that fills. Ranks whose backwards may
+    /// differ do not wait: one that lacks a gradient launches its buckets at the end, and what comes before
+    /// may be waiting for this rank.
     pub fn apply_reduced(&mut self) -> Result<()> {
         if self.reducer.optimizer.is_none() && self.reducer.kept.is_none() {
             return Ok(());
         }
         while self.state.applied < self.state.next {
             let index = self.state.applied;
+            let bytes = self.state.buckets[index].memory.bytes();
+            let is_last = index + 1 == self.state.next;
+            let waits = !is_last || self.is_large_and_kept(bytes);
             let bucket = &mut self.state.buckets[index];
             // Whether any rank has used all of them is known at the end.
             if bucket.unused.contains(&true) {
                 return Ok(());
             }
-            let may_wait = !self.reducer.options.find_unused && index + 1 < self.state.next;
+            let may_wait = waits && !self.reducer.options.find_unused;
             let wait = may_wait.then(|| trace::wait(self.state.step.into(), index as u32));
             if !bucket.finish_early(may_wait)? {
                 return Ok(());
@@ -36,6 +43,14 @@ impl Backward<'_> {
             self.state.applied += 1;
         }
         Ok(())
+    }
+
+    /// Whether a bucket of so many bytes is a large one of an [`Fsdp`](crate::Fsdp) on one machine. Beside the
+    /// next bucket it would take much of the memory that all ranks save, and it is reduced in a short time.
+    fn is_large_and_kept(&self, bytes: usize) -> bool {
+        let group = &self.reducer.group;
+        let is_on_machine = group.local_world_size() == group.world_size();
+        self.reducer.kept.is_some() && is_on_machine && bytes > LARGE_BUCKET
     }
 
     /// Makes `.grad` of a parameter the reduced gradient, and has the optimizer apply it, if there is

@@ -84,6 +84,18 @@ fn sharded_optimizers_are_measured() {
 }
 
 #[test]
+fn memory_is_measured() {
+    for ranks in [1, 2] {
+        let arguments = ["sharded-memory", "--optimizer", "sgd", "--json"];
+        let measured = lines(&launch(ranks, "flow-bench", &arguments));
+        assert_eq!(measured.len(), 1);
+        positive(&measured[0], &["mib", "ranks"]);
+        // Parameters and gradients alone.
+        assert!(measured[0]["mib"].as_f64() > Some(190.0), "{measured:?}");
+    }
+}
+
+#[test]
 fn global_tensors_are_measured() {
     let measured =
         lines(&launch(2, "flow-bench", &["sbp", "--model", "mlp", "--steps", "2", "--json"]));
@@ -127,7 +139,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, tune, comm-hooks, zero, sharded, checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

@@ -23,6 +23,7 @@ mod overhead;
 mod pipeline;
 mod sbp;
 mod sharded;
+mod sharded_memory;
 mod sizes;
 mod step;
 mod sync_batchnorm;
@@ -61,6 +62,8 @@ enum Command {
     Zero(in_turn::Options),
     /// A training step with Ddp and with Fsdp, on all ranks
     Sharded(in_turn::Options),
+    /// The memory of a training with Fsdp, on all ranks; with one rank, of tch's
+    ShardedMemory(sharded_memory::Options),
     /// Saving and loading a model and its Adam, trained by Fsdp, on all ranks, beside dd
     Checkpoints(checkpoints::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
@@ -93,6 +96,7 @@ fn main() -> ExitCode {
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Zero(options) => zero::run(options),
         Command::Sharded(options) => sharded::run(options),
+        Command::ShardedMemory(options) => sharded_memory::run(options),
         Command::Checkpoints(options) => checkpoints::run(options),
         Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Ddp, Fsdp, GradScaler, MixedPrecision, ReduceOp};
+use flow_ddp::{Ddp, Fsdp, FsdpBuilder, GradScaler, MixedPrecision, ReduceOp};
 use tch::nn::{self, Adam, ModuleT, OptimizerConfig, VarStore};
 use tch::{Kind, Tensor};
 
@@ -226,25 +226,42 @@ fn scaled_with(group: &ProcessGroup, config: Config, width: i64, bias: bool) -> 
     Ok(())
 }
 
+const MIB: usize = 1 << 20;
+
 /// Parameters and the optimizer's state are there once for all ranks of a machine, and no rank has a gradient
 /// as a whole.
 pub fn memory(group: &ProcessGroup) -> Result<()> {
-    const LAYERS: usize = 32;
-    const WIDTH: i64 = 512;
-    const MIB: usize = 1 << 20;
-    let model_bytes = LAYERS * (WIDTH * WIDTH) as usize * 4;
+    let builder = Fsdp::builder(group).bucket_cap_mb(2.0);
+    takes_at_most(group, builder, 32, 512, 10 * MIB)
+}
+
+/// Of layers of 16 MiB, a rank has the whole gradient of one at a time.
+pub fn memory_of_large(group: &ProcessGroup) -> Result<()> {
+    takes_at_most(group, Fsdp::builder(group), 6, 2048, 24 * MIB)
+}
+
+/// Checks the memory of a model of so many layers with Adam: that of parameters and state, and on each rank
+/// `unreduced` bytes at most for the gradients of some buckets.
+fn takes_at_most(
+    group: &ProcessGroup,
+    builder: FsdpBuilder,
+    layers: usize,
+    width: i64,
+    unreduced: usize,
+) -> Result<()> {
+    let model_bytes = layers * (width * width) as usize * 4;
     let ranks = group.world_size();
     let store = store();
     let mut net = nn::seq_t();
-    for layer in 0..LAYERS {
+    for layer in 0..layers {
         let path = store.root() / format!("fc{layer}");
         let config = nn::LinearConfig { bias: false, ..Default::default() };
-        net = net.add(nn::linear(path, WIDTH, WIDTH, config)).add_fn(|x| x.tanh());
+        net = net.add(nn::linear(path, width, width, config)).add_fn(|x| x.tanh());
     }
     let before = shared_bytes(group)?;
-    let model = Fsdp::builder(group).bucket_cap_mb(2.0).wrap(net, &store)?;
+    let model = builder.wrap(net, &store)?;
     let optimizer = model.optimizer(Adam::default(), 1e-3)?;
-    let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
+    let input = Tensor::ones([2, width], (Kind::Float, device()));
     for _ in 0..3 {
         optimizer.zero_grad()?;
         model.try_forward_t(&input, true)?.sum(Kind::Float).f_backward()?;
@@ -255,10 +272,10 @@ pub fn memory(group: &ProcessGroup) -> Result<()> {
     }
     let bytes = shared_bytes(group)? - before;
     let machines = (0..ranks).filter(|&rank| group.ranks_on_machine_of(rank)[0] == rank).count();
-    // Parameters and two parts of Adam's state; and on each rank the gradients of some buckets.
+    // Parameters and two parts of Adam's state: the gradients that a rank keeps lie in memory of its own.
     let expected = 3 * model_bytes * machines;
     ensure!(bytes >= expected, "{bytes} bytes, not {expected}");
-    ensure!(bytes <= expected + ranks * 10 * MIB, "{bytes} bytes, not {expected}");
+    ensure!(bytes <= expected + ranks * unreduced, "{bytes} bytes, not {expected}");
     Ok(())
 }
 

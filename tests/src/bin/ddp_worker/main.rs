@@ -137,6 +137,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_batch_norm", fsdp::batch_norm, CPU_AND_NODES),
     scenario("fsdp_scaled", fsdp::scaled, CPU_AND_NODES),
     scenario("fsdp_memory", fsdp::memory, MEASURES_MEMORY_ON_NODES),
+    scenario("fsdp_memory_of_large", fsdp::memory_of_large, MEASURES_MEMORY),
     scenario("fsdp_plan_of_adam", fsdp_plan::of_adam, MEASURES_MEMORY),
     scenario("fsdp_plan_of_sgd", fsdp_plan::of_sgd, MEASURES_MEMORY),
     scenario("fsdp_plan_too_large", fsdp_plan::too_large, CPU_AND_NODES),
