@@ -1,4 +1,4 @@
-//! Writes a rank's parts of a checkpoint's files.
+//! Writes a rank's parts of a checkpoint's files, and the files that checkpoints are merged into.
 //!
 //! Large pieces go to the disk past the kernel's cache, while the next one is copied and summed. What
 //! is less than a page goes by way of the cache: at the ends of a piece are other ranks' bytes.
@@ -31,10 +31,10 @@ const BUFFERS: usize = 2;
 pub fn write(
     folder: &Path,
     path: &Path,
-    names: &[String],
+    names: &[impl AsRef<Path>],
     fill: impl FnOnce(&mut Pieces) -> Result<()>,
 ) -> Result<Vec<(usize, Piece)>> {
-    let targets = names.iter().map(|name| Target::open(folder, path, name));
+    let targets = names.iter().map(|name| Target::open(folder, path, name.as_ref()));
     let targets: Vec<Target> = targets.collect::<Result<_>>()?;
     thread::scope(|scope| {
         let (to_disk, full) = mpsc::sync_channel(BUFFERS);
@@ -159,7 +159,7 @@ struct Target {
 }
 
 impl Target {
-    fn open(folder: &Path, path: &Path, name: &str) -> Result<Self> {
+    fn open(folder: &Path, path: &Path, name: &Path) -> Result<Self> {
         let path = path.join(name);
         let file = folder.join(name);
         let cached = OpenOptions::new().write(true).open(&file);

@@ -1,11 +1,12 @@
 //! Plain safetensors files of a checkpoint.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 
 use flow_ddp::checkpoint::layout::{TensorFile, index, lay_out};
+use flow_ddp::checkpoint::write::{Pieces, write};
 use flow_ddp::checkpoint::{CheckpointError, MODEL, Result, files};
 
 use super::opened::Opened;
@@ -69,17 +70,26 @@ impl Model {
 
     fn write(&self, file: &TensorFile, out: &Path) -> Result<()> {
         files::write_whole(out, |partial| {
-            let mut written = File::create(partial).map_err(CheckpointError::write(out))?;
-            written.write_all(&file.head).map_err(CheckpointError::write(out))?;
-            let mut bytes = Vec::new();
-            for (name, _) in file.header.in_order() {
-                let name = format!("{MODEL}.{name}");
-                for block in self.opened.blocks(&name) {
-                    self.opened.read(&name, &block, &mut bytes)?;
-                    written.write_all(&bytes).map_err(CheckpointError::write(out))?;
-                }
-            }
-            Ok(())
+            File::create(partial).map_err(CheckpointError::write(out))?;
+            let names: Vec<&OsStr> = partial.file_name().into_iter().collect();
+            let folder = files::parent(partial);
+            write(folder, folder, &names, |pieces| self.read(file, pieces)).map(drop)
         })
+    }
+
+    /// Reads the bytes of a file into pieces.
+    fn read(&self, file: &TensorFile, pieces: &mut Pieces) -> Result<()> {
+        pieces.add(0, 0, &file.head)?;
+        let mut end = file.head.len() as u64;
+        let mut bytes = Vec::new();
+        for (name, _) in file.header.in_order() {
+            let name = format!("{MODEL}.{name}");
+            for block in self.opened.blocks(&name) {
+                self.opened.read(&name, &block, &mut bytes)?;
+                pieces.add(0, end, &bytes)?;
+                end += bytes.len() as u64;
+            }
+        }
+        Ok(())
     }
 }
