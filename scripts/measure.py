@@ -110,7 +110,7 @@ class Figures(dict):
             elif line["bench"] == "sharded_memory":
                 self.add((who, "memory", line["model"], line["optimizer"], line["ranks"]), line["mib"])
             elif line["bench"] == "checkpoints":
-                for name in "dd_write", "save", "dd_read", "load":
+                for name in "dd_write", "save", "dd_read", "load", "copy", "async_save":
                     self.add((who, "checkpoints", name), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "fsdp2":
                 self.add((who, "fsdp2", line["model"], line["optimizer"], line["backend"]), line["step_ms"] * 1e3)

@@ -264,10 +264,10 @@ impl Search<'_> {
     }
 }
 
-/// Returns whether Flow's `FullyShard` can run a layout: data parallelism alone, without recomputation.
+/// Returns whether Flow's `FullyShard` can run a layout: data parallelism alone.
 fn can_fully_shard(layout: &Layout) -> bool {
     let Layout { data, tensor, pipeline, recompute, .. } = *layout;
-    data > 1 && tensor * pipeline == 1 && recompute == Recompute::None
+    data > 1 && tensor * pipeline == 1 && recompute != Recompute::Selective
 }
 
 /// Returns the wanted value, or all values if none is wanted.

@@ -1,7 +1,7 @@
 //! `FullyShard`, compared with a `Ddp` and tch's optimizer.
 
 use anyhow::{Context, Result, ensure};
-use flow_autograd::OptimizerState;
+use flow_autograd::{OptimizerState, recompute};
 use flow_comm::ProcessGroup;
 use flow_ddp::{
     Checkpoints, Ddp, DistributedSampler, Error, FullyShard, FullySharded, GradScaler,
@@ -25,6 +25,7 @@ struct Layer {
     has_unused: bool,
     is_sharded: bool,
     is_run_twice: bool,
+    is_recomputed: bool,
     inner: Option<Box<Layer>>,
 }
 
@@ -38,17 +39,48 @@ fn draw_layer(draws: &mut Draws, input: i64, output: i64, depth: u64) -> Layer {
         has_unused: draws.below(4) == 0,
         is_sharded: draws.below(4) > 0,
         is_run_twice: input == output && draws.below(2) == 0,
+        is_recomputed: draws.below(3) == 0,
         inner: has_inner.then(|| Box::new(draw_layer(draws, output, output, depth + 1))),
     }
 }
 
 #[derive(Debug)]
 struct Linear {
+    affine: Affine,
+    inner: Option<Box<dyn ModuleT>>,
+    is_run_twice: bool,
+    /// Backward computes what it needs anew, in the sharded model only: a `Ddp` would not find the parameters.
+    is_recomputed: bool,
+}
+
+#[derive(Debug)]
+struct Affine {
     weight: Tensor,
     bias: Option<Tensor>,
     frozen: Option<Tensor>,
-    inner: Option<Box<dyn ModuleT>>,
-    is_run_twice: bool,
+}
+
+impl Affine {
+    fn run(&self, x: &Tensor) -> Tensor {
+        let mut y = x.matmul(&self.weight);
+        if let Some(bias) = &self.bias {
+            y += bias;
+        }
+        if let Some(frozen) = &self.frozen {
+            y *= frozen;
+        }
+        y.tanh()
+    }
+
+    fn recomputed(&self, x: &Tensor) -> Tensor {
+        let own = Self {
+            weight: self.weight.shallow_clone(),
+            bias: self.bias.as_ref().map(Tensor::shallow_clone),
+            frozen: self.frozen.as_ref().map(Tensor::shallow_clone),
+        };
+        let outputs = recompute(&[x], move |inputs| Ok(vec![own.run(&inputs[0])]));
+        outputs.expect("nothing changes the input").swap_remove(0)
+    }
 }
 
 impl Linear {
@@ -66,18 +98,16 @@ impl Linear {
             let _ = new("unused", &[3]);
         }
         let inner = layer.inner.as_ref().map(|inner| module(&(path / "inner"), inner, kind, shard));
-        Self { weight, bias, frozen, inner, is_run_twice: layer.is_run_twice }
+        Self {
+            affine: Affine { weight, bias, frozen },
+            inner,
+            is_run_twice: layer.is_run_twice,
+            is_recomputed: layer.is_recomputed && shard.is_some(),
+        }
     }
 
     fn run(&self, x: &Tensor, train: bool) -> Tensor {
-        let mut y = x.matmul(&self.weight);
-        if let Some(bias) = &self.bias {
-            y += bias;
-        }
-        if let Some(frozen) = &self.frozen {
-            y *= frozen;
-        }
-        let y = y.tanh();
+        let y = if self.is_recomputed { self.affine.recomputed(x) } else { self.affine.run(x) };
         match &self.inner {
             Some(inner) => &y + inner.forward_t(&y, train),
             None => y,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
+use flow_autograd::recompute;
 use flow_comm::ProcessGroup;
 use flow_ddp::{
     Checkpoints, DistributedSampler, Error, FullyShard, FullySharded, GradScaler, MixedPrecision,
@@ -23,6 +24,7 @@ struct Layer {
     param: Option<Kind>,
     is_sharded: bool,
     is_run_twice: bool,
+    is_recomputed: bool,
     is_frozen: bool,
     length: i64,
     inner: Option<Box<Layer>>,
@@ -40,6 +42,7 @@ fn draw_layer(draws: &mut Draws, outer: Option<Kind>, depth: u64) -> Layer {
         param,
         is_sharded,
         is_run_twice: draws.below(3) == 0,
+        is_recomputed: draws.below(3) == 0,
         is_frozen: draws.below(4) == 0,
         length: [0, 1, 5, 1000][draws.below(4) as usize],
         inner: has_inner.then(|| Box::new(draw_layer(draws, param, depth + 1))),
@@ -70,6 +73,8 @@ struct Linear {
     param: Kind,
     casts: bool,
     is_run_twice: bool,
+    /// Backward computes what it needs anew, where the parameters are not cast here.
+    is_recomputed: bool,
 }
 
 impl Linear {
@@ -86,6 +91,7 @@ impl Linear {
             param: layer.param.unwrap_or(Kind::Float),
             casts: !how.is_mixed,
             is_run_twice: layer.is_run_twice,
+            is_recomputed: layer.is_recomputed && how.is_mixed,
         }
     }
 
@@ -98,15 +104,27 @@ impl ModuleT for Linear {
     fn forward_t(&self, x: &Tensor, train: bool) -> Tensor {
         let weight = self.cast(&self.weight);
         let scale = self.cast(&self.scale);
-        let mut x = x.to_kind(self.param);
-        for _ in 0..1 + usize::from(self.is_run_twice) {
-            x = (x.matmul(&weight) + scale.square().sum(self.param) / 1000).tanh();
-        }
+        let x = x.to_kind(self.param);
+        let runs = 1 + usize::from(self.is_run_twice);
+        let x = if self.is_recomputed {
+            let run = move |inputs: &[Tensor]| Ok(vec![compute(&inputs[0], &weight, &scale, runs)]);
+            recompute(&[&x], run).expect("nothing changes the input").swap_remove(0)
+        } else {
+            compute(&x, &weight, &scale, runs)
+        };
         match &self.inner {
             Some(inner) => &x + inner.forward_t(&x, train).to_kind(self.param),
             None => x,
         }
     }
+}
+
+fn compute(x: &Tensor, weight: &Tensor, scale: &Tensor, runs: usize) -> Tensor {
+    let mut x = x.shallow_clone();
+    for _ in 0..runs {
+        x = (x.matmul(weight) + scale.square().sum(x.kind()) / 1000).tanh();
+    }
+    x
 }
 
 fn module(path: &Path, layer: &Layer, how: &How) -> Box<dyn ModuleT> {
