@@ -34,7 +34,7 @@ def one_round(figures, python):
         figures.add_lines("flow", flow_launch(ranks, *command)[0])
     for optimizer in ("adam", "sgd"):
         for ranks in (1, 2, 4) * MEMORY_ROUNDS:
-            command = "flow-bench", "sharded-memory", "--json", "--model", "wide", "--optimizer", optimizer
+            command = "flow-bench", "sharded-memory", "--json", "--optimizer", optimizer
             figures.add_lines("flow", flow_launch(ranks, *command)[0])
     if python:
         for model in (model for model, ranks in JOBS if ranks == 2):
@@ -45,7 +45,7 @@ def one_round(figures, python):
 
 
 def memory_row(figures, optimizer, ranks):
-    fsdp, alone = (figures.median("flow", "memory", "wide", optimizer, count) for count in (ranks, 1))
+    fsdp, alone = (figures.median("flow", "memory", optimizer, count) for count in (ranks, 1))
     ratio = fsdp / alone
     reached = "yes" if ratio <= MEMORY_TO_REACH else "NO"
     name = f"memory of {ranks} ranks with Fsdp, wide, {optimizer}, against one process"

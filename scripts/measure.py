@@ -108,7 +108,7 @@ class Figures(dict):
                 self.add((*key, "fsdp"), line["fsdp_ms"] * 1e3)
                 self.add((*key, "speedup"), line["speedup"])
             elif line["bench"] == "sharded_memory":
-                self.add((who, "memory", line["model"], line["optimizer"], line["ranks"]), line["mib"])
+                self.add((who, "memory", line["optimizer"], line["ranks"]), line["mib"])
             elif line["bench"] == "checkpoints":
                 for name in "dd_write", "save", "dd_read", "load", "copy", "async_save":
                     self.add((who, "checkpoints", name), line[f"{name}_ms"] * 1e3)

@@ -8,6 +8,8 @@ use tch::Tensor;
 use tch::nn::{self, Module, ModuleT, SequentialT};
 use tch::vision::{mobilenet, resnet};
 
+/// Layers of 2048 of the wide model.
+pub const WIDE_LAYERS: u32 = 6;
 /// Width and heads of the GPT block.
 const WIDTH: i64 = 1024;
 const HEADS: i64 = 16;
@@ -57,12 +59,7 @@ impl Model {
         match self {
             Model::Mlp => mlp(path),
             Model::Lenet => lenet(path),
-            Model::Wide => {
-                let Ok(model) = wide(path, |path, outputs| {
-                    Ok::<_, Infallible>(nn::linear(path, 2048, outputs, Default::default()))
-                });
-                model
-            }
+            Model::Wide => plain_wide(path, WIDE_LAYERS),
             Model::Mobilenet => nn::seq_t().add(mobilenet::v2(path, 10)),
             Model::Resnet50 => nn::seq_t().add(resnet::resnet50(path, 10)),
             Model::Gpt => gpt(path),
@@ -76,7 +73,7 @@ impl Model {
         shard: &FullyShard,
     ) -> Result<SequentialT, flow_ddp::Error> {
         if let Model::Wide = self {
-            return wide(path, |path, outputs| {
+            return wide(path, WIDE_LAYERS, |path, outputs| {
                 shard.module(|| nn::linear(path, 2048, outputs, Default::default()))
             });
         }
@@ -103,16 +100,25 @@ fn lenet(path: &nn::Path) -> SequentialT {
         .add(nn::linear(path / "fc2", 512, 10, Default::default()))
 }
 
+/// Returns the wide model, with so many layers of 2048, on one process.
+pub fn plain_wide(path: &nn::Path, layers: u32) -> SequentialT {
+    let Ok(model) = wide(path, layers, |path, outputs| {
+        Ok::<_, Infallible>(nn::linear(path, 2048, outputs, Default::default()))
+    });
+    model
+}
+
 /// Returns the wide model. `dense` makes a layer of so many outputs.
 fn wide<L: ModuleT + 'static, E>(
     path: &nn::Path,
+    layers: u32,
     dense: impl Fn(nn::Path, i64) -> Result<L, E>,
 ) -> Result<SequentialT, E> {
     let mut model = nn::seq_t();
-    for layer in 0..6 {
+    for layer in 0..layers {
         model = model.add(dense(path / format!("fc{layer}"), 2048)?).add_fn(|x| x.relu());
     }
-    Ok(model.add(dense(path / "fc6", 10)?))
+    Ok(model.add(dense(path / format!("fc{layers}"), 10)?))
 }
 
 fn gpt(path: &nn::Path) -> SequentialT {

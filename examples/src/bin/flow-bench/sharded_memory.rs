@@ -12,15 +12,16 @@ use serde_json::json;
 use tch::nn::{Adam, ModuleT, OptimizerConfig, Sgd, VarStore};
 
 use crate::in_turn::{self, LEARNING_RATE, Step};
-use crate::models::Model;
+use crate::models::{Model, WIDE_LAYERS, plain_wide};
 
 const STEPS: usize = 5;
 const MIB: f64 = (1 << 20) as f64;
 
 #[derive(Args)]
 pub struct Options {
-    #[arg(long, value_enum, default_value = "wide")]
-    model: Model,
+    /// Layers of 2048 of the wide model, 16 MiB each
+    #[arg(long, default_value_t = WIDE_LAYERS, value_parser = clap::value_parser!(u32).range(1..))]
+    layers: u32,
     #[arg(long, value_enum, default_value = "adam")]
     optimizer: Optimizer,
     /// Print a JSON line
@@ -44,21 +45,22 @@ pub fn run(options: &Options) -> Result<()> {
 fn measure(
     options: &Options,
     name: &str,
-    config: impl OptimizerConfig + Send + 'static,
+    config: impl OptimizerConfig + Clone + Send + 'static,
 ) -> Result<()> {
-    let (group, x, y) = in_turn::begin(options.model)?;
+    let (group, x, y) = in_turn::begin(Model::Wide)?;
     let before = memory(&group)?;
     let vs = VarStore::new(x.device());
-    let net = options.model.build(&vs.root());
-    let mut step: Step = if group.world_size() == 1 {
-        let mut optimizer = config.build(&vs, LEARNING_RATE)?;
+    let net = plain_wide(&vs.root(), options.layers);
+    let ranks = group.world_size();
+    let mut step: Step = if ranks == 1 {
+        let mut optimizer = config.clone().build(&vs, LEARNING_RATE)?;
         Box::new(move || {
             let loss = net.forward_t(&x, true).cross_entropy_for_logits(&y);
             Ok(optimizer.try_backward_step(&loss)?)
         })
     } else {
         let model = Fsdp::new(net, &vs, &group)?;
-        let optimizer = model.optimizer(config, LEARNING_RATE)?;
+        let optimizer = model.optimizer(config.clone(), LEARNING_RATE)?;
         Box::new(move || {
             let loss = model.forward_t(&x, true).cross_entropy_for_logits(&y);
             Ok(optimizer.backward_step(&loss)?)
@@ -68,16 +70,20 @@ fn measure(
         step()?;
     }
     let mib = (memory(&group)? - before) as f64 / MIB;
+    let plan = Fsdp::plan(&vs, config.clone(), ranks)?.total() as f64 / MIB;
+    let alone = Fsdp::plan(&vs, config, 1)?.total() as f64 / MIB;
     if group.rank() == 0 {
-        let model = options.model.name();
-        let ranks = group.world_size();
         if options.json {
             let line = json!({
-                "bench": "sharded_memory", "model": model, "ranks": ranks, "optimizer": name, "mib": mib,
+                "bench": "sharded_memory", "layers": options.layers, "ranks": ranks, "optimizer": name,
+                "mib": mib, "plan_mib": plan, "alone_mib": alone,
             });
             println!("{line}");
         } else {
-            println!("{model}, {name}, {ranks} rank(s): {mib:.1} MiB");
+            println!(
+                "{name}, {ranks} rank(s): {mib:.1} MiB, and {plan:.1} MiB planned; each rank would need \
+                 {alone:.1} MiB for a model, gradients and state of its own"
+            );
         }
     }
     Ok(())
