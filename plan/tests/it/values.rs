@@ -115,7 +115,7 @@ fn sequence_parallelism_divides_what_is_not_gathered() {
 /// in buckets. What moves is as with ZeRO 2.
 #[test]
 fn shared_weights_are_there_once_for_a_node() {
-    let mut task = task(100, 1e9, 8, 0.0, 0.0);
+    let mut task = task(1_000, 1e9, 8, 0.0, 0.0);
     task.cluster.shared_memory = true;
     let zero_2 = Layout { data: 8, zero: 2, ..NARROW };
     let fsdp = Layout { shared_weights: true, ..zero_2 };
