@@ -72,6 +72,7 @@ pub use flow_store::fork::ForkSafe;
 pub use group::{ArenaHandle, Axis, DEFAULT_TIMEOUT, Lane, Member, Mesh, ProcessGroup};
 pub use interrupt::set_interrupt_check;
 pub use label::Label;
+pub use operation_context::wait_patiently;
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::machine_buffer::{MachineBuffer, MachinePart, WeakMachineBuffer};

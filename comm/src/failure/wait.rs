@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::Failure;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupted;
+use crate::operation_context::{MAX_TIMEOUT, OperationContext};
 use crate::shm::control::{Counter, sleep_on};
 use crate::stall::Stall;
 use crate::transport::{DisconnectReason, PeerDown};
@@ -115,11 +116,12 @@ impl Failure {
 
     /// Begins a wait of the operation that this thread runs.
     pub fn begin_wait(&self) -> Wait<'_> {
+        let is_patient = OperationContext::is_patient();
         Wait {
             since: Instant::now(),
             timeout: self.core.timeout(),
-            warning: FIRST_WARNING,
-            long: self.core.world.long_wait(),
+            warning: if is_patient { MAX_TIMEOUT } else { FIRST_WARNING },
+            long: if is_patient { None } else { self.core.world.long_wait() },
         }
     }
 

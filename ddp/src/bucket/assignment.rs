@@ -22,6 +22,11 @@ impl Caps {
         !self.0.is_empty() && !self.0.contains(&0)
     }
 
+    /// Returns the largest cap, in bytes.
+    pub fn largest(&self) -> usize {
+        self.0.iter().copied().max().unwrap_or(usize::MAX / 2)
+    }
+
     /// Returns the cap of a bucket, given the number of buckets before it.
     fn of(&self, before: usize) -> usize {
         self.0.get(before).or(self.0.last()).copied().unwrap_or(usize::MAX)

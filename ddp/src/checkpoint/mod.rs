@@ -62,7 +62,7 @@ use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
 use plan::Plan;
 pub use resume::Checkpoint;
-use saving::{Saving, Writer, lock};
+use saving::{BackgroundWriter, Saving, lock};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
@@ -115,7 +115,7 @@ pub struct Checkpoints {
     folder: Arc<Mutex<Folder>>,
     group: ProcessGroup,
     file_bytes: u64,
-    writer: Writer,
+    writer: BackgroundWriter,
 }
 
 impl Checkpoints {
@@ -130,7 +130,7 @@ impl Checkpoints {
             folder: Arc::new(Mutex::new(folder)),
             group: group.clone(),
             file_bytes: FILE_BYTES,
-            writer: Writer::default(),
+            writer: BackgroundWriter::default(),
         })
     }
 
@@ -161,7 +161,9 @@ impl Checkpoints {
     ///
     /// On all ranks: when the last backward has failed ([`CheckpointModel::synchronize`]), a tensor cannot be kept,
     /// such as a sparse one, or the checkpoint cannot be written; those before it are then still there.
-    /// Also when the folder has checkpoints and [`latest`](Self::latest) was not called.
+    /// Also when the folder has checkpoints and [`latest`](Self::latest) was not called. The error of a
+    /// checkpoint that was written [beside the training](Self::async_save) meanwhile, whose folder it names:
+    /// this one is saved then.
     pub fn save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -171,20 +173,23 @@ impl Checkpoints {
         sampler: &dyn Stateful,
         state: &S,
     ) -> Result<()> {
-        self.begin(step, (model, vs), optimizer, sampler, state)?.finish()
+        let before = self.wait();
+        self.begin(step, (model, vs), optimizer, sampler, state)?.finish()?;
+        before
     }
 
     /// Writes a checkpoint as [`save`](Self::save) does, beside the training: PyTorch's `async_save`. When it
-    /// returns, each rank has copied what it writes, and all of it may change. A thread writes the copy,
-    /// which needs as much memory as this rank's part of the files has bytes.
+    /// returns, each rank has copied what it writes, and all of it may change. A thread writes the copy. The
+    /// copy needs as much memory as this rank's part of the files has bytes, and keeps it for the next one.
     ///
-    /// The checkpoint is whole once [`wait`](Self::wait) has returned. The next `async_save`, `save` or
-    /// `latest` waits for it as well, and so does a drop. All ranks call this.
+    /// The checkpoint is whole once [`wait`](Self::wait) has returned: call that at the end of the program, as
+    /// a drop waits, but only logs an error. The next `async_save`, `save` or `latest` waits as well. All ranks
+    /// call this.
     ///
     /// # Errors
     ///
-    /// On all ranks: those of [`save`](Self::save) before anything is written, too little memory for the
-    /// copy, and an error of the checkpoint before, as `wait` returns it.
+    /// On all ranks: those of [`save`](Self::save) before anything is written. The error of the checkpoint
+    /// before, whose folder it names: this one is being written then.
     pub fn async_save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -194,8 +199,10 @@ impl Checkpoints {
         sampler: &dyn Stateful,
         state: &S,
     ) -> Result<()> {
+        let before = self.wait();
         let saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
-        self.writer.start(saving)
+        self.writer.start(saving)?;
+        before
     }
 
     /// Waits until the checkpoint of the last [`async_save`](Self::async_save) is whole. All ranks call this.
@@ -216,7 +223,6 @@ impl Checkpoints {
         sampler: &dyn Stateful,
         state: &S,
     ) -> Result<Saving> {
-        self.wait()?;
         model.synchronize()?;
         let begun = lock(&self.folder).begin(step);
         let partial = agree(&self.group, begun)?;
@@ -345,7 +351,9 @@ impl Checkpoints {
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
     /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
-        self.wait()?;
+        if let Err(error) = self.wait() {
+            log::warn!("a checkpoint was not saved: {error}");
+        }
         let found = lock(&self.folder).latest(|path| {
             if !path.join(SUMS).exists() {
                 check_format(path)?; // other formats have none

@@ -20,18 +20,18 @@ pub struct Plan {
     /// This rank's parts, each with its file and where the tensor begins there.
     parts: Vec<(usize, u64, Part)>,
     /// What is written in place of them.
-    copy: Option<Copy>,
+    copy: Option<CopiedParts>,
 }
 
 /// The bytes of a rank's parts.
 #[derive(Default)]
-struct Copy {
+struct CopiedParts {
     memory: Vec<u8>,
     /// Each with its file and its place there, and how many bytes there are.
     blocks: Vec<(usize, u64, usize)>,
 }
 
-impl Copy {
+impl CopiedParts {
     fn write(&self, pieces: &mut Pieces) -> Result<()> {
         let mut rest = &self.memory[..];
         for &(file, start, length) in &self.blocks {
@@ -118,7 +118,7 @@ impl Plan {
             blocks.push((file, start, bytes.len()));
             Ok(())
         })?;
-        self.copy = Some(Copy { memory, blocks });
+        self.copy = Some(CopiedParts { memory, blocks });
         self.parts.clear();
         Ok(())
     }
@@ -153,5 +153,31 @@ impl Plan {
             file.sync_all()
         });
         written.map_err(CheckpointError::write(path.join(SUMS)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Tensor;
+
+    use super::*;
+
+    #[test]
+    fn what_is_copied_is_written_whatever_becomes_of_the_tensors() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut plan = Plan::default();
+        plan.add("file".to_owned(), b"head".to_vec(), 12);
+        let mut tensor = Tensor::from_slice(&[1_i32, 2, 3]);
+        let part = Part::new("numbers", &[3], 0, tensor.shallow_clone()).unwrap();
+        plan.parts.push((0, 4, part));
+        plan.create(folder.path(), folder.path()).unwrap();
+        plan.copy(vec![7; 100]).unwrap();
+        let _ = tensor.fill_(9);
+        plan.write(folder.path(), folder.path(), true).unwrap();
+        let written = std::fs::read(folder.path().join("file")).unwrap();
+        let mut expected = b"head".to_vec();
+        expected.extend([1_i32, 2, 3].iter().flat_map(|number| number.to_le_bytes()));
+        assert_eq!(written, expected);
+        assert!(plan.into_memory().capacity() >= 100);
     }
 }

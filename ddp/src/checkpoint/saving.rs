@@ -6,7 +6,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use flow_comm::ProcessGroup;
+use flow_comm::{ProcessGroup, wait_patiently};
 
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
@@ -47,7 +47,7 @@ impl Saving {
 
 /// Writes checkpoints beside the training, one at a time.
 #[derive(Default)]
-pub struct Writer {
+pub struct BackgroundWriter {
     /// Ranks meet in it while they train in others.
     group: Option<ProcessGroup>,
     /// The checkpoint that is being written. Its thread returns the memory of the copy.
@@ -57,17 +57,21 @@ pub struct Writer {
     path: PathBuf,
 }
 
-impl Writer {
+impl BackgroundWriter {
     /// Copies this rank's parts of a checkpoint, and has a thread write them. No other is being written.
     /// All ranks call this.
     pub fn start(&mut self, mut saving: Saving) -> Result<()> {
         let group = match &self.group {
-            Some(group) => group.clone(),
-            None => self.group.insert(saving.group.duplicate()?).clone(),
+            Some(group) => Ok(group.clone()),
+            None => saving.group.duplicate(),
         };
+        let group = group.inspect_err(|_| lock(&saving.folder).abandon())?;
+        self.group = Some(group.clone());
         let (to_thread, checkpoint) = mpsc::channel::<Saving>();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
             let Ok(saving) = checkpoint.recv() else { return (Ok(()), Vec::new()) };
+            // Ranks wait for each other's disks, while they train.
+            wait_patiently();
             let finished = saving.finish();
             (finished, saving.plan.into_memory())
         });
@@ -76,6 +80,7 @@ impl Writer {
             saving.plan.copy(std::mem::take(&mut self.memory))?;
             Ok(thread)
         });
+        // Nobody changes what ranks have in common before all have copied it.
         let thread =
             agree(&saving.group, copied).inspect_err(|_| lock(&saving.folder).abandon())?;
         self.path.clone_from(&saving.path);
@@ -85,11 +90,13 @@ impl Writer {
         Ok(())
     }
 
-    /// Waits until the last checkpoint is whole. The error is the same on all ranks.
+    /// Waits until the last checkpoint is whole. All ranks have an error if one has.
     pub fn wait(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let Ok((finished, memory)) = thread.join() else {
-            let error = io::Error::other("the thread that wrote it has panicked");
+            let reason = "the thread that wrote a checkpoint has panicked";
+            self.group.iter().for_each(|group| group.abort(reason));
+            let error = io::Error::other(reason);
             return Err(CheckpointError::write(&self.path)(error));
         };
         self.memory = memory;
@@ -97,7 +104,7 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for BackgroundWriter {
     fn drop(&mut self) {
         if let Err(error) = self.wait() {
             log::error!("a checkpoint was not saved: {error}");
@@ -137,7 +144,7 @@ mod tests {
     fn train(group: &ProcessGroup, path: &Path) {
         let folder = Folder::open(path, group, &["file"]).unwrap();
         let folder = Arc::new(Mutex::new(folder));
-        let mut writer = Writer::default();
+        let mut writer = BackgroundWriter::default();
         for (step, is_made) in [(1, true), (2, false), (3, true)] {
             writer.start(begin(&folder, group, step, is_made)).unwrap();
             let done = writer.wait();

@@ -113,7 +113,7 @@ impl FsdpBuilder {
         self
     }
 
-    /// Leaves these parameters to each rank: PyTorch's `ignored_params`. Each rank begins with its own values
+    /// Leaves these parameters, and those of earlier calls, to each rank: PyTorch's `ignored_params`. Each rank begins with its own values
     /// of them, and backward leaves its own gradients in `.grad`. The optimizer of [`Fsdp::optimizer`] neither
     /// steps nor clips them, nor drops their gradients. Another optimizer of these parameters alone does:
     ///

@@ -40,9 +40,9 @@ pub struct MemoryPlan {
     pub state_elements: u64,
 }
 
-/// An optimizer whose state cannot be foretold.
+/// Memory that cannot be foretold.
 #[derive(thiserror::Error, Debug)]
-#[error("Fsdp::plan: the optimizer cannot be made: {0}; use one of tch's")]
+#[error("Fsdp::plan: {0}")]
 pub struct PlanError(pub(super) String);
 
 impl MemoryPlan {
@@ -52,7 +52,9 @@ impl MemoryPlan {
         choice: &OptimizerChoice,
         ranks: usize,
     ) -> Result<Self, PlanError> {
-        let state_elements = state_elements(choice).map_err(PlanError)?;
+        let state_elements = state_elements(choice).map_err(|reason| {
+            PlanError(format!("the optimizer cannot be made: {reason}; use one of tch's"))
+        })?;
         Ok(Self::of(store, &choice.ignored, state_elements, ranks))
     }
 
@@ -279,6 +281,9 @@ mod tests {
         assert_eq!((plan.ignored, plan.buckets), (3 * (2 * 2000 + 40), 3 * 4000));
         assert_eq!(plan.total(), 16_000 + 12_120 + 12_000);
         assert!(plan.check(28_119).unwrap_err().contains("0.0 MB of ignored parameters"));
+        let builder = builder.ignored_parameters(&["another"]);
+        let error = builder.plan(&vs, Adam::default(), 3).unwrap_err().to_string();
+        assert!(error.starts_with("Fsdp::plan: ignored_parameters names another,"), "{error}");
     }
 
     /// Buckets of 1 MiB and 4 MiB: the last parameter's alone, and then two at a time.

@@ -9,9 +9,8 @@ pub struct ShardOptions {
     /// and ranks need memory for all such modules (ZeRO's stage 2).
     pub reshard_after_forward: bool,
     /// The types that the module computes in, and sends gradients in: PyTorch's `MixedPrecisionPolicy`. The
-    /// optimizer changes the parameters in their own type. Parameters
-    /// are gathered in `param`, and inputs of a floating-point type are cast to it. Without `param` inputs stay as
-    /// they are. `buffer` has a meaning in [`FullyShardBuilder`](super::FullyShardBuilder) only.
+    /// optimizer changes the parameters in their own type. Parameters are gathered in `param`, and inputs of
+    /// a floating-point type are cast to it. Without `param` inputs stay as they are. `buffer` has a meaning in [`FullyShardBuilder`](super::FullyShardBuilder) only.
     pub mixed_precision: MixedPrecision,
 }
 

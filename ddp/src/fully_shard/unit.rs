@@ -92,9 +92,8 @@ impl Unit {
     /// Starts to gather the parameters in `group`, if they are nowhere, and returns whether it did.
     pub fn start_gather(&self, group: &ProcessGroup, precision: Precision) -> Result<bool> {
         let state = &mut *self.lock();
-        let is_low = self.options.mixed_precision.param.is_some();
-        if is_low && matches!(state.gathered, Gathered::Yes(own) if own != precision) {
-            let reason = "a module in mixed precision cannot run in with_full_parameters or write: run it before \
+        if matches!(state.gathered, Gathered::Yes(own) if own != precision) {
+            let reason = "a module cannot run in with_full_parameters or write: run it before \
                           or after";
             return Err(Error::fully_shard(group, reason));
         }

@@ -8,9 +8,6 @@ use flow_comm::trace;
 use super::backward::Backward;
 use crate::error::Result;
 
-/// In bytes: twice the cap of an [`Fsdp`](crate::Fsdp)'s buckets, which only a large gradient exceeds.
-const LARGE_BUCKET: usize = 8 << 20;
-
 impl Backward<'_> {
     /// Applies the buckets that are reduced, in the middle of backward. Waits for all that were
     /// launched but the last, unless that is [large](Self::is_large_and_kept): there are then no more
@@ -45,12 +42,14 @@ impl Backward<'_> {
         Ok(())
     }
 
-    /// Whether a bucket of so many bytes is a large one of an [`Fsdp`](crate::Fsdp) on one machine. Beside the
+    /// Whether a bucket of so many bytes has a large gradient of an [`Fsdp`](crate::Fsdp) on one machine. Beside the
     /// next bucket it would take much of the memory that all ranks save, and it is reduced in a short time.
     fn is_large_and_kept(&self, bytes: usize) -> bool {
         let group = &self.reducer.group;
         let is_on_machine = group.local_world_size() == group.world_size();
-        self.reducer.kept.is_some() && is_on_machine && bytes > LARGE_BUCKET
+        self.reducer.kept.is_some()
+            && is_on_machine
+            && bytes > 2 * self.reducer.options.caps.largest()
     }
 
     /// Makes `.grad` of a parameter the reduced gradient, and has the optimizer apply it, if there is

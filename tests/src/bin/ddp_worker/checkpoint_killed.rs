@@ -79,6 +79,9 @@ fn training(group: &ProcessGroup) -> Result<()> {
             checkpoints.async_save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
             if step < done + STEPS {
                 checkpoints.wait()?;
+            } else {
+                // What is written is what was there before this.
+                optimizer.backward_step(&loss(&store))?;
             }
         } else {
             checkpoints.save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
