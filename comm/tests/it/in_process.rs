@@ -97,6 +97,19 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn a_patient_thread_waits_longer_than_the_groups_timeout() {
+    ranks(2, |group| {
+        group.set_timeout(Duration::from_millis(10));
+        flow_comm::wait_patiently();
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        group.barrier().unwrap();
+        group.all_reduce(&mut [0_f32], ReduceOp::Sum).unwrap();
+    });
+}
+
+#[test]
 fn an_operation_may_have_a_timeout_of_its_own() {
     const OWN: Duration = Duration::from_millis(300);
     type Wait = fn(&ProcessGroup) -> Result<(), Error>;
