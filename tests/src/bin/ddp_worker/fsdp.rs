@@ -71,7 +71,11 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let count = 1 + draws.below(8) as usize;
     let model: Vec<(i64, Kind)> = (0..count)
         .map(|_| {
-            let length = [1, 0, 10, 2 * LARGE, 20 * LARGE + 7][draws.below(5) as usize];
+            let mut length = [1, 0, 10, 2 * LARGE][draws.below(4) as usize];
+            // A few have several chunks of an optimizer.
+            if draws.below(10) == 0 {
+                length = 20 * LARGE + 7;
+            }
             (length, kinds[draws.below(kinds.len() as u64) as usize])
         })
         .collect();

@@ -34,7 +34,11 @@ impl Options {
         let mut model = Vec::new();
         let mut are_ignored = Vec::new();
         for index in 0..count {
-            let length = [1, 0, 10, 2 * LARGE, 20 * LARGE + 7][draws.below(5) as usize];
+            let mut length = [1, 0, 10, 2 * LARGE][draws.below(4) as usize];
+            // A few have several chunks of an optimizer.
+            if draws.below(20) == 0 {
+                length = 20 * LARGE + 7;
+            }
             model.push((length, kinds[draws.below(4) as usize]));
             are_ignored.push(draws.below(2) == 0 && index + 1 < count);
         }
