@@ -59,7 +59,7 @@ impl Replacements {
         Self::beside(pairs, null())
     }
 
-    /// Returns these replacements and others.
+    /// Returns these replacements, and those of the first of each pair by the second.
     ///
     /// # Errors
     ///
@@ -154,6 +154,15 @@ mod tests {
         let panicked = std::panic::catch_unwind(|| replacements.during(|| panic!("on purpose")));
         assert!(panicked.is_err() && Replacements::current().is_none());
         assert_eq!(sum(&one), 2.0);
+    }
+
+    #[test]
+    fn more_replacements_are_made_beside_others() {
+        let [one, two, three, four] = [1.0, 2.0, 3.0, 4.0].map(vector);
+        let outer = Replacements::new(&[(&one, &two), (&three, &one)]).unwrap();
+        let both = outer.with(&[(&three, &four)]).unwrap();
+        assert_eq!(both.during(|| &one + &three), vector(6.0));
+        assert_eq!(outer.during(|| &one + &three), vector(3.0));
     }
 
     #[test]

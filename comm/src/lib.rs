@@ -34,6 +34,7 @@
 //! [`nccl::CudaGroup`].
 
 mod arguments;
+mod background;
 mod bootstrap;
 mod bucket_name;
 mod buffer;
@@ -62,6 +63,7 @@ mod transport;
 mod work;
 mod world;
 
+pub use background::Background;
 pub use bucket_name::JOIN_NOTICE;
 pub use buffer::{Buffer, SharedBuffer};
 pub use collectives::Peers;
@@ -72,7 +74,6 @@ pub use flow_store::fork::ForkSafe;
 pub use group::{ArenaHandle, Axis, DEFAULT_TIMEOUT, Lane, Member, Mesh, ProcessGroup};
 pub use interrupt::set_interrupt_check;
 pub use label::Label;
-pub use operation_context::wait_patiently;
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::machine_buffer::{MachineBuffer, MachinePart, WeakMachineBuffer};

@@ -6,9 +6,6 @@ use std::time::Duration;
 
 use crate::trace::RecordId;
 
-/// The longest timeout, which longer ones mean: a year.
-pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
-
 /// An operation that the program has asked for, and that begins later on another thread.
 #[derive(Debug, Clone, Copy)]
 pub struct QueuedCall {
@@ -22,8 +19,6 @@ pub struct QueuedCall {
 pub struct OperationContext {
     /// The time that the operation waits, if it has a timeout of its own.
     timeout: Cell<Option<Duration>>,
-    /// The thread's waits are as long as they must be.
-    is_patient: Cell<bool>,
     /// The asynchronous call that runs here.
     queued: Cell<Option<QueuedCall>>,
     /// The operation's record, from its begin to its end.
@@ -32,12 +27,7 @@ pub struct OperationContext {
 
 thread_local! {
     static CONTEXT: OperationContext = const {
-        OperationContext {
-            timeout: Cell::new(None),
-            is_patient: Cell::new(false),
-            queued: Cell::new(None),
-            record: Cell::new(None),
-        }
+        OperationContext { timeout: Cell::new(None), queued: Cell::new(None), record: Cell::new(None) }
     };
 }
 
@@ -46,12 +36,6 @@ impl OperationContext {
     #[inline]
     pub fn timeout() -> Option<Duration> {
         CONTEXT.with(|context| context.timeout.get())
-    }
-
-    /// Returns whether the thread [waits patiently](wait_patiently).
-    #[inline]
-    pub fn is_patient() -> bool {
-        CONTEXT.with(|context| context.is_patient.get())
     }
 
     /// Returns the asynchronous call that runs on this thread.
@@ -85,17 +69,6 @@ impl OperationContext {
             timeout.map(|own| Restore(CONTEXT.with(|context| context.timeout.replace(Some(own)))));
         operation()
     }
-}
-
-/// Has blocking operations of this thread wait as long as they must: no timeout of a group ends them, and
-/// neither the log nor flow-launch hears that they are long. The loss of a rank ends them as ever. It is
-/// for a thread beside the program whose ranks are busy with something else than each other, such as a
-/// disk.
-pub fn wait_patiently() {
-    CONTEXT.with(|context| {
-        context.timeout.set(Some(MAX_TIMEOUT));
-        context.is_patient.set(true);
-    });
 }
 
 impl QueuedCall {

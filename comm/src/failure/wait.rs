@@ -4,9 +4,9 @@ use std::fmt::Display;
 use std::time::{Duration, Instant};
 
 use super::Failure;
+use crate::background::Background;
 use crate::error::{Error, Result};
 use crate::interrupt::is_interrupted;
-use crate::operation_context::{MAX_TIMEOUT, OperationContext};
 use crate::shm::control::{Counter, sleep_on};
 use crate::stall::Stall;
 use crate::transport::{DisconnectReason, PeerDown};
@@ -64,7 +64,6 @@ impl Failure {
         attempt: &mut dyn FnMut(Duration) -> Result<bool, PeerDown>,
     ) -> Result<()> {
         let mut waiting = self.begin_wait();
-        let start = waiting.since;
         let timeout = waiting.timeout;
         let mut look = LIVENESS_INTERVAL.min(timeout);
         let mut spin = Duration::ZERO;
@@ -74,7 +73,7 @@ impl Failure {
             awake = AWAKE;
         }
         loop {
-            let waited = start.elapsed();
+            let waited = waiting.since.elapsed();
             let is_awake = waited < awake;
             let time = if is_awake { Duration::ZERO } else { look.saturating_sub(waited) };
             match attempt(time) {
@@ -99,10 +98,9 @@ impl Failure {
                     Err(error)
                 };
             }
-            if start.elapsed() < look {
+            if waiting.since.elapsed() < look {
                 continue;
             }
-            look = (start.elapsed() + LIVENESS_INTERVAL).min(timeout);
             if let Some((peer, how)) = lost() {
                 // Arriving may have been the last thing it did.
                 if matches!(attempt(Duration::ZERO), Ok(true)) {
@@ -111,17 +109,17 @@ impl Failure {
                 return Err(self.handle_disconnect(peer, how, operation));
             }
             self.check_deadline(&mut waiting, operation, missing)?;
+            look = (waiting.since.elapsed() + LIVENESS_INTERVAL).min(timeout);
         }
     }
 
     /// Begins a wait of the operation that this thread runs.
     pub fn begin_wait(&self) -> Wait<'_> {
-        let is_patient = OperationContext::is_patient();
         Wait {
             since: Instant::now(),
             timeout: self.core.timeout(),
-            warning: if is_patient { MAX_TIMEOUT } else { FIRST_WARNING },
-            long: if is_patient { None } else { self.core.world.long_wait() },
+            warning: FIRST_WARNING,
+            long: self.core.world.long_wait(),
         }
     }
 
@@ -135,6 +133,9 @@ impl Failure {
     ) -> Result<()> {
         let rank = self.core.world.rank;
         let timeout = waiting.timeout;
+        if Background::goes_on() {
+            waiting.since = Instant::now();
+        }
         let waited = waiting.since.elapsed();
         self.remote.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {

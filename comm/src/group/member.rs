@@ -17,10 +17,12 @@ use crate::arguments::Caller;
 use crate::buffer::SharedBuffer;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
-use crate::operation_context::MAX_TIMEOUT;
 use crate::shm::arena::{Arena, no_room};
 use crate::trace::Record;
 use crate::work::Worker;
+
+/// The longest timeout, which longer ones mean: a year.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// This process as a member of a group. A [`ProcessGroup`](crate::ProcessGroup) is a handle of it,
 /// and has all its methods.

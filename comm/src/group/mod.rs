@@ -40,13 +40,13 @@ use std::time::Duration;
 use crate::env::Membership;
 use crate::error::{Error, Result};
 use crate::label::Label;
-use crate::operation_context::MAX_TIMEOUT;
 use crate::settings;
 use crate::world::World;
 
 pub use arena_handle::ArenaHandle;
 use cuda::Cuda;
 pub use lane::Lane;
+use member::MAX_TIMEOUT;
 pub use member::Member;
 pub use mesh::{Axis, Mesh};
 use parts::{NewGroup, Parts};

@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use flow_comm::{Axis, Error, Lane, Mesh, ProcessGroup, ReduceOp};
+use flow_comm::{Axis, Background, Error, Lane, Mesh, ProcessGroup, ReduceOp};
 
 /// Longer than any wait that is to succeed, on a loaded machine too.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -97,16 +97,30 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
-fn a_patient_thread_waits_longer_than_the_groups_timeout() {
+fn work_beside_the_program_has_time_until_the_program_waits_for_it() {
+    const SHORT: Duration = Duration::from_millis(50);
     ranks(2, |group| {
-        group.set_timeout(Duration::from_millis(10));
-        flow_comm::wait_patiently();
+        Background::default().enter();
         if group.rank() == 1 {
-            std::thread::sleep(Duration::from_millis(200));
+            std::thread::sleep(6 * SHORT);
         }
-        group.barrier().unwrap();
-        group.all_reduce(&mut [0_f32], ReduceOp::Sum).unwrap();
+        group.with_timeout(SHORT).barrier().unwrap();
     });
+    let outcomes = ranks(2, |group| {
+        let work = Background::default();
+        work.enter();
+        if group.rank() == 1 {
+            return (group, Ok(()));
+        }
+        let waiter = std::thread::spawn(move || {
+            std::thread::sleep(4 * SHORT);
+            work.end();
+        });
+        let waited = group.with_timeout(SHORT).barrier();
+        waiter.join().unwrap();
+        (group, waited)
+    });
+    assert!(matches!(&outcomes[0].1, Err(Error::Timeout { .. })), "{outcomes:?}");
 }
 
 #[test]

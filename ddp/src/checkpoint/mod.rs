@@ -188,8 +188,9 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// On all ranks: those of [`save`](Self::save) before anything is written. The error of the checkpoint
-    /// before, whose folder it names: this one is being written then.
+    /// On all ranks: those of [`save`](Self::save) before anything is written; too little memory for the
+    /// copies of a machine's ranks. The error of the checkpoint before, whose folder it names: this one is
+    /// being written then.
     pub fn async_save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,

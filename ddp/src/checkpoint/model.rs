@@ -3,6 +3,7 @@
 use flow_comm::ProcessGroup;
 use tch::{Device, Tensor};
 
+use super::agree::agree;
 use super::error::CheckpointError;
 use crate::ddp::Ddp;
 use crate::error::Result;
@@ -36,23 +37,23 @@ pub fn check_own_parameters(model: &impl CheckpointModel) -> super::Result<()> {
     if parameters.is_empty() {
         return Ok(());
     }
-    let mut lines = Vec::with_capacity(parameters.len());
-    for (name, tensor) in parameters {
-        let unfit = |error: flow_autograd::Error| CheckpointError::unfit("save", name, error);
-        let memory = tensor.detach().to_device(Device::Cpu).contiguous().view([-1]);
-        let sum = blake3::hash(flow_autograd::bytes(&memory).map_err(unfit)?).to_hex();
-        lines.push(format!("{name} {:?} {:?} of the BLAKE3 {sum}", tensor.size(), tensor.kind()));
-    }
-    match first_mismatch(model.group(), &lines)? {
-        None => Ok(()),
-        Some(difference) => {
-            let reason = format!(
-                "{difference}, and one of them is kept: give them the same values, or save them on each \
-                 rank, in a VarStore of their own"
-            );
-            Err(CheckpointError::unfit("save", "the ignored parameters", reason))
-        }
-    }
+    let lines = parameters.iter().map(|(name, tensor)| described(name, tensor));
+    let lines = agree(model.group(), lines.collect::<super::Result<Vec<_>>>())?;
+    let Some(difference) = first_mismatch(model.group(), &lines)? else { return Ok(()) };
+    let reason = format!(
+        "{difference}, and one of them is kept: give them the same values, or save them on each rank, in a \
+         VarStore of their own"
+    );
+    Err(CheckpointError::unfit("save", "the ignored parameters", reason))
+}
+
+/// Describes a parameter and its elements.
+fn described(name: &str, tensor: &Tensor) -> super::Result<String> {
+    let memory = tensor.detach().to_device(Device::Cpu).contiguous().view([-1]);
+    let bytes = flow_autograd::bytes(&memory);
+    let bytes = bytes.map_err(|error| CheckpointError::unfit("save", name, error))?;
+    let sum = blake3::hash(bytes).to_hex();
+    Ok(format!("{name} {:?} {:?} of the BLAKE3 {sum}", tensor.size(), tensor.kind()))
 }
 
 impl<M> CheckpointModel for Ddp<M> {

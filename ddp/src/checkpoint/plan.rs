@@ -103,14 +103,18 @@ impl Plan {
         serde_json::to_string(&pieces).map_err(|error| CheckpointError::unfit("save", SUMS, error))
     }
 
+    /// Returns how many bytes this rank's parts have.
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(|(_, _, part)| part.bytes()).sum()
+    }
+
     /// Copies this rank's parts, so that tensors may change before they are written. `memory` is used
     /// again, as far as it goes.
     pub fn copy(&mut self, mut memory: Vec<u8>) -> Result<()> {
-        let bytes = self.parts.iter().map(|(_, _, part)| part.bytes()).sum();
         memory.clear();
-        memory.try_reserve_exact(bytes).map_err(|error| {
-            let reason = format!("{error}; save it at once instead of beside the training");
-            CheckpointError::unfit("save", "a copy of the state", reason)
+        memory.try_reserve_exact(self.bytes()).map_err(|error| {
+            let reason = format!("{error}; use save, which copies nothing");
+            CheckpointError::unfit("make", "a copy of the state", reason)
         })?;
         let mut blocks = Vec::new();
         self.each_block(|file, start, bytes| {

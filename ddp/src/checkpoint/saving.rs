@@ -6,12 +6,13 @@ use std::sync::mpsc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use flow_comm::{ProcessGroup, wait_patiently};
+use flow_comm::{Background, ProcessGroup};
 
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::folder::Folder;
 use super::plan::Plan;
+use crate::fsdp::machine_memory::{MachineMemory, size};
 use crate::model_check::gather_texts;
 
 /// A checkpoint of which rank 0 has made the files.
@@ -52,6 +53,8 @@ pub struct BackgroundWriter {
     group: Option<ProcessGroup>,
     /// The checkpoint that is being written. Its thread returns the memory of the copy.
     thread: Option<JoinHandle<(Result<()>, Vec<u8>)>>,
+    /// Ranks wait for each other's disks there, while they train.
+    background: Background,
     /// Where this rank's part is copied to. It is kept: new memory would have to be cleared by the kernel.
     memory: Vec<u8>,
     path: PathBuf,
@@ -67,11 +70,15 @@ impl BackgroundWriter {
         };
         let group = group.inspect_err(|_| lock(&saving.folder).abandon())?;
         self.group = Some(group.clone());
+        let needed = saving.plan.bytes().saturating_sub(self.memory.capacity());
+        let checked = check_memory(&saving.group, needed as u64);
+        checked.inspect_err(|_| lock(&saving.folder).abandon())?;
         let (to_thread, checkpoint) = mpsc::channel::<Saving>();
+        self.background = Background::default();
+        let background = self.background.clone();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
             let Ok(saving) = checkpoint.recv() else { return (Ok(()), Vec::new()) };
-            // Ranks wait for each other's disks, while they train.
-            wait_patiently();
+            background.enter();
             let finished = saving.finish();
             (finished, saving.plan.into_memory())
         });
@@ -93,6 +100,7 @@ impl BackgroundWriter {
     /// Waits until the last checkpoint is whole. All ranks have an error if one has.
     pub fn wait(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
+        self.background.end();
         let Ok((finished, memory)) = thread.join() else {
             let reason = "the thread that wrote a checkpoint has panicked";
             self.group.iter().for_each(|group| group.abort(reason));
@@ -110,6 +118,29 @@ impl Drop for BackgroundWriter {
             log::error!("a checkpoint was not saved: {error}");
         }
     }
+}
+
+/// Returns the error of a machine that has no room for the copies of its ranks, which need so many bytes on
+/// this one. All ranks call this.
+fn check_memory(group: &ProcessGroup, needed: u64) -> Result<()> {
+    let mut all = vec![0_i64; group.world_size()];
+    group.all_gather(&[needed as i64], &mut all)?;
+    let ranks = group.ranks_on_machine_of(group.rank());
+    let of_machine = ranks.into_iter().map(|rank| all[rank] as u64).sum();
+    let available = MachineMemory::read().map_or(u64::MAX, |memory| memory.available);
+    agree(group, check_room(of_machine, available))
+}
+
+fn check_room(needed: u64, available: u64) -> Result<()> {
+    if needed <= available {
+        return Ok(());
+    }
+    let reason = format!(
+        "it needs {} on this machine, and {} are free: use save, which copies nothing",
+        size(needed),
+        size(available)
+    );
+    Err(CheckpointError::unfit("make", "a copy of the state", reason))
 }
 
 pub fn lock(folder: &Mutex<Folder>) -> MutexGuard<'_, Folder> {
@@ -165,6 +196,13 @@ mod tests {
         writer.start(begin(&folder, group, 4, true)).unwrap();
         drop(writer);
         assert!(path.join("step-4/file").exists());
+    }
+
+    #[test]
+    fn a_copy_without_room_is_an_error() {
+        check_room(5_000_000_000, 5_000_000_000).unwrap();
+        let error = check_room(5_000_000_000, 4_000_000_000).unwrap_err().to_string();
+        assert!(error.contains("needs 5.0 GB on this machine, and 4.0 GB are free"), "{error}");
     }
 
     #[test]

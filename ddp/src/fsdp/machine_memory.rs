@@ -27,6 +27,12 @@ impl MachineMemory {
     }
 }
 
+/// Formats bytes.
+pub(crate) fn size(bytes: u64) -> String {
+    let bytes = bytes as f64;
+    if bytes < 1e9 { format!("{:.1} MB", bytes / 1e6) } else { format!("{:.1} GB", bytes / 1e9) }
+}
+
 /// Returns the bytes in the line of this name, which counts KiB.
 fn kib(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;

@@ -14,7 +14,7 @@
 pub(crate) mod builder;
 pub(crate) mod grad_shards;
 pub(crate) mod ignored;
-mod machine_memory;
+pub(crate) mod machine_memory;
 mod plan;
 pub(crate) mod shared_parameters;
 

@@ -9,7 +9,7 @@ use flow_comm::ProcessGroup;
 use tch::nn::Variables;
 use tch::{Device, Kind, Tensor};
 
-use super::machine_memory::MachineMemory;
+use super::machine_memory::{MachineMemory, size};
 use super::shared_parameters::bytes_of;
 use crate::bucket::assignment::{Caps, Item, assign};
 use crate::error::{Error, Result};
@@ -227,12 +227,6 @@ fn unreduced(trained: &[Item]) -> u64 {
         .collect();
     let windows = bytes.windows(bytes.len().clamp(1, 2));
     windows.map(|buckets| buckets.iter().sum()).max().unwrap_or(0)
-}
-
-/// Formats bytes.
-fn size(bytes: u64) -> String {
-    let bytes = bytes as f64;
-    if bytes < 1e9 { format!("{:.1} MB", bytes / 1e6) } else { format!("{:.1} GB", bytes / 1e9) }
 }
 
 #[cfg(test)]

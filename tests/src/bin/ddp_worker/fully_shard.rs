@@ -10,7 +10,6 @@ use flow_ddp::{
 use tch::nn::{self, Adam, ModuleT, OptimizerConfig, Path, Sgd, VarStore};
 use tch::{Kind, Tensor};
 
-use crate::fsdp::shared_bytes;
 use crate::helpers::{Draws, close, error, own_group, random_models, says, values};
 use crate::models::{device, store};
 use crate::optimizers::{Config, configs, drop_gradients};
@@ -331,42 +330,6 @@ fn close_values(actual: &Tensor, expected: &Tensor, tolerance: f64) -> bool {
     }
     let difference = (actual - expected).abs().max().double_value(&[]);
     difference <= tolerance * expected.abs().max().double_value(&[]).max(1e-2)
-}
-
-/// All ranks together have the training once, and each a few modules whole: also within a forward.
-pub fn memory(group: &ProcessGroup) -> Result<()> {
-    const LAYERS: usize = 64;
-    const WIDTH: i64 = 512;
-    const MIB: usize = 1 << 20;
-    let vs = store();
-    let before = shared_bytes(group)?;
-    let shard = FullyShard::new(&vs, group)?;
-    let mut net = nn::seq_t();
-    for layer in 0..LAYERS {
-        let path = vs.root() / layer;
-        let config = nn::LinearConfig { bias: false, ..Default::default() };
-        let linear = shard.module(|| nn::linear(&path, WIDTH, WIDTH, config))?;
-        net = net.add(linear).add_fn(Tensor::tanh);
-    }
-    let model = shard.wrap(net)?;
-    let optimizer = model.optimizer(Adam::default(), 1e-3)?;
-    let input = Tensor::ones([2, WIDTH], (Kind::Float, device()));
-    let mut bytes = Vec::new();
-    for _ in 0..3 {
-        let output = model.forward_t(&input, true).sum(Kind::Float);
-        bytes.push(shared_bytes(group)? - before);
-        optimizer.backward_step(&output)?;
-        bytes.push(shared_bytes(group)? - before);
-    }
-    // Parameters, gradients and two parts of Adam's state.
-    let all = 4 * LAYERS * MIB;
-    let modules = 12 * MIB * group.world_size();
-    for (number, &bytes) in bytes.iter().enumerate() {
-        let expected = if number == 0 { all / 2 } else { all };
-        ensure!(bytes >= expected - expected / 10, "{number}: {bytes} bytes, not {expected}");
-        ensure!(bytes <= expected + modules, "{number}: {bytes} bytes, not {expected}");
-    }
-    Ok(())
 }
 
 /// A training goes on from a checkpoint, in a `FullySharded` of any number of ranks and in a `Ddp`, and the

@@ -279,6 +279,52 @@ pub fn accumulated(group: &ProcessGroup) -> Result<()> {
     close(&weights(&vs, &model)?, &expected, 1e-5)
 }
 
+/// A module that uses a parameter of the module around it, as that has it.
+#[derive(Debug)]
+struct Inner {
+    own: Tensor,
+    of_outer: Tensor,
+}
+
+impl ModuleT for Inner {
+    fn forward_t(&self, x: &Tensor, _train: bool) -> Tensor {
+        x * &self.of_outer * &self.own
+    }
+}
+
+/// A parameter is used in its module and in one within: operations of both take it in half precision.
+pub fn shared(group: &ProcessGroup) -> Result<()> {
+    for param in [None, Some(Kind::BFloat16)] {
+        let vs = store();
+        let mixed = MixedPrecision { param, ..Default::default() };
+        let shard = FullyShard::builder(group).mixed_precision(mixed).begin(&vs)?;
+        let root = vs.root();
+        let module = shard.module(|| {
+            let weight = root.var("weight", &[1], nn::Init::Const(2.0));
+            let of_outer = weight.shallow_clone();
+            let inner = shard
+                .module(|| Inner { own: root.var("own", &[1], nn::Init::Const(3.0)), of_outer });
+            let inner = inner.expect("ranks make the same modules");
+            nn::func_t(move |x, train| {
+                let product = x * &weight;
+                inner.forward_t(&product, train)
+            })
+        })?;
+        let model = shard.wrap(module)?;
+        let optimizer = model.optimizer(Sgd::default(), 1.0)?;
+        let input = Tensor::ones([1], (Kind::Float, device()));
+        let output = model.forward_t(&input, true);
+        let kind = param.unwrap_or(Kind::Float);
+        ensure!(output.kind() == kind && output.double_value(&[0]) == 12.0, "{param:?}: {output}");
+        optimizer.backward_step(&output.sum(Kind::Float))?;
+        let weights = model.with_full_parameters(|| {
+            ["weight", "own"].map(|name| vs.variables()[name].double_value(&[0]))
+        })?;
+        ensure!(weights == [2.0 - 12.0, 3.0 - 4.0], "{param:?}: {weights:?}");
+    }
+    Ok(())
+}
+
 /// Checkpoints, `write`, frozen parameters and a scaler: the parameters in half precision are always those
 /// in single precision.
 pub fn changed(group: &ProcessGroup) -> Result<()> {

@@ -16,6 +16,7 @@ mod fsdp_misused;
 mod fsdp_plan;
 mod fsdp_whole_batch;
 mod fully_shard;
+mod fully_shard_memory;
 mod fully_shard_misused;
 mod fully_shard_mixed;
 mod globals;
@@ -156,7 +157,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_step_left_out", fsdp_misused::step_left_out, CPU_AND_NODES),
     scenario("fsdp_read_before_step", fsdp_misused::read_before_step, CPU_AND_NODES),
     scenario("fully_shard_random", fully_shard::random, AND_THREADS),
-    scenario("fully_shard_memory", fully_shard::memory, MEASURES_MEMORY),
+    scenario("fully_shard_memory", fully_shard_memory::memory, MEASURES_MEMORY),
     scenario("fully_shard_resumed", fully_shard::resumed, ALL_AND_NODES),
     scenario("fully_shard_accumulated", fully_shard::accumulated, ALL_AND_NODES),
     scenario("fully_shard_scaled", fully_shard::scaled, ALL_AND_NODES),
@@ -172,6 +173,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fully_shard_mixed_random", fully_shard_mixed::random, EACH_TRANSPORT),
     scenario("fully_shard_mixed_accumulated", fully_shard_mixed::accumulated, EACH_TRANSPORT),
     scenario("fully_shard_mixed_changed", fully_shard_mixed::changed, EACH_TRANSPORT),
+    scenario("fully_shard_mixed_shared", fully_shard_mixed::shared, EACH_TRANSPORT),
     scenario("fully_shard_mixed_misused", fully_shard_mixed::misused, EACH_TRANSPORT),
     scenario("fully_shard_out_of_step", fully_shard_misused::out_of_step, ALL_AND_NODES),
     scenario("zero_random", zero::random, AND_THREADS),

@@ -1,0 +1,51 @@
+//! Threads beside the program, whose ranks wait for each other while they do something else.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Work on a thread beside the program: ranks are busy with something else than each other, such as a
+/// disk. While the program goes on, blocking operations of the thread have time: no timeout of a group ends
+/// them, and neither the log nor flow-launch hears that they are long. The loss of a rank ends them as ever.
+/// Clones are the same work.
+///
+/// ```
+/// let background = flow_comm::Background::default();
+/// let own = background.clone();
+/// let thread = std::thread::spawn(move || {
+///     own.enter();
+///     // ... write, and meet the other ranks in a group of the thread's own
+/// });
+/// // ... train, and then wait for the thread:
+/// background.end();
+/// thread.join().unwrap();
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Background {
+    /// The program waits for the work.
+    is_over: Arc<AtomicBool>,
+}
+
+thread_local! {
+    static OF_THREAD: RefCell<Option<Background>> = const { RefCell::new(None) };
+}
+
+impl Background {
+    /// Makes the rest of this thread part of the work.
+    pub fn enter(&self) {
+        OF_THREAD.set(Some(self.clone()));
+    }
+
+    /// Says that the program waits for the work from now on: so do its operations, like any others, and the
+    /// time that they wait counts from now.
+    pub fn end(&self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether this thread is part of a work that the program does not wait for.
+    pub(crate) fn goes_on() -> bool {
+        OF_THREAD.with_borrow(|work| {
+            work.as_ref().is_some_and(|work| !work.is_over.load(Ordering::Relaxed))
+        })
+    }
+}
