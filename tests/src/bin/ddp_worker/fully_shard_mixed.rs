@@ -207,7 +207,6 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
     let mut models = [Trained::new(group, &model, true)?, Trained::new(group, &model, false)?];
     let shift = group.rank() as f64;
     for step in 0..4 {
-        let context = || format!("step {step} of {model:?}");
         let mut found = Vec::new();
         for Trained { store, model, optimizer } in &mut models {
             optimizer.zero_grad()?;
@@ -231,7 +230,7 @@ fn trained(group: &ProcessGroup, seed: u64) -> Result<()> {
             values_of_step.extend(whole);
             found.push(values_of_step.into_iter().collect());
         }
-        close(&found[0], &found[1], 0.0).with_context(context)?;
+        close(&found[0], &found[1], 0.0).with_context(|| format!("step {step} of {model:?}"))?;
     }
     Ok(())
 }
@@ -397,8 +396,11 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
         says(&error(builder.begin(&vs))?, &["FullyShard differs between ranks", "Half"])?;
     }
     let shard = FullyShard::builder(group).mixed_precision(bfloat16).begin(&vs)?;
-    let double = || vs.root().add("double", Tensor::ones([2], (Kind::Double, device())), true);
-    says(&error(shard.module(double))?, &["double is Double", "leave param out"])?;
+    let double = Tensor::ones([2], (Kind::Double, device()));
+    says(
+        &error(shard.module(|| vs.root().add("double", double, true)))?,
+        &["double is Double", "leave param out"],
+    )?;
     let vs = store();
     let shard = FullyShard::builder(group).mixed_precision(bfloat16).begin(&vs)?;
     let layer = shard.module(|| nn::linear(vs.root(), 2, 2, Default::default()))?;
