@@ -52,6 +52,13 @@ pub enum Rendezvous {
     Mpi,
 }
 
+impl Rendezvous {
+    /// Whether the processes still find each other when some have ended.
+    pub fn outlives_ranks(&self) -> bool {
+        matches!(self, Rendezvous::Server { .. })
+    }
+}
+
 impl fmt::Debug for Rendezvous {
     /// Leaves out the token, which is not for logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

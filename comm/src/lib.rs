@@ -6,6 +6,7 @@
 //! | [`ProcessGroup::from_env`] | `init_process_group(init_method="env://")` |
 //! | [`ProcessGroup::new_group`] | `new_group` |
 //! | [`ProcessGroup::split`] | `MPI_Comm_split` |
+//! | [`ProcessGroup::reconfigure`] | `reconfigure` of a back-end, since PyTorch 2.14 |
 //! | [`Mesh`] | `DeviceMesh` |
 //! | [`ProcessGroup::new_group_of`] | `new_group(use_local_synchronization=True)` |
 //! | [`ProcessGroup::all_reduce`] and the other collectives | functions of the same names |
@@ -55,6 +56,7 @@ pub mod nccl;
 mod operation_context;
 mod p2p;
 mod peer_info;
+mod reconfigure;
 mod settings;
 mod shm;
 mod stall;

@@ -9,6 +9,9 @@ pub const LOCAL_ADDRESS: &str = "FLOW_LOCAL_ADDR";
 /// else through a store.
 pub const TRANSPORT: &str = "FLOW_TRANSPORT";
 const TIMEOUT: &str = "FLOW_TIMEOUT";
+/// The variable in which flow-launch says for which time it has started this rank anew in the running
+/// job.
+const REPLACEMENT: &str = "FLOW_REPLACEMENT";
 
 /// Returns the value of `FLOW_LOCAL_ADDR`, if that is set.
 pub fn local_address() -> Option<String> {
@@ -31,6 +34,11 @@ pub fn timeout() -> Result<Option<Duration>, String> {
 /// Returns the name of the transport between nodes, if that is set.
 pub fn transport() -> Option<String> {
     std::env::var(TRANSPORT).ok().filter(|name| !name.is_empty())
+}
+
+/// Returns how many processes have had this process' rank before in the running job.
+pub fn replacement() -> usize {
+    number(REPLACEMENT).unwrap_or(0)
 }
 
 /// Whether the environment gives this process this place in the job.

@@ -4,17 +4,19 @@
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use flow_kernels::digest;
 use flow_store::{Server, Store};
 
+use crate::bootstrap::lineage::{Lineage, Seat};
 use crate::error::Error;
 use crate::liveness::ended;
 use crate::shm::arena::{Arena, Block};
 use crate::shm::control::Control;
 use crate::shm::machine_buffer::RetiredBuffers;
+use crate::shm::tenancy::Tenancy;
 use crate::stall::{Stall, StallReporter};
 use crate::trace;
 use crate::transport::Transport;
@@ -52,6 +54,15 @@ pub enum Origin {
     Threads,
 }
 
+/// A group, of which a join knows only how to end it.
+pub trait EndGroup: Send + Sync {
+    /// Makes the group unusable on all ranks, whose waits end with `cause`.
+    fn abort(&self, cause: &str);
+
+    /// Waits for the operations that this process has started in it beside the program.
+    fn drain(&self);
+}
+
 /// A rank of a job, with all that its groups share in this process.
 pub struct World {
     pub rank: usize,
@@ -62,8 +73,15 @@ pub struct World {
     /// Every rank of this machine can have a core of its own: a short spin is then cheaper than
     /// sleeping.
     pub spin: bool,
-    pub(crate) root: usize,
+    /// The use of the memory that the ranks of this node share.
+    pub(crate) tenancy: Arc<Tenancy>,
     pub(crate) peers: Vec<Peer>,
+    /// The ranks as the launcher numbers them.
+    pub(crate) seats: Vec<Seat>,
+    /// The groups of this join.
+    pub(crate) groups: Mutex<Vec<Weak<dyn EndGroup>>>,
+    /// How this process has joined, and whom it may meet next; None for threads.
+    pub(crate) lineage: Option<Lineage>,
     pub(crate) store: Option<Store>,
     pub origin: Origin,
     /// Names the join, alike on all its ranks: a program's first is `0`.
@@ -115,9 +133,32 @@ impl World {
         digest(&(&self.prefix, peers))
     }
 
+    /// Returns this rank's number as the launcher knows it.
+    pub fn seat(&self) -> usize {
+        self.seats[self.rank].number
+    }
+
+    /// Notes that this process has a group.
+    pub fn register(&self, group: Weak<dyn EndGroup>) {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups.retain(|group| group.strong_count() > 0);
+        groups.push(group);
+    }
+
+    /// Ends all groups of this join on all their ranks, and waits until nothing that this process has
+    /// started in them is under way.
+    pub fn end_groups(&self, cause: &str) {
+        let registered = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let groups: Vec<Arc<dyn EndGroup>> = registered.iter().filter_map(Weak::upgrade).collect();
+        // What is to end may make a group.
+        drop(registered);
+        groups.iter().for_each(|group| group.abort(cause));
+        groups.iter().for_each(|group| group.drain());
+    }
+
     /// Returns the control block of the group of all ranks.
     pub fn root_control(&self) -> Control {
-        Control::attach(Arc::clone(&self.arena), self.root, self.size, self.locals.len())
+        self.tenancy.memory.control()
     }
 
     /// Makes the control block of a new group of `size` ranks, `locals` of them on this node,
@@ -210,7 +251,7 @@ impl World {
             .store
             .as_ref()
             .filter(|_| self.launched)?
-            .get(&format!("exit/{rank}"), time)
+            .get(&self.seats[rank].exit_key(), time)
             .ok()?;
         Some(String::from_utf8_lossy(&report).into_owned())
     }

@@ -19,6 +19,10 @@ pub struct Job {
     /// The hosts on which this flow-launch starts an agent each, if it is no agent itself.
     pub hosts: Option<Hosts>,
     pub max_restarts: u32,
+    /// A worker that fails is started anew alone, and the others go on.
+    pub is_in_place: bool,
+    /// The fewest workers with which a job goes on in place; all if not given.
+    pub min_workers: Option<u32>,
     /// Time between asking workers to stop and killing them.
     pub grace: Duration,
     /// A worker that waits longer than this in one collective fails the job.

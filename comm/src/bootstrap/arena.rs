@@ -1,6 +1,7 @@
 //! The arena of a node: the first rank makes it, the others map it.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,95 +10,119 @@ use flow_store::Error as StoreError;
 use serde::{Deserialize, Serialize};
 
 use super::join_error::JoinError;
+use super::lineage::MemoryPlace;
 use super::monitor::{BootstrapMonitor, POLL_INTERVAL};
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::shm::arena::Arena;
-use crate::shm::arena_header::ArenaHeader;
-use crate::shm::control::{Control, sleep_on};
+use crate::shm::control::sleep_on;
+use crate::shm::join_memory::JoinMemory;
+use crate::shm::tenancy::Tenancy;
 use crate::world::LIVENESS_INTERVAL;
 
-/// The place of the arena's memory on this node.
+/// The place of the join's memory on this node.
 #[derive(Serialize, Deserialize)]
-struct ArenaPlace {
-    /// The process of the first rank, which made it, and the file descriptor there.
+struct JoinPlace {
+    /// The process of the first rank, and the file descriptor of the arena there.
     pid: u32,
     fd: i32,
-    /// The bytes of each rank's region.
+    /// The bytes of each rank's region, and how many regions there are.
     region: usize,
+    regions: usize,
+    /// Where the memory of the join is in the arena.
+    offset: usize,
 }
 
-/// Makes or maps the arena of this node, and returns it once all its ranks have mapped it.
+/// The arena that the ranks of a node use.
+pub enum ArenaSource {
+    /// The first rank makes it.
+    New,
+    /// This process has it already.
+    Own(Arc<Arena>),
+    /// This process, a newcomer, maps it where another has it.
+    Of { pid: u32, place: MemoryPlace },
+}
+
+/// Makes or maps the arena of this node, and returns this rank's use of it once all its ranks have
+/// mapped it. `regions` are those of the ranks of the node.
 pub fn attach_arena(
     rank: usize,
     size: usize,
     locals: &[usize],
+    source: ArenaSource,
+    regions: &[usize],
     mut monitor: Option<&mut BootstrapMonitor>,
-) -> Result<Arc<Arena>, JoinError> {
+) -> Result<Arc<Tenancy>, JoinError> {
     let first = locals[0];
     let index = locals.iter().position(|&local| local == rank).unwrap_or_default();
-    // Held until all have opened it.
-    let mut file = None;
-    let arena = if rank == first {
-        let (arena, made) = create_arena(size, locals, monitor.as_deref())?;
-        file = Some(made);
-        arena
+    let memory = if rank == first {
+        let arena = match source {
+            ArenaSource::New => create_arena(locals.len())?,
+            ArenaSource::Own(arena) => arena,
+            ArenaSource::Of { pid, place } => {
+                let MemoryPlace { fd, regions: count, region_bytes, .. } = place;
+                let file = open_arena(pid, fd).map_err(|error| no_arena(pid, fd, &error))?;
+                Arc::new(Arena::map(&file, count, region_bytes, regions[index])?)
+            }
+        };
+        make_memory(&arena, size, locals, monitor.as_deref())?
     } else {
         let Some(monitor) = monitor.as_deref_mut() else {
             return Err(JoinError::Failed("there is no rendezvous store".into()));
         };
-        map_arena_of(first, index, locals, monitor)?
+        let place = place_of(first, monitor)?;
+        let arena = match source {
+            ArenaSource::Own(arena) => arena,
+            _ => map_arena_of(first, &place, regions[index], monitor)?,
+        };
+        JoinMemory::open(&arena, place.offset, size, locals.len())?
     };
-    let header = ArenaHeader::of(&arena);
+    let header = memory.header();
     header.publish_processors();
-    ArenaHeader::pid(&arena, index).store(std::process::id(), Ordering::Release);
+    memory.local(index).pid.store(std::process::id(), Ordering::Release);
     header.attached.raise(locals.len() as u32);
-    wait_attached(&arena, locals, monitor)?;
-    // From here on it lives only as long as the ranks do.
-    drop(file);
-    Ok(arena)
+    wait_attached(&memory, locals, monitor)?;
+    Ok(Arc::new(Tenancy::new(memory, index, regions)))
 }
 
-/// Returns the key under which the first rank of a node says where the arena is.
+/// Returns the key under which the first rank of a node says where the join's memory is.
 fn place_key(monitor: &BootstrapMonitor, first: usize) -> String {
     format!("{}arena/{first}", monitor.prefix)
 }
 
-/// Makes the arena, with the control block of the group of all `size` ranks, and publishes where it
-/// is.
-fn create_arena(
+/// Makes an arena for `count` ranks, in the first of them.
+fn create_arena(count: usize) -> Result<Arc<Arena>, String> {
+    let (file, region) = Arena::create_file(count, 1)?;
+    Ok(Arc::new(Arena::map(&Arc::new(file), count, region, 0)?))
+}
+
+/// Makes the join's memory, with the control block of the group of all `size` ranks, and publishes
+/// where it is.
+fn make_memory(
+    arena: &Arc<Arena>,
     size: usize,
     locals: &[usize],
     monitor: Option<&BootstrapMonitor>,
-) -> Result<(Arc<Arena>, OwnedFd), String> {
-    let count = locals.len();
-    let (file, region) = Arena::create_file(count, 1)?;
-    let arena = Arc::new(Arena::map(&file, count, region, 0, ArenaHeader::bytes(count))?);
-    let block = arena
-        .allocate_zeroed(Control::bytes(size, count))
-        .ok_or_else(|| format!("no shared memory for the control block of {size} ranks"))?;
-    let root = Control::attach(Arc::clone(&arena), block.offset(), size, count);
-    root.header().attached.store(count as u32, Ordering::SeqCst);
-    ArenaHeader::of(&arena).root.store(block.offset() as u64, Ordering::Release);
-    // Nobody can know when every rank has left the job: this block goes with the arena.
-    block.leak();
-    if let Some(monitor) = monitor {
-        let place = ArenaPlace { pid: std::process::id(), fd: file.as_raw_fd(), region };
+) -> Result<JoinMemory, String> {
+    let memory = JoinMemory::create(arena, size, locals.len())?;
+    if let Some((monitor, file)) = monitor.zip(arena.file()) {
+        let place = JoinPlace {
+            pid: std::process::id(),
+            fd: file.as_raw_fd(),
+            region: arena.region_bytes(),
+            regions: arena.regions(),
+            offset: memory.offset,
+        };
         monitor
             .store
             .set(&place_key(monitor, locals[0]), &to_json(&place))
             .map_err(|error| error.to_string())?;
     }
-    Ok((arena, file))
+    Ok(memory)
 }
 
-/// Maps the arena that the first rank of this node makes; this rank is number `index` of its ranks.
-fn map_arena_of(
-    first: usize,
-    index: usize,
-    locals: &[usize],
-    monitor: &mut BootstrapMonitor,
-) -> Result<Arc<Arena>, JoinError> {
+/// Waits until the first rank of this node says where the join's memory is.
+fn place_of(first: usize, monitor: &mut BootstrapMonitor) -> Result<JoinPlace, JoinError> {
     let key = place_key(monitor, first);
     let place = loop {
         match monitor.store.get(&key, monitor.left(POLL_INTERVAL)) {
@@ -106,39 +131,61 @@ fn map_arena_of(
             Err(error) => return Err(format!("rank {first} has not joined: {error}").into()),
         }
     };
-    let ArenaPlace { pid, fd, region } = from_json(&place, &format!("arena of rank {first}"))?;
-    let path = format!("/proc/{pid}/fd/{fd}");
-    let file = File::options().read(true).write(true).open(&path).map_err(|error| match monitor
-        .cancel_reason()
-    {
+    Ok(from_json(&place, &format!("arena of rank {first}"))?)
+}
+
+/// Maps the arena that the first rank of this node has; this process takes one of its regions.
+fn map_arena_of(
+    first: usize,
+    place: &JoinPlace,
+    region: usize,
+    monitor: &BootstrapMonitor,
+) -> Result<Arc<Arena>, JoinError> {
+    let JoinPlace { pid, fd, .. } = *place;
+    let file = open_arena(pid, fd).map_err(|error| match monitor.cancel_reason() {
         Some(reason) => reason,
         None if has_ended(pid) => {
             format!("rank {first} (pid {pid}) died before all ranks had joined")
         }
-        None => format!(
-            "cannot open rank {first}'s shared memory at {path}: {error}; all ranks of a node \
-                 must run on one machine as one user"
-        ),
+        None => no_arena(pid, fd, &error),
     })?;
-    Ok(Arc::new(Arena::map(&file, locals.len(), region, index, 0)?))
+    Ok(Arc::new(Arena::map(&file, place.regions, place.region, region)?))
+}
+
+/// Opens the file of an arena where another process has it.
+fn open_arena(pid: u32, fd: i32) -> io::Result<Arc<OwnedFd>> {
+    let file = File::options().read(true).write(true).open(arena_path(pid, fd))?;
+    Ok(Arc::new(file.into()))
+}
+
+fn arena_path(pid: u32, fd: i32) -> String {
+    format!("/proc/{pid}/fd/{fd}")
+}
+
+fn no_arena(pid: u32, fd: i32, error: &io::Error) -> String {
+    format!(
+        "cannot open the shared memory of process {pid} at {}: {error}; all ranks of a node must \
+         run on one machine as one user",
+        arena_path(pid, fd)
+    )
 }
 
 /// Waits until all ranks of this node have mapped the arena.
 fn wait_attached(
-    arena: &Arena,
+    memory: &JoinMemory,
     locals: &[usize],
     mut monitor: Option<&mut BootstrapMonitor>,
 ) -> Result<(), JoinError> {
-    let header = ArenaHeader::of(arena);
+    let header = memory.header();
     let missing = || -> Vec<usize> {
-        locals.iter().copied().filter(|&rank| pid_of(arena, locals, rank) == 0).collect()
+        locals.iter().copied().filter(|&rank| pid_of(memory, locals, rank) == 0).collect()
     };
     while let Some(monitor) = &mut monitor {
         if missing().is_empty() || header.failure.is_set() {
             break;
         }
         sleep_on(&header.attached, locals.len() as u32, monitor.left(LIVENESS_INTERVAL));
-        if let Err(error) = monitor.check(&missing, &|rank| pid_of(arena, locals, rank)) {
+        if let Err(error) = monitor.check(&missing, &|rank| pid_of(memory, locals, rank)) {
             // Only if it is the first: what this rank found out may be a consequence of that.
             let own = match &error {
                 JoinError::Interrupted => monitor.interruption(),
@@ -160,9 +207,9 @@ fn wait_attached(
 }
 
 /// Returns the process of a rank of this node that has mapped the arena; 0 of others.
-fn pid_of(arena: &Arena, locals: &[usize], rank: usize) -> u32 {
+fn pid_of(memory: &JoinMemory, locals: &[usize], rank: usize) -> u32 {
     match locals.iter().position(|&local| local == rank) {
-        Some(index) => ArenaHeader::pid(arena, index).load(Ordering::Acquire),
+        Some(index) => memory.local(index).pid.load(Ordering::Acquire),
         None => 0,
     }
 }

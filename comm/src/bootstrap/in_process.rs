@@ -7,10 +7,11 @@ use std::time::Duration;
 use flow_store::net::{host_name, secret};
 use flow_store::{Address, Server, Store};
 
+use super::lineage::Seat;
 use crate::error::{Error, Result};
 use crate::shm::arena::{Arena, MAX_MAPPINGS};
-use crate::shm::arena_header::ArenaHeader;
-use crate::shm::control::Control;
+use crate::shm::join_memory::JoinMemory;
+use crate::shm::tenancy::Tenancy;
 use crate::world::{Origin, Peer, World};
 
 /// The time that a rank waits for the answer of the store, which is in this process.
@@ -30,27 +31,38 @@ impl World {
         spin: bool,
     ) -> Result<Vec<Self>, String> {
         let size = arenas.len();
-        let root = new_root(&arenas[0], size)?;
-        let world = |(rank, arena)| World {
-            rank,
-            size,
-            locals: (0..size).collect(),
-            arena,
-            spin,
-            root,
-            peers: (0..size).map(|_| thread_of(host)).collect(),
-            store: None,
-            origin: Origin::Threads,
-            prefix: format!("{name}/"),
-            name: name.into(),
-            launched: false,
-            waits: None,
-            transport: None,
-            server: None,
-            retired_blocks: Mutex::default(),
-            retired_buffers: Arc::default(),
+        let regions: Vec<usize> = (0..size).collect();
+        let offset = JoinMemory::create(&arenas[0], size, size)?.offset;
+        for index in 0..size {
+            let memory = JoinMemory::open(&arenas[0], offset, size, size)?;
+            memory.local(index).pid.store(std::process::id(), Ordering::Release);
+        }
+        let world = |(rank, arena): (usize, Arc<Arena>)| -> Result<World, String> {
+            let memory = JoinMemory::open(&arena, offset, size, size)?;
+            Ok(World {
+                rank,
+                size,
+                seats: regions.iter().copied().map(Seat::first).collect(),
+                lineage: None,
+                locals: (0..size).collect(),
+                tenancy: Arc::new(Tenancy::new(memory, rank, &regions)),
+                arena,
+                spin,
+                peers: (0..size).map(|_| thread_of(host)).collect(),
+                store: None,
+                origin: Origin::Threads,
+                prefix: format!("{name}/"),
+                name: name.into(),
+                launched: false,
+                waits: None,
+                transport: None,
+                server: None,
+                groups: Mutex::default(),
+                retired_blocks: Mutex::default(),
+                retired_buffers: Arc::default(),
+            })
         };
-        Ok(arenas.into_iter().enumerate().map(world).collect())
+        arenas.into_iter().enumerate().map(world).collect()
     }
 }
 
@@ -63,9 +75,8 @@ fn worlds(size: usize) -> Result<Vec<World>, String> {
     }
     let name = format!("in-process/{}", NUMBER.fetch_add(1, Ordering::Relaxed));
     let arenas = map_arenas(size)?;
-    let header = ArenaHeader::of(&arenas[0]);
-    header.publish_processors();
-    let spin = size <= header.processors();
+    let processors = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let spin = size <= processors;
     let mut worlds = World::of_threads(arenas, &name, &host_name(), spin)?;
 
     let token = secret().map_err(|error| error.to_string())?;
@@ -84,25 +95,12 @@ fn worlds(size: usize) -> Result<Vec<World>, String> {
 /// Maps the memory of the job once for each rank, so that an address is one rank's.
 fn map_arenas(size: usize) -> Result<Vec<Arc<Arena>>, String> {
     let (file, region) = Arena::create_file(size, size)?;
+    let file = Arc::new(file);
     let mut arenas = Vec::with_capacity(size);
     for rank in 0..size {
-        let reserved = if rank == 0 { ArenaHeader::bytes(size) } else { 0 };
-        arenas.push(Arc::new(Arena::map(&file, size, region, rank, reserved)?));
+        arenas.push(Arc::new(Arena::map(&file, size, region, rank)?));
     }
     Ok(arenas)
-}
-
-/// Makes the control block of the group of all ranks. Returns where it is.
-fn new_root(arena: &Arc<Arena>, size: usize) -> Result<usize, String> {
-    let block = arena
-        .allocate_zeroed(Control::bytes(size, size))
-        .ok_or_else(|| format!("no shared memory for the control block of {size} ranks"))?;
-    let root = block.offset();
-    let control = Control::attach(Arc::clone(arena), root, size, size);
-    control.header().attached.store(size as u32, Ordering::SeqCst);
-    // It goes with the memory.
-    block.leak();
-    Ok(root)
 }
 
 /// Returns a rank that is a thread of this process.

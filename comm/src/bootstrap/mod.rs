@@ -7,11 +7,13 @@
 //! | `arena` | map the memory that the ranks of this node share |
 //! | `monitor` | if rank 0 serves the store, it waits until no node asks for anything more |
 //!
-//! `monitor` watches meanwhile who is missing, and who has ended. `in_process` makes a job of threads, which has no steps.
+//! `monitor` watches meanwhile who is missing, and who has ended. `lineage` knows who joins once more
+//! after others have ended. `in_process` makes a job of threads, which has no steps.
 
 mod arena;
 mod in_process;
 mod join_error;
+pub mod lineage;
 mod monitor;
 mod store;
 
@@ -29,14 +31,15 @@ use crate::internode::presence::ALL_RANKS;
 use crate::interrupt::has_ended_call;
 use crate::peer_info::PeerInfo;
 use crate::settings;
-use crate::shm::arena::Arena;
-use crate::shm::arena_header::ArenaHeader;
 use crate::shm::control::MAX_RANKS;
+use crate::shm::join_memory::JoinMemory;
 use crate::stall::StallReporter;
-use crate::transport::{self, Transport};
+use crate::transport;
 use crate::world::{FIRST_WARNING, Origin, Peer, World};
+pub use arena::ArenaSource;
 use arena::attach_arena;
-use join_error::JoinError;
+pub use join_error::JoinError;
+use lineage::{Lineage, Members, Seat};
 use monitor::{BootstrapMonitor, POLL_INTERVAL};
 use store::connect_store;
 
@@ -44,37 +47,73 @@ impl World {
     /// Meets the other ranks that join under this name. All of them do so equally often; what else
     /// they have joined does not matter.
     pub fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<Self> {
+        let name = join_name(name);
+        let prefix = format!("world/{name}/");
+        let plan = JoinPlan {
+            membership: membership.clone(),
+            launched: matches!(membership.rendezvous, Rendezvous::Server { .. })
+                && is_launchers_rank(membership),
+            seats: (0..membership.world_size).map(Seat::first).collect(),
+            name,
+            prefix,
+            source: ArenaSource::New,
+            regions: (0..membership.local_world_size).collect(),
+            epoch: None,
+        };
         let rank = membership.rank;
-        join(membership, name, timeout).map_err(|error| match error {
-            JoinError::Failed(reason) if !has_ended_call() => Error::Join { rank, reason },
-            _ => Error::Interrupted { rank, operation: "joining the process group".into() },
-        })
+        join(plan, timeout).map_err(|error| join_failed(rank, error))
     }
 }
 
-fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World, JoinError> {
-    let name = join_name(name);
-    let prefix = format!("world/{name}/");
-    let Membership { rank, world_size: size, .. } = *membership;
+/// Returns the error of a rank that cannot join.
+pub fn join_failed(rank: usize, error: JoinError) -> Error {
+    match error {
+        JoinError::Failed(reason) if !has_ended_call() => Error::Join { rank, reason },
+        _ => Error::Interrupted { rank, operation: "joining the process group".into() },
+    }
+}
+
+/// A join to be.
+pub struct JoinPlan {
+    /// This process' place among those that join.
+    pub membership: Membership,
+    pub name: String,
+    /// Begins the join's keys.
+    pub prefix: String,
+    /// Whether flow-launch says how the processes end.
+    pub launched: bool,
+    /// The ranks as the launcher numbers them.
+    pub seats: Vec<Seat>,
+    /// The arena, and which regions of it the ranks of this node get.
+    pub source: ArenaSource,
+    pub regions: Vec<usize>,
+    /// The members as they have agreed, and what begins the keys of all epochs; None of a program's
+    /// own join.
+    pub epoch: Option<(String, Members)>,
+}
+
+/// Meets the other ranks of the plan.
+pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
+    let JoinPlan { membership, name, prefix, launched, seats, source, regions, epoch } = plan;
+    let Membership { rank, world_size: size, .. } = membership;
     let begin = Instant::now();
     if size > MAX_RANKS {
         return Err(format!("a job can have at most {MAX_RANKS} ranks, not {size}").into());
     }
-    let (server, store) = connect_store(membership, &prefix, timeout)?;
+    let (server, store) = connect_store(&membership, &prefix, timeout)?;
     let several_nodes = membership.local_world_size < size;
     let mut transport = None;
     if several_nodes {
-        let opened = transport::open(membership)?;
+        let opened = transport::open(&membership)?;
         opened.join_group(ALL_RANKS);
         transport = Some(opened);
     }
     let address = transport.as_ref().map(|transport| transport.address()).unwrap_or_default();
-    let launched =
-        matches!(membership.rendezvous, Rendezvous::Server { .. }) && is_launchers_rank(membership);
-    let waits = StallReporter::from_env(rank).filter(|_| launched);
+    let waits = StallReporter::from_env(seats[rank].number).filter(|_| launched);
     let mut monitor = store.as_ref().map(|store| BootstrapMonitor {
         rank,
         size,
+        seats: &seats,
         store,
         prefix: &prefix,
         launched,
@@ -84,14 +123,14 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         next_warning: begin + FIRST_WARNING,
         long: waits.as_ref().map(|waits| waits.begin(store)),
     });
-    let own = PeerInfo::own(membership, address);
+    let own = PeerInfo::own(&membership, address);
     if let Some(monitor) = &monitor {
         monitor.register(&own)?;
     }
     let infos = match &mut monitor {
         Some(monitor) if several_nodes => {
             let infos = monitor.exchange_peer_info()?;
-            check_local_size(&infos, &own, membership)?;
+            check_local_size(&infos, &own, &membership)?;
             if let Some(transport) = &mut transport {
                 transport.set_peers(&infos, &own)?;
             }
@@ -101,58 +140,51 @@ fn join(membership: &Membership, name: &str, timeout: Duration) -> Result<World,
         _ => vec![own.clone(); size],
     };
     let locals: Vec<usize> = (0..size).filter(|&r| infos[r].node == own.node).collect();
-    let arena =
-        attach_on_all_nodes(membership, &infos, &locals, monitor.as_mut(), transport.as_deref())?;
+    // Where rank 0 serves the store, it waits until no other node asks for anything more.
+    let is_rank_zeros = !matches!(membership.rendezvous, Rendezvous::Server { .. });
+    let tenancy = match &mut monitor {
+        Some(monitor) if several_nodes && is_rank_zeros => {
+            let tenancy = attach_arena(rank, size, &locals, source, &regions, Some(&mut *monitor))
+                .map_err(|error| monitor.give_up(error))?;
+            // MPI ends all ranks by itself when one dies.
+            let watched = transport.as_deref().filter(|_| membership.rendezvous != Rendezvous::Mpi);
+            monitor.wait_for_nodes(&infos, watched)?;
+            tenancy
+        }
+        monitor => attach_arena(rank, size, &locals, source, &regions, monitor.as_mut())?,
+    };
     drop(monitor);
     let mut peers = Vec::with_capacity(size);
     for peer in 0..size {
-        peers.push(watch_peer(peer, rank, &infos, &locals, &arena)?);
+        peers.push(watch_peer(peer, rank, &infos, &locals, &tenancy.memory)?);
     }
-    let root = ArenaHeader::of(&arena).root.load(Ordering::Acquire) as usize;
+    let (lineage_prefix, members) = match epoch {
+        Some((prefix, members)) => (prefix, members),
+        None => (prefix.clone(), first_members(&infos, &peers)),
+    };
     let ranks_on_host = infos.iter().filter(|info| info.host_id == own.host_id).count();
     Ok(World {
         rank,
         size,
         locals,
-        spin: ranks_on_host <= ArenaHeader::of(&arena).processors(),
-        arena,
-        root,
+        spin: ranks_on_host <= tenancy.memory.header().processors(),
+        arena: Arc::clone(&tenancy.memory.arena),
+        tenancy,
         peers,
-        launched,
+        seats,
+        lineage: Some(Lineage { membership, launched, prefix: lineage_prefix, members }),
         waits,
         store,
         origin: Origin::Processes,
         name,
         prefix,
+        launched,
         transport,
         server,
+        groups: Mutex::default(),
         retired_blocks: Mutex::default(),
         retired_buffers: Arc::default(),
     })
-}
-
-/// Attaches to the arena of this node. Where rank 0 serves the store, it waits until no other node asks
-/// for anything more.
-fn attach_on_all_nodes(
-    membership: &Membership,
-    infos: &[PeerInfo],
-    locals: &[usize],
-    monitor: Option<&mut BootstrapMonitor>,
-    transport: Option<&dyn Transport>,
-) -> Result<Arc<Arena>, JoinError> {
-    let Membership { rank, world_size: size, .. } = *membership;
-    let is_launched = matches!(membership.rendezvous, Rendezvous::Server { .. });
-    match monitor {
-        Some(monitor) if locals.len() < size && !is_launched => {
-            let arena = attach_arena(rank, size, locals, Some(&mut *monitor))
-                .map_err(|error| monitor.give_up(error))?;
-            // MPI ends all ranks by itself when one dies.
-            let watched = transport.filter(|_| membership.rendezvous != Rendezvous::Mpi);
-            monitor.wait_for_nodes(infos, watched)?;
-            Ok(arena)
-        }
-        monitor => attach_arena(rank, size, locals, monitor),
-    }
 }
 
 /// Describes rank `peer`. If that is another rank of this node, `rank` watches its process.
@@ -161,14 +193,14 @@ fn watch_peer(
     rank: usize,
     infos: &[PeerInfo],
     locals: &[usize],
-    arena: &Arena,
+    memory: &JoinMemory,
 ) -> Result<Peer, String> {
     let info = &infos[peer];
     let node = infos.iter().position(|other| other.node == info.node).unwrap_or(peer);
     let mut watched =
         Peer { pid: info.pid, host: info.host.clone(), node, pidfd: None, gone: false };
     let Some(index) = locals.iter().position(|&local| local == peer) else { return Ok(watched) };
-    watched.pid = ArenaHeader::pid(arena, index).load(Ordering::Acquire);
+    watched.pid = memory.local(index).pid.load(Ordering::Acquire);
     let Some(pid) = Pid::from_raw(watched.pid as i32).filter(|_| peer != rank) else {
         return Ok(watched);
     };
@@ -184,6 +216,22 @@ fn watch_peer(
         }
     }
     Ok(watched)
+}
+
+/// Returns the members of a job as it begins, by their ranks.
+fn first_members(infos: &[PeerInfo], peers: &[Peer]) -> Members {
+    let mut processes = Vec::with_capacity(infos.len());
+    for (rank, (info, peer)) in infos.iter().zip(peers).enumerate() {
+        processes.push(lineage::Process {
+            seat: Seat::first(rank),
+            pid: peer.pid,
+            host_id: info.host_id.clone(),
+            node: info.node.clone(),
+            host: info.host.clone(),
+            memory: None,
+        });
+    }
+    Members { epoch: 0, processes, newcomers: 0, refused: Vec::new() }
 }
 
 /// Names a join: the name that it was given, how often this process has joined under that before,

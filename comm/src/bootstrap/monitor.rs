@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use flow_store::{Error as StoreError, Store};
 
 use super::join_error::JoinError;
+use super::lineage::Seat;
 use crate::internode::presence::ALL_RANKS;
 use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
@@ -24,6 +25,8 @@ const MAX_QUERIES: usize = 4;
 pub struct BootstrapMonitor<'a> {
     pub rank: usize,
     pub size: usize,
+    /// The ranks as the launcher numbers them.
+    pub seats: &'a [Seat],
     pub store: &'a Store,
     /// Begins the keys of this world.
     pub prefix: &'a str,
@@ -75,7 +78,8 @@ impl BootstrapMonitor<'_> {
             self.next_warning = now + FIRST_WARNING;
         }
         if let Some(long) = &mut self.long {
-            long.check(self.begin.elapsed(), &"joining the process group", || absent);
+            let seats = || absent.iter().map(|&rank| self.seats[rank].number).collect();
+            long.check(self.begin.elapsed(), &"joining the process group", seats);
         }
         if now < self.next_poll {
             return Ok(());
@@ -109,7 +113,7 @@ impl BootstrapMonitor<'_> {
         }
         let mut report = None;
         if self.launched {
-            report = self.value(&format!("exit/{rank}"), EXIT_REPORT_TIMEOUT);
+            report = self.value(&self.seats[rank].exit_key(), EXIT_REPORT_TIMEOUT);
         }
         Some(match report {
             Some(end) => format!("rank {rank} ended with {end}"),
@@ -121,7 +125,7 @@ impl BootstrapMonitor<'_> {
         if self.launched {
             return Some(format!(
                 "rank {rank} ended with {}",
-                self.value(&format!("exit/{rank}"), Duration::ZERO)?
+                self.value(&self.seats[rank].exit_key(), Duration::ZERO)?
             ));
         }
         let info = self.value(&self.info_key(rank), Duration::ZERO)?;

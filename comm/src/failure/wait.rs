@@ -140,7 +140,8 @@ impl Failure {
         self.remote.publish_progress(waited, timeout);
         if let Some(long) = &mut waiting.long {
             long.check(waited, operation, || {
-                missing().iter().map(|&r| self.core.ranks[r]).collect()
+                let world = &self.core.world;
+                missing().iter().map(|&r| world.seats[self.core.ranks[r]].number).collect()
             });
         }
         if is_interrupted() {

@@ -211,7 +211,8 @@ impl GroupCore {
     pub fn is_reachable(&self, rank: usize, offset: usize, bytes: usize) -> bool {
         self.world
             .local_index(self.ranks[rank])
-            .is_some_and(|index| self.world.arena.holds(index, offset, bytes))
+            .map(|index| self.world.tenancy.region(index))
+            .is_some_and(|region| self.world.arena.holds(region, offset, bytes))
     }
 
     /// Returns the members for which `condition` holds.

@@ -56,6 +56,12 @@ impl Workers {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits for the operations of all lanes that were started.
+    pub fn drain(&self) {
+        let workers: Vec<Arc<Worker>> = self.lock().values().cloned().collect();
+        workers.iter().for_each(|worker| worker.drain());
+    }
+
     /// Returns the lane's worker, if it was started.
     #[inline]
     pub fn get(&self, lane: Lane) -> Option<Arc<Worker>> {

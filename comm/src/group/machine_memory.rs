@@ -61,7 +61,7 @@ impl ProcessGroup {
             return Err(self.system("alloc_on_machine", no_room(&what, core.ranks[full])));
         }
         let offset = words[first][0] as usize;
-        let World { arena, retired_buffers, .. } = &*core.world;
-        Ok(MachineBuffer::attach(arena, retired_buffers, offset, bytes, block))
+        let World { tenancy, retired_buffers, .. } = &*core.world;
+        Ok(MachineBuffer::attach(tenancy, retired_buffers, offset, bytes, block))
     }
 }

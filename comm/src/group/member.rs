@@ -20,6 +20,7 @@ use crate::failure::Failure;
 use crate::shm::arena::{Arena, no_room};
 use crate::trace::Record;
 use crate::work::Worker;
+use crate::world::EndGroup;
 
 /// The longest timeout, which longer ones mean: a year.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -227,5 +228,15 @@ impl Member {
     /// Returns the error of an operation that the system refuses.
     pub(crate) fn system(&self, operation: &str, reason: String) -> Error {
         Error::System { rank: self.core().world.rank, operation: operation.into(), reason }
+    }
+}
+
+impl EndGroup for Member {
+    fn abort(&self, cause: &str) {
+        self.abort(cause);
+    }
+
+    fn drain(&self) {
+        self.state.workers.drain();
     }
 }

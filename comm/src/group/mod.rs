@@ -34,7 +34,7 @@ mod split;
 
 use std::fmt;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::env::Membership;
@@ -103,11 +103,15 @@ impl ProcessGroup {
     /// group of this process alone.
     ///
     /// Waits for all ranks. All ranks must call it equally often (see
-    /// [`ProcessGroup::join_named`]). Errors: a contradiction in the variables, ranks that do not
+    /// [`ProcessGroup::join_named`]). A process that flow-launch has started for one that has ended
+    /// joins as [`ProcessGroup::join_running`] does. Errors: a contradiction in the variables, ranks that do not
     /// come.
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
+        if settings::replacement() > 0 {
+            return Self::join_running(&membership, timeout);
+        }
         Self::join(&membership, timeout)
     }
 
@@ -128,11 +132,17 @@ impl ProcessGroup {
         let timeout = timeout.min(MAX_TIMEOUT);
         let world = Arc::new(World::join(membership, name, timeout)?);
         world.join_trace();
-        Ok(group_of(
-            Parts::new(NewGroup::of_world(world, timeout), "join")?,
-            membership.local_rank,
-            Cuda::default(),
-        ))
+        Self::of_world(world, timeout, membership.local_rank)
+    }
+
+    /// Returns the group of all ranks of a join; `local_rank` is this process' number on its machine.
+    pub(crate) fn of_world(
+        world: Arc<World>,
+        timeout: Duration,
+        local_rank: usize,
+    ) -> Result<Self> {
+        let parts = Parts::new(NewGroup::of_world(world, timeout), "join")?;
+        Ok(group_of(parts, local_rank, Cuda::default()))
     }
 
     /// Returns how long this rank waits for others before the group fails.
@@ -183,7 +193,10 @@ impl fmt::Debug for ProcessGroup {
 /// Returns a group that was made of these parts; `local_rank` is this process' number on its
 /// machine.
 fn group_of(parts: Parts, local_rank: usize, cuda: Cuda) -> ProcessGroup {
+    let world = Arc::clone(&parts.core.world);
     let member = Arc::new(Member::new(parts, local_rank, cuda));
+    let group: Weak<Member> = Arc::downgrade(&member);
+    world.register(group);
     ProcessGroup { member, digest: 0, label: None, timeout: None }
 }
 

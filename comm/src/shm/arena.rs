@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_store::fork::ForkSafe;
@@ -25,6 +25,8 @@ const ADDRESS_SPACE: usize = 1 << 45;
 const MIN_REGION: usize = 64 << 20;
 /// The number of ranks that one process can have if each maps the memory of all.
 pub const MAX_MAPPINGS: usize = (ADDRESS_SPACE / MIN_REGION).isqrt();
+/// Alignment of the beginning of a region's blocks.
+const CACHE_LINE: usize = 64;
 /// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a
 /// training step then never fault. Beyond that, those that were freed longest ago give theirs back.
 const MIN_CACHE: usize = 256 << 20;
@@ -37,7 +39,10 @@ const MIN_CACHE: usize = 256 << 20;
 pub struct Arena {
     base: NonNull<u8>,
     len: usize,
+    /// The part that this process allocates from.
     region: Range<usize>,
+    /// None for memory of this process alone.
+    file: Option<Arc<OwnedFd>>,
     blocks: ForkSafe<Mutex<BlockAllocator>>,
     /// Whether the system takes pages back. qemu's user mode says that it does, and does nothing.
     takes_pages: bool,
@@ -88,14 +93,13 @@ impl Arena {
         Ok((file, region))
     }
 
-    /// Maps all of `file`; this process allocates from region number `index`, whose first
-    /// `reserved` bytes are kept for the caller.
+    /// Maps all of `file`, and allocates from region number `index`, which no other process that
+    /// lives does.
     pub fn map(
-        file: impl AsFd,
+        file: &Arc<OwnedFd>,
         regions: usize,
         region: usize,
         index: usize,
-        reserved: usize,
     ) -> Result<Self, String> {
         let len = regions * region;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
@@ -105,7 +109,7 @@ impl Arena {
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::NORESERVE,
-                file,
+                file.as_fd(),
                 0,
             )
         }
@@ -119,15 +123,30 @@ impl Arena {
         // mapping.
         let _ = unsafe { rustix::mm::madvise(base, len, Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or("mmap returned a null address")?;
-        Ok(Self::over(base, len, index * region..(index + 1) * region, reserved))
+        let mut arena =
+            Self::over(base, len, index * region..(index + 1) * region, Some(Arc::clone(file)));
+        let marks = arena.marks(index);
+        // What a process that had the region before has handed out may still be in use.
+        let start = first_offset(index, region, regions).max(marks.end.load(Ordering::SeqCst));
+        let blocks = BlockAllocator::new(start, rustix::param::page_size());
+        marks.base.store(start, Ordering::SeqCst);
+        marks.end.store(start, Ordering::SeqCst);
+        arena.blocks = ForkSafe::new(Mutex::new(blocks));
+        Ok(arena)
     }
 
-    fn over(base: NonNull<u8>, len: usize, region: Range<usize>, reserved: usize) -> Self {
-        let blocks = BlockAllocator::new(region.start + reserved, rustix::param::page_size());
+    fn over(
+        base: NonNull<u8>,
+        len: usize,
+        region: Range<usize>,
+        file: Option<Arc<OwnedFd>>,
+    ) -> Self {
+        let blocks = BlockAllocator::new(region.start, rustix::param::page_size());
         let mut arena = Self {
             base,
             len,
             region,
+            file,
             blocks: ForkSafe::new(Mutex::new(blocks)),
             takes_pages: true,
             quarantine: AtomicU32::new(0),
@@ -158,11 +177,71 @@ impl Arena {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE)
         };
         let base = NonNull::new(base.unwrap().cast()).unwrap();
-        let arena = |index| Self::over(base, len, index * region..(index + 1) * region, 0);
+        let arena = |index| Self::over(base, len, index * region..(index + 1) * region, None);
         let arenas: Vec<_> = (0..regions).map(arena).map(Arc::new).collect();
         // An arena that is dropped takes the memory of all with it.
         arenas.iter().for_each(|arena| std::mem::forget(Arc::clone(arena)));
         arenas
+    }
+
+    /// Returns the file that it maps; None for memory of this process alone.
+    pub fn file(&self) -> Option<&Arc<OwnedFd>> {
+        self.file.as_ref()
+    }
+
+    /// Returns the size in bytes of each region.
+    pub fn region_bytes(&self) -> usize {
+        self.region.len()
+    }
+
+    /// Returns the number of regions.
+    pub fn regions(&self) -> usize {
+        self.len / self.region.len()
+    }
+
+    /// Returns the number of this process' region.
+    pub fn own_region(&self) -> usize {
+        self.region.start / self.region.len()
+    }
+
+    /// Returns the offset at which the memory of the process begins that has a region now.
+    pub fn base(&self, index: usize) -> usize {
+        match &self.file {
+            Some(_) => self.marks(index).base.load(Ordering::SeqCst),
+            None => index * self.region.len(),
+        }
+    }
+
+    /// Whether a newcomer has room in the region of a process that has ended: half of it.
+    pub fn has_room(&self, index: usize) -> bool {
+        let end = self.marks(index).end.load(Ordering::SeqCst);
+        end - index * self.region.len() <= self.region.len() / 2
+    }
+
+    /// Gives the pages of a region back to the system, up to those of a process that has taken it
+    /// over since it began at `base`. Nobody uses them any more.
+    pub fn free_region(&self, index: usize, base: usize) {
+        if self.file.is_none() {
+            return;
+        }
+        let marks = self.marks(index);
+        // In this order: a newcomer that is not seen below has not raised this mark either.
+        let end = marks.end.load(Ordering::SeqCst);
+        let new_base = marks.base.load(Ordering::SeqCst);
+        let end = if new_base == base { end } else { new_base };
+        let start = first_offset(index, self.region.len(), self.regions())
+            .next_multiple_of(rustix::param::page_size());
+        let end = end / rustix::param::page_size() * rustix::param::page_size();
+        if start < end {
+            self.discard(start, end - start);
+        }
+    }
+
+    /// Returns what all processes see of a region.
+    fn marks(&self, index: usize) -> &RegionMarks {
+        // SAFETY: the file begins with the marks of its regions, zeros at first, which consist of
+        // atomics. An arena without a file has none, and does not come here.
+        unsafe { &*self.base.as_ptr().cast::<RegionMarks>().add(index) }
     }
 
     /// Returns the address of `offset`, which must be inside the mapping.
@@ -207,6 +286,10 @@ impl Arena {
             .or_else(|| blocks.take_unused(size, self.region.end))
             .or_else(|| self.split_free(&mut blocks, size))?;
         blocks.live_bytes += size;
+        if self.file.is_some() {
+            let end = &self.marks(self.own_region()).end;
+            end.store(blocks.used, Ordering::SeqCst);
+        }
         drop(blocks);
         let born = self.quarantine.load(Ordering::Acquire);
         Some(Block { arena: Arc::clone(self), offset, size, born })
@@ -273,7 +356,7 @@ impl Arena {
 
     /// Gives the pages of a block back to the system: they read as zeros afterwards. False where it
     /// has no pages of its own, or the system does not take them.
-    fn discard(&self, offset: usize, size: usize) -> bool {
+    pub fn discard(&self, offset: usize, size: usize) -> bool {
         let start = self.at(offset).cast::<c_void>();
         // SAFETY: the range is of whole pages (blocks of a page and more are), inside the mapping and
         // unused.
@@ -286,6 +369,21 @@ impl Arena {
     fn blocks(&self) -> Option<MutexGuard<'_, BlockAllocator>> {
         self.blocks.is_ours().then(|| self.blocks.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// The state of a region.
+#[repr(C)]
+struct RegionMarks {
+    /// The offset at which the memory begins of the process that has it.
+    base: AtomicUsize,
+    /// The end of what that process has ever handed out.
+    end: AtomicUsize,
+}
+
+/// Returns where the first block of a region can begin: the first one begins with all marks.
+fn first_offset(index: usize, region: usize, regions: usize) -> usize {
+    let marks = if index == 0 { regions * size_of::<RegionMarks>() } else { 0 };
+    (index * region + marks).next_multiple_of(CACHE_LINE)
 }
 
 /// Says that a rank's region is full, for the error of an operation that needs memory for `what`.
@@ -363,7 +461,40 @@ mod tests {
 
     fn arena() -> Arc<Arena> {
         let (file, region) = Arena::create_file(1, 1).unwrap();
-        Arc::new(Arena::map(&file, 1, region, 0, 0).unwrap())
+        Arc::new(Arena::map(&Arc::new(file), 1, region, 0).unwrap())
+    }
+
+    /// The first process that has region 1 ends, and the memory that it used is freed before or after
+    /// another one takes the region over.
+    #[test]
+    fn a_region_is_taken_over_behind_what_was_used() {
+        for is_freed_before in [true, false] {
+            let (file, region) = Arena::create_file(2, 1).unwrap();
+            let file = Arc::new(file);
+            let map = |index| Arc::new(Arena::map(&file, 2, region, index).unwrap());
+            let survivor = map(0);
+            let ended = map(1);
+            let base = survivor.base(1);
+            assert_eq!(base, region);
+            let mut block = ended.allocate(100_000).unwrap();
+            block.as_mut().fill(7);
+            let offset = block.offset();
+            block.leak();
+            drop(ended);
+            if is_freed_before {
+                survivor.free_region(1, base);
+            }
+            let newcomer = map(1);
+            let mut other = newcomer.allocate(100_000).unwrap();
+            other.as_mut().fill(8);
+            assert!(other.offset() >= offset + 100_000, "{} {offset}", other.offset());
+            survivor.free_region(1, base);
+            // SAFETY: both lie in the mapping, and nobody writes there.
+            let bytes = unsafe { (*survivor.at(offset), *survivor.at(other.offset())) };
+            let freed = if survivor.takes_pages { 0 } else { 7 };
+            assert_eq!(bytes, (freed, 8));
+            assert!(survivor.has_room(1));
+        }
     }
 
     #[test]

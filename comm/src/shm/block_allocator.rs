@@ -16,7 +16,7 @@ pub struct BlockAllocator {
     /// The number of blocks that were ever freed: the time by which they age.
     frees: u64,
     /// End of the part of the region that was ever handed out.
-    used: usize,
+    pub used: usize,
     /// The bytes that are handed out.
     pub live_bytes: usize,
     /// The bytes of free blocks that have their pages.

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use flow_store::fork::ForkSafe;
 
 use super::arena::{Arena, Block};
+use super::tenancy::Tenancy;
 
 /// The bytes before the contents: the number of ranks that still use the buffer, in a cache line of its
 /// own.
@@ -31,7 +32,8 @@ pub struct MachinePart {
 
 /// A rank's share in the buffer.
 struct Attachment {
-    arena: Arc<Arena>,
+    /// The memory may be another rank's, and stays there while this does.
+    tenancy: Arc<Tenancy>,
     offset: usize,
     len: usize,
     /// The memory itself, on the first rank of the machine.
@@ -63,14 +65,14 @@ impl MachineBuffer {
     /// Returns this rank's handle of the buffer of `len` bytes whose block begins at `offset`. `block`:
     /// that block, where it is this rank's.
     pub(crate) fn attach(
-        arena: &Arc<Arena>,
+        tenancy: &Arc<Tenancy>,
         retired: &Arc<RetiredBuffers>,
         offset: usize,
         len: usize,
         block: Option<Block>,
     ) -> Self {
         Self(Arc::new(ForkSafe::new(Attachment {
-            arena: Arc::clone(arena),
+            tenancy: Arc::clone(tenancy),
             offset,
             len,
             block,
@@ -108,7 +110,7 @@ impl WeakMachineBuffer {
     /// Whether this rank still uses the buffer, and this address is in it.
     pub fn contains(&self, address: usize) -> bool {
         self.0.upgrade().is_some_and(|attachment| {
-            let start = attachment.arena.at(attachment.offset + HEADER).addr();
+            let start = attachment.arena().at(attachment.offset + HEADER).addr();
             (start..start + attachment.len).contains(&address)
         })
     }
@@ -116,8 +118,8 @@ impl WeakMachineBuffer {
 
 impl AsMut<[u8]> for MachinePart {
     fn as_mut(&mut self) -> &mut [u8] {
-        let Attachment { arena, offset, .. } = &**self.buffer.0;
-        let start = arena.at(offset + HEADER + self.range.start);
+        let attachment = &**self.buffer.0;
+        let start = attachment.arena().at(attachment.offset + HEADER + self.range.start);
         // SAFETY: the range lies in the block, which stays allocated until this rank has left it, and any
         // bytes are valid. Ranks agree on who writes.
         unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
@@ -131,10 +133,16 @@ pub(crate) fn users(arena: &Arena, offset: usize) -> &AtomicU32 {
     unsafe { AtomicU32::from_ptr(arena.at(offset).cast()) }
 }
 
+impl Attachment {
+    fn arena(&self) -> &Arena {
+        &self.tenancy.memory.arena
+    }
+}
+
 impl Drop for Attachment {
     /// This rank leaves the buffer.
     fn drop(&mut self) {
-        users(&self.arena, self.offset).fetch_sub(1, Ordering::SeqCst);
+        users(self.arena(), self.offset).fetch_sub(1, Ordering::SeqCst);
         if let Some(block) = self.block.take() {
             self.retired.retire(block);
         }

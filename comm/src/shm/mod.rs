@@ -3,7 +3,8 @@
 //! | file | subject |
 //! |---|---|
 //! | `arena` | the memory all local ranks map, and its allocator |
-//! | `arena_header` | what the ranks of a node share while they come together |
+//! | `join_memory` | what the ranks of a node share while they come together |
+//! | `tenancy` | when the memory of processes that have ended is free |
 //! | `segments` | pieces of the arena that are reduced as one: a bucket of gradients |
 //! | `bytes` | memory as bytes and as elements |
 //! | `control` | counters, descriptors and staging buffers of one group |
@@ -15,13 +16,14 @@
 //! `collectives`, `p2p` and `internode` are built on these.
 
 pub mod arena;
-pub mod arena_header;
 mod block_allocator;
 pub mod bytes;
 pub mod contribution;
 pub mod control;
 pub mod distance;
 pub mod io_segment;
+pub mod join_memory;
 pub mod machine_buffer;
 pub mod rounds;
 pub mod segments;
+pub mod tenancy;

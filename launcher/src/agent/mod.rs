@@ -56,6 +56,7 @@ use crate::output::log_files::LogFiles;
 use crate::output::remainder::Remainder;
 use crate::output::sink::Sinks;
 use crate::plan;
+use crate::plan::WorkerSpec;
 use crate::plan::host::LocalHost;
 use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
@@ -86,6 +87,8 @@ pub struct Agent {
     /// The coordinator cannot be reached: join again when the workers are gone.
     must_rejoin: bool,
     group: Option<WorkerGroup>,
+    /// The ranks of the workers of the present round.
+    assignment: Option<RankAssignment>,
     /// The workers of the last round, once it is over.
     finished_group: Option<WorkerGroup>,
     sinks: Sinks,
@@ -209,17 +212,14 @@ impl Agent {
         }
         process::allow_descriptors(assignment.world_size);
         let attempt = assignment.restart_count;
-        let mut specs =
-            plan::workers(&self.job, assignment, &self.command, &self.local_host, |local_rank| {
-                self.logs.error_file(attempt, local_rank)
-            });
         if let Some(watchdog) = &mut self.watchdog {
             watchdog.clear();
-            specs.iter_mut().for_each(|spec| spec.environment.push(watchdog.variable()));
         }
         if let Some(tracing) = &mut self.tracing {
-            tracing.start_round(&mut specs, assignment.world_size);
+            tracing.start_round(assignment.world_size);
         }
+        let specs = self.worker_specs(assignment);
+        self.assignment = Some(assignment.clone());
         (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
         if self.finished_group.take().is_some() {
             let restart = JobEvent::Restart { round, world_size: assignment.world_size };
@@ -252,6 +252,72 @@ impl Agent {
                 self.send_stopped(round, Some(summary));
             }
         }
+    }
+
+    /// Describes the workers of this node.
+    fn worker_specs(&self, assignment: &RankAssignment) -> Vec<WorkerSpec> {
+        let attempt = assignment.restart_count;
+        let mut specs =
+            plan::workers(&self.job, assignment, &self.command, &self.local_host, |local_rank| {
+                self.logs.error_file(attempt, local_rank)
+            });
+        for spec in &mut specs {
+            spec.environment.extend(self.watchdog.as_ref().map(Watchdog::variable));
+            spec.environment.extend(self.tracing.as_ref().map(Tracing::variable));
+        }
+        specs
+    }
+
+    /// Starts workers in place of those that have failed, as often as `--max-restarts` says, or goes
+    /// on without them. Returns the others that have ended.
+    fn replace_failed(&mut self, ended: Vec<Ended>) -> Vec<Ended> {
+        let Some(assignment) = self.assignment.clone().filter(|_| self.job.is_in_place) else {
+            return ended;
+        };
+        let mut others = Vec::new();
+        for (index, end, error_time) in ended {
+            if !end.is_failure() || !self.outlives(index, &assignment) {
+                others.push((index, end, error_time));
+            }
+        }
+        others
+    }
+
+    /// Whether the job goes on after the failure of a worker, by another in its place or without.
+    fn outlives(&mut self, index: usize, assignment: &RankAssignment) -> bool {
+        let Some(group) = &self.group else { return false };
+        if group.policy.cause().is_some() || self.signalled.is_some() {
+            return false;
+        }
+        let what = failure::summary(&group.outcome(index), &self.host);
+        let max = self.job.max_restarts;
+        let count = group.replacements() + 1;
+        if count > max {
+            let left = group.sound();
+            let goes_on = self.job.min_workers.is_some_and(|min| left >= min as usize);
+            if goes_on {
+                let workers = if left == 1 { "worker" } else { "workers" };
+                self.sinks.note(&format!("{what}; the job goes on with {left} {workers}"));
+            }
+            return goes_on;
+        }
+        let Outcome { rank, local_rank, .. } = group.outcome(index);
+        let replacement = group.replacement(index) + 1;
+        let mut own = assignment.clone();
+        own.restart_count += replacement;
+        let mut spec = self.worker_specs(&own).swap_remove(local_rank as usize);
+        spec.environment.retain(|(name, _)| *name != plan::REPLACEMENT);
+        spec.environment.push((plan::REPLACEMENT, replacement.to_string().into()));
+        let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };
+        let Some(group) = &mut self.group else { return false };
+        if let Err(error) = group.replace(index, spec, &console, &mut self.reaper) {
+            self.sinks.say(&error);
+            return false;
+        }
+        let pid = group.outcome(index).pid;
+        self.sinks.note(&format!("{what}; it is started again alone ({count} of {max})"));
+        self.events.record(&JobEvent::Start { rank, local_rank, pid }, &mut self.sinks);
+        true
     }
 
     fn send_stopped(&mut self, round: u32, cause: Option<String>) {
@@ -310,9 +376,13 @@ impl Agent {
                 (AgentReady::WorkerGroup(WorkerReady::End(worker)), Some(group)) => {
                     if let Some((rank, end)) = group.note_end(worker)? {
                         log::debug!("rank {rank} ended: {end}");
-                        let round = group.round;
                         // Peers must be able to read this before they are stopped because of it.
-                        self.control.send(AgentEvent::Exited { round, rank, end: end.to_string() });
+                        self.control.send(AgentEvent::Exited {
+                            round: group.round,
+                            rank,
+                            replacement: group.replacement(worker),
+                            end: end.to_string(),
+                        });
                         let Outcome { local_rank, pid, .. } = group.outcome(worker);
                         let exit = JobEvent::Exit { rank, local_rank, pid, end: end.into() };
                         self.events.record(&exit, &mut self.sinks);
@@ -322,6 +392,7 @@ impl Agent {
                 (AgentReady::Control | AgentReady::Health | AgentReady::WorkerGroup(_), _) => {}
             }
         }
+        let ended = self.replace_failed(ended);
         self.supervise(&ended);
         Ok(!is_idle)
     }

@@ -54,6 +54,7 @@ impl Agent {
             has_joined: false,
             must_rejoin: false,
             group: None,
+            assignment: None,
             finished_group: None,
             signalled: None,
             result: None,

@@ -1,5 +1,6 @@
 //! `--trace` in an agent: the folder for its workers' timelines, and the merged file at the end.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
@@ -7,7 +8,6 @@ use anyhow::{Context, bail};
 use crate::agent::reaper::Reaper;
 use crate::control::ControlPlane;
 use crate::output::sink::Sinks;
-use crate::plan::WorkerSpec;
 use crate::report::text;
 use crate::trace::folder::{Piece, TraceFolder, VARIABLE};
 
@@ -32,15 +32,17 @@ impl Tracing {
         Ok(Tracing { folder, to, world_size: 0 })
     }
 
-    /// Prepares the workers of a round.
-    pub fn start_round(&mut self, specs: &mut [WorkerSpec], world_size: u32) {
+    /// Prepares a round.
+    pub fn start_round(&mut self, world_size: u32) {
         self.world_size = world_size;
         if let Err(error) = self.folder.clear() {
             log::warn!("cannot remove the timelines of the last round: {error}");
         }
-        for spec in specs {
-            spec.environment.push((VARIABLE, self.folder.path().into()));
-        }
+    }
+
+    /// Returns the variable that asks a worker for its timeline.
+    pub fn variable(&self) -> (&'static str, OsString) {
+        (VARIABLE, self.folder.path().into())
     }
 
     /// Sends the timelines of these ranks, whose workers have ended, to the leader.

@@ -80,18 +80,56 @@ impl WorkerGroup {
                     group.workers.push(worker);
                 }
                 Err(error) => {
-                    let errno = Errno::from_io_error(&error);
-                    let limited = matches!(
-                        errno,
-                        Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM)
-                    );
-                    let advice = if limited { LIMITS } else { "" };
-                    group.shortfall = Some(format!("cannot start rank {rank}: {error}{advice}"));
+                    group.shortfall = Some(cannot_start(rank, &error));
                     break;
                 }
             }
         }
         Ok(group)
+    }
+
+    /// Starts a worker in place of the one with this index, which has failed. Returns the error if it
+    /// cannot be started; the failed one then stays.
+    pub fn replace(
+        &mut self,
+        index: usize,
+        spec: WorkerSpec,
+        console: &Console,
+        reaper: &mut Reaper,
+    ) -> Result<(), String> {
+        let rank = spec.rank;
+        let replacement = self.workers[index].replacement + 1;
+        // Its output has files, and an order, of its own.
+        let number = self.workers.len();
+        let mut worker = Worker::start(number, spec, replacement, console, reaper)
+            .map_err(|error| cannot_start(rank, &error))?;
+        worker.replacement = replacement;
+        log::debug!("rank {rank} is process {} now", worker.process.pid);
+        let mut failed = std::mem::replace(&mut self.workers[index], worker);
+        failed.is_replaced = true;
+        self.workers.push(failed);
+        Ok(())
+    }
+
+    /// Returns how many workers run or have succeeded.
+    pub fn sound(&self) -> usize {
+        let sound = self.current().filter(|worker| !worker.end.is_some_and(ExitStatus::is_failure));
+        sound.count()
+    }
+
+    /// Returns how many workers had this one's place before it.
+    pub fn replacement(&self, index: usize) -> u32 {
+        self.workers[index].replacement
+    }
+
+    /// Returns how many workers were started in place of others.
+    pub fn replacements(&self) -> u32 {
+        self.workers.iter().filter(|worker| worker.is_replaced).count() as u32
+    }
+
+    /// Returns the workers that were not replaced.
+    fn current(&self) -> impl Iterator<Item = &Worker> {
+        self.workers.iter().filter(|worker| !worker.is_replaced)
     }
 
     /// Whether every worker has ended and is reaped.
@@ -118,7 +156,7 @@ impl WorkerGroup {
 
     /// Returns the ranks of all workers.
     pub fn ranks(&self) -> impl Iterator<Item = u32> + '_ {
-        self.workers.iter().map(|worker| worker.spec.rank)
+        self.current().map(|worker| worker.spec.rank)
     }
 
     /// Returns the workers' processes, with their ranks.
@@ -222,8 +260,8 @@ impl WorkerGroup {
 
     /// Whether a worker has failed, and another that has recorded an error is still running.
     pub fn is_ending(&self) -> bool {
-        let mut ends = self.workers.iter().filter_map(|worker| worker.end);
-        let mut running = self.workers.iter().filter(|worker| worker.end.is_none());
+        let mut ends = self.current().filter_map(|worker| worker.end);
+        let mut running = self.current().filter(|worker| worker.end.is_none());
         ends.any(ExitStatus::is_failure)
             && running
                 .any(|worker| worker.error_file.as_deref().and_then(ErrorFile::read).is_some())
@@ -372,7 +410,7 @@ impl WorkerGroup {
 
     /// Returns how the workers ended, in rank order.
     pub fn outcomes(&self) -> Vec<Outcome<'_>> {
-        self.workers.iter().map(Worker::outcome).collect()
+        self.current().map(Worker::outcome).collect()
     }
 
     /// Returns how a worker ended, if it has.
@@ -402,4 +440,12 @@ impl WorkerGroup {
         let broken_pipe = ExitStatus::Signal(Signal::PIPE.as_raw());
         sinks.of(0).is_closed() && self.first_failure().is_some_and(|(_, end)| end == broken_pipe)
     }
+}
+
+/// Says that a worker cannot be started.
+fn cannot_start(rank: u32, error: &std::io::Error) -> String {
+    let errno = Errno::from_io_error(error);
+    let limited = matches!(errno, Some(Errno::MFILE | Errno::NFILE | Errno::AGAIN | Errno::NOMEM));
+    let advice = if limited { LIMITS } else { "" };
+    format!("cannot start rank {rank}: {error}{advice}")
 }

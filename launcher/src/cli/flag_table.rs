@@ -31,6 +31,24 @@ flags! {
     Valued MAX_RESTARTS = option(WORKERS, "max-restarts", "N", "Starts after a failure")
         .default("0")
         .meaning("how often a failed job is started again");
+    Valued ELASTIC = option(WORKERS, "elastic", "KIND", "After a failure: restart all, or in-place")
+        .words(&["restart", "in-place"])
+        .without_variable()
+        .default("restart")
+        .meaning(
+            "after a failure: `restart` starts all workers again; `in-place` starts the failed one \
+             again alone, as often as `--max-restarts` says in all, and the others go on, see \
+             [elastic.md](elastic.md). On one node only",
+        )
+        .differs("not in torchrun");
+    Valued MIN_WORKERS = option(WORKERS, "min-workers", "N", "In place: fewest workers to go on with")
+        .without_variable()
+        .default("all")
+        .meaning(
+            "with `--elastic in-place`: when no restart is left, the job goes on with the workers \
+             that are left, if they are as many as this",
+        )
+        .differs("not in torchrun");
     Valued SHUTDOWN_TIMEOUT = option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace")
         .alias(&["grace"])
         .default("30")

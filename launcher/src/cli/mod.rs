@@ -82,6 +82,8 @@ impl Job {
             max_restarts: settings
                 .get_number(table::MAX_RESTARTS, 0, "a number from 0")?
                 .unwrap_or(0),
+            is_in_place: in_place(settings)?,
+            min_workers: settings.get_number(table::MIN_WORKERS, 1, "a number from 1")?,
             grace: grace.map_or(Ok(GRACE), |setting| setting.seconds())?,
             hang_timeout: settings
                 .get(table::HANG_TIMEOUT)
@@ -116,7 +118,36 @@ impl Job {
             },
         };
         job.warnings = settings.warnings.take();
+        check_elastic(&job)?;
         Ok(job)
+    }
+}
+
+/// Whether `--elastic` says that the others go on when a worker fails.
+fn in_place(settings: &Settings<'_>) -> Result<bool, Usage> {
+    let kinds = [("restart", false), ("in-place", true)];
+    let kind = settings.get(table::ELASTIC).map(|setting| setting.one_of(&kinds)).transpose()?;
+    Ok(kind.unwrap_or(false))
+}
+
+/// Checks the flags of jobs whose workers are started anew one by one.
+fn check_elastic(job: &Job) -> Result<(), Usage> {
+    if !job.is_in_place {
+        return match job.min_workers {
+            Some(_) => Err(Usage("--min-workers needs --elastic in-place".into())),
+            None => Ok(()),
+        };
+    }
+    if job.nodes.max > 1 || job.hosts.is_some() {
+        let reason = "--elastic in-place works on one node: leave out --nnodes and --hosts, or use \
+                      --elastic restart";
+        return Err(Usage(reason.into()));
+    }
+    match (job.min_workers, job.processes) {
+        (Some(min), Processes::Count(count)) if min > count => Err(Usage(format!(
+            "--min-workers {min} is more than the {count} of --nproc-per-node: give at most that"
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -54,7 +54,8 @@ impl Coordinator {
             is_static: matches!(job.nodes.rendezvous, Rendezvous::Static { .. }),
             timeouts: job.nodes.timeouts,
             grace: job.grace,
-            max_restarts: job.max_restarts,
+            // Else the agent has started workers anew as often as it may.
+            max_restarts: if job.is_in_place { 0 } else { job.max_restarts },
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,

@@ -174,10 +174,14 @@ impl Leader {
     }
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
-        if let AgentEvent::Exited { round, rank, end } = &event {
+        if let AgentEvent::Exited { round, rank, replacement, end } = &event {
             if let Some(present) = self.round.as_mut().filter(|present| present.number == *round) {
                 present.stalls.rank_exited(*rank);
-                present.store.set(&format!("exit/{rank}"), end.as_bytes());
+                let key = match replacement {
+                    0 => format!("exit/{rank}"),
+                    count => format!("exit/{rank}.{count}"),
+                };
+                present.store.set(&key, end.as_bytes());
             }
             return;
         }

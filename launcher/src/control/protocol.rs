@@ -20,8 +20,9 @@ pub enum AgentEvent {
     Joined { node: Node },
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
-    /// A worker has ended; `end` is the text that its peers can read in their store.
-    Exited { round: u32, rank: u32, end: String },
+    /// A worker has ended; `end` is the text that its peers can read in their store. `replacement`:
+    /// the number of workers that had this rank before in the round.
+    Exited { round: u32, rank: u32, replacement: u32, end: String },
     /// All its workers have succeeded.
     Finished { round: u32 },
     /// All its workers are gone, after a failure or a command. `cause` is the full report on its

@@ -149,6 +149,7 @@ mod tests {
 workers: 2, on one node
 
 rank 0, local rank 0, CPUs 0-1
+  FLOW_REPLACEMENT=0
   FLOW_REPORT_STALLS=30
   FLOW_STORE=<the launcher's store>
   FLOW_TOKEN=***

@@ -105,6 +105,9 @@ pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String
     )
 }
 
+/// The variable in which a worker learns for which time its rank is started again alone.
+pub const REPLACEMENT: &str = "FLOW_REPLACEMENT";
+
 /// Makes the workers of this node, in rank order. `error_file` is the path for each one's error, by
 /// local rank.
 pub fn workers(
@@ -152,6 +155,7 @@ fn environment(
         ("MASTER_PORT", assignment.stores.master_port.into()),
         ("TORCHELASTIC_RESTART_COUNT", assignment.restart_count),
         ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
+        (REPLACEMENT, 0),
     ];
     let signals: Vec<_> = job.signals.iter().map(|signal| signal::name(signal.as_raw())).collect();
     let stores = &assignment.stores;
@@ -329,6 +333,7 @@ mod tests {
             .collect();
         found.sort_unstable();
         let expected = [
+            ("FLOW_REPLACEMENT", "0"),
             ("FLOW_REPORT_STALLS", "30"),
             ("FLOW_STORE", "tcp://node0:9"),
             ("FLOW_TOKEN", "abc"),

@@ -9,6 +9,7 @@ mod events;
 mod failure;
 mod flags;
 mod hosts;
+mod in_place;
 mod install;
 mod libraries;
 mod logs;

@@ -17,6 +17,7 @@ mod messages;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod nccl;
+mod reconfigure;
 pub mod registry;
 mod trace;
 
@@ -47,6 +48,7 @@ const FILES: &[registry::File] = &[
     ("mpi", mpi::SCENARIOS),
     ("nccl", nccl::SCENARIOS),
     ("nccl::failures", nccl::failures::SCENARIOS),
+    ("reconfigure", reconfigure::SCENARIOS),
     ("trace", trace::SCENARIOS),
 ];
 

@@ -1,0 +1,346 @@
+//! One process' part in agreeing on the next members.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use flow_store::{Error as StoreError, Store};
+
+use super::decision::next_members;
+use super::membership::{OPERATION, join_members, own_process};
+use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
+use crate::bootstrap::{JoinError, join_failed};
+use crate::env::{Membership, Rendezvous};
+use crate::error::{Error, Result};
+use crate::group::ProcessGroup;
+use crate::interrupt::{ends_call, is_interrupted};
+use crate::json::{from_json, to_json};
+use crate::settings;
+use crate::shm::arena::Arena;
+use crate::stall::StallReporter;
+use crate::world::World;
+
+/// The interval between looks who has ended.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// A process that cannot join with the others after so many attempts says why.
+const MAX_ATTEMPTS: usize = 16;
+
+/// The part of one process.
+pub struct Agreement {
+    store: Store,
+    lineage: Lineage,
+    own: Process,
+    /// This process' memory; None of a newcomer.
+    arena: Option<Arc<Arena>>,
+    begin: Instant,
+    timeout: Duration,
+    waits: Option<StallReporter>,
+}
+
+impl Agreement {
+    /// Begins the part of a member of `world`.
+    pub fn new(world: &World, lineage: &Lineage, own: Process, timeout: Duration) -> Result<Self> {
+        Ok(Self {
+            store: connect(&lineage.membership, timeout)
+                .map_err(|reason| system(world.seat(), reason))?,
+            lineage: lineage.clone(),
+            arena: Some(Arc::clone(&world.arena)),
+            waits: StallReporter::from_env(own.seat.number).filter(|_| lineage.launched),
+            own,
+            begin: Instant::now(),
+            timeout,
+        })
+    }
+
+    /// Joins a running job as a newcomer.
+    pub fn join_running(membership: &Membership, timeout: Duration) -> Result<ProcessGroup> {
+        let seat = Seat { number: membership.rank, replacement: settings::replacement() };
+        let prefix = "world/0/".to_owned();
+        let nobody = Members { epoch: 0, processes: vec![], newcomers: 0, refused: vec![] };
+        let lineage = Lineage {
+            membership: membership.clone(),
+            launched: settings::has_place(seat.number, membership.world_size),
+            prefix,
+            members: nobody,
+        };
+        if !membership.rendezvous.outlives_ranks() {
+            let reason = "the job has no store that survives its ranks: start it with flow-launch";
+            return Err(system(seat.number, reason.into()));
+        }
+        let agreement = Self {
+            store: connect(membership, timeout).map_err(|reason| system(seat.number, reason))?,
+            own: own_process(&lineage, seat, None),
+            waits: StallReporter::from_env(seat.number).filter(|_| lineage.launched),
+            lineage,
+            arena: None,
+            begin: Instant::now(),
+            timeout,
+        };
+        let members = agreement.apply()?;
+        agreement.meet(members, membership.local_rank)
+    }
+
+    /// Goes on from the members of before: returns the group of the next ones.
+    pub fn go_on(self, before: Members, local_rank: usize) -> Result<ProcessGroup> {
+        let members = self.agree(&before)?;
+        self.meet(members, local_rank)
+    }
+
+    /// Meets the members, and the next ones if some of these end meanwhile.
+    fn meet(self, mut members: Members, local_rank: usize) -> Result<ProcessGroup> {
+        let deadline = self.begin + self.timeout;
+        for attempt in 1.. {
+            let arena = self.arena.as_ref();
+            let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
+            let reason = match joined {
+                Ok(world) => {
+                    let group = ProcessGroup::of_world(Arc::new(world), self.timeout, local_rank)?;
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    match group.with_timeout(left).barrier() {
+                        Ok(()) => return Ok(group),
+                        Err(error @ Error::Interrupted { .. }) => return Err(error),
+                        Err(error) => error.to_string(),
+                    }
+                }
+                Err(JoinError::Interrupted) => {
+                    return Err(join_failed(self.rank(), JoinError::Interrupted));
+                }
+                Err(JoinError::Failed(reason)) => reason,
+            };
+            // For those that still wait.
+            let key = self.key(members.epoch, "failure");
+            let _ = self.store.compare_and_set(&key, None, reason.as_bytes());
+            if attempt == MAX_ATTEMPTS || Instant::now() >= deadline {
+                return Err(system(self.rank(), reason));
+            }
+            log::info!("rank {}: reconfigure once more: {reason}", self.rank());
+            members = self.agree(&members)?;
+        }
+        unreachable!("the attempts end by a return")
+    }
+
+    /// Agrees with the members of before, who all call this, on the next ones.
+    fn agree(&self, before: &Members) -> Result<Members> {
+        let epoch = before.epoch + 1;
+        let members_key = self.key(epoch, "membership");
+        self.set(&self.present_key(epoch, self.rank()), &to_json(&self.own))?;
+        let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
+        let mut lost = BTreeSet::new();
+        loop {
+            if let Some(members) = self.read::<Members>(&members_key)? {
+                return self.check_membership(members);
+            }
+            let here: Vec<&Process> = before
+                .processes
+                .iter()
+                .filter(|process| !lost.contains(&process.seat.number))
+                .collect();
+            let keys: Vec<String> =
+                here.iter().map(|process| self.present_key(epoch, process.seat.number)).collect();
+            let missing = self.missing(&keys, POLL_INTERVAL)?;
+            let absent: Vec<&Process> = here
+                .into_iter()
+                .zip(&keys)
+                .filter(|(_, key)| missing.contains(key))
+                .map(|(process, _)| process)
+                .collect();
+            if absent.is_empty() {
+                self.propose(before, &lost)?;
+                continue;
+            }
+            for process in &absent {
+                if self.has_ended(process, epoch)? {
+                    self.set(&self.lost_key(epoch, process.seat.number), b"")?;
+                    lost.insert(process.seat.number);
+                }
+            }
+            if is_interrupted() {
+                let operation = OPERATION.to_owned();
+                return Err(Error::Interrupted { rank: self.rank(), operation });
+            }
+            let waited = self.begin.elapsed();
+            if let Some(stall) = &mut stall {
+                stall.check(waited, &OPERATION, || {
+                    absent.iter().map(|process| process.seat.number).collect()
+                });
+            }
+            if waited >= self.timeout {
+                let missing: Vec<String> =
+                    absent.iter().map(|process| process.describe()).collect();
+                return Err(Error::Timeout {
+                    rank: self.rank(),
+                    operation: OPERATION.into(),
+                    timeout: self.timeout,
+                    missing: missing.join("; "),
+                });
+            }
+        }
+    }
+
+    /// Proposes the next members, all of whom are there.
+    fn propose(&self, before: &Members, lost: &BTreeSet<usize>) -> Result<()> {
+        let epoch = before.epoch + 1;
+        let mut present = Vec::with_capacity(before.processes.len());
+        for process in
+            before.processes.iter().filter(|process| !lost.contains(&process.seat.number))
+        {
+            let key = self.present_key(epoch, process.seat.number);
+            // It is the process of before, or a newcomer could take its place.
+            present.extend(self.read::<Process>(&key)?);
+        }
+        let newcomers = self.newcomers(before.newcomers)?;
+        let next = next_members(before, present, &newcomers);
+        let key = self.key(epoch, "membership");
+        self.store.compare_and_set(&key, None, &to_json(&next)).map_err(|e| self.failed(e))?.ok();
+        Ok(())
+    }
+
+    /// Returns the newcomers from a number on.
+    fn newcomers(&self, first: usize) -> Result<Vec<Process>> {
+        let mut newcomers = Vec::new();
+        while let Some(newcomer) = self.read(&self.newcomer_key(first + newcomers.len()))? {
+            newcomers.push(newcomer);
+        }
+        Ok(newcomers)
+    }
+
+    /// Asks to join, and returns the members when this process is one.
+    fn apply(&self) -> Result<Members> {
+        let own = to_json(&self.own);
+        let mut number = 0;
+        while let Err(_taken) = self
+            .store
+            .compare_and_set(&self.newcomer_key(number), None, &own)
+            .map_err(|error| self.failed(error))?
+        {
+            number += 1;
+        }
+        let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
+        let mut epoch = 1;
+        loop {
+            if let Some(members) = self.read::<Members>(&self.key(epoch, "membership"))? {
+                let refused = members.refused.iter().find(|(refused, _)| *refused == number);
+                if let Some((_, reason)) = refused {
+                    return Err(system(self.rank(), format!("cannot join the job: {reason}")));
+                }
+                if members.processes.iter().any(|process| process.is(&self.own)) {
+                    return Ok(members);
+                }
+                epoch += 1;
+                continue;
+            }
+            self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?;
+            if is_interrupted() {
+                return Err(join_failed(self.rank(), JoinError::Interrupted));
+            }
+            let waited = self.begin.elapsed();
+            if let Some(stall) = &mut stall {
+                stall.check(waited, &"joining a running job", Vec::new);
+            }
+            if waited >= self.timeout {
+                let reason = format!(
+                    "the job has not taken this process in within {:?}: its ranks call \
+                     ProcessGroup::reconfigure for that",
+                    self.timeout
+                );
+                return Err(system(self.rank(), reason));
+            }
+        }
+    }
+
+    /// Returns the members if this process is one of them.
+    fn check_membership(&self, members: Members) -> Result<Members> {
+        if members.processes.iter().any(|process| process.is(&self.own)) {
+            return Ok(members);
+        }
+        Err(system(self.rank(), "the other ranks go on without this one, as it had ended".into()))
+    }
+
+    /// Whether a member of before has ended, as far as this process, flow-launch, or another member
+    /// has seen.
+    fn has_ended(&self, process: &Process, epoch: u64) -> Result<bool> {
+        if process.has_ended() {
+            return Ok(true);
+        }
+        let is_lost = self.is_set(&self.lost_key(epoch, process.seat.number))?;
+        Ok(is_lost || self.lineage.launched && self.is_set(&process.seat.exit_key())?)
+    }
+
+    /// Returns this process' rank for errors: the launcher's.
+    fn rank(&self) -> usize {
+        self.own.seat.number
+    }
+
+    fn key(&self, epoch: u64, what: &str) -> String {
+        format!("{}epoch/{epoch}/{what}", self.lineage.prefix)
+    }
+
+    fn present_key(&self, epoch: u64, seat: usize) -> String {
+        self.key(epoch, &format!("present/{seat}"))
+    }
+
+    fn lost_key(&self, epoch: u64, seat: usize) -> String {
+        self.key(epoch, &format!("lost/{seat}"))
+    }
+
+    fn newcomer_key(&self, number: usize) -> String {
+        newcomer_key(&self.lineage, number)
+    }
+
+    fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.store.set(key, value).map_err(|error| self.failed(error))
+    }
+
+    fn is_set(&self, key: &str) -> Result<bool> {
+        let value = self.store.try_get(key).map_err(|error| self.failed(error))?;
+        Ok(value.is_some())
+    }
+
+    /// Returns the keys that are not set within `time`.
+    fn missing(&self, keys: &[String], time: Duration) -> Result<Vec<String>> {
+        match self.store.wait(keys, time) {
+            Ok(()) => Ok(Vec::new()),
+            Err(StoreError::Timeout { missing, .. }) => Ok(missing),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    fn read<T: serde::de::DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
+        let value = self.store.try_get(key).map_err(|error| self.failed(error))?;
+        let Some(value) = value else { return Ok(None) };
+        from_json(&value, key).map(Some).map_err(|reason| system(self.rank(), reason))
+    }
+
+    fn failed(&self, error: StoreError) -> Error {
+        system(self.rank(), format!("the rendezvous store does not answer: {error}"))
+    }
+}
+
+/// Returns how many newcomers wait.
+pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
+    let Some(store) = world.store() else { return Ok(0) };
+    let mut number = lineage.members.newcomers;
+    while store
+        .try_get(&newcomer_key(lineage, number))
+        .map_err(|error| system(world.seat(), error.to_string()))?
+        .is_some()
+    {
+        number += 1;
+    }
+    Ok(number - lineage.members.newcomers)
+}
+
+fn newcomer_key(lineage: &Lineage, number: usize) -> String {
+    format!("{}newcomer/{number}", lineage.prefix)
+}
+
+fn connect(membership: &Membership, timeout: Duration) -> std::result::Result<Store, String> {
+    let Rendezvous::Server { address, token } = &membership.rendezvous else {
+        return Err("there is no store".into());
+    };
+    Store::connect_unless(ends_call, address, token, timeout).map_err(|error| error.to_string())
+}
+
+fn system(seat: usize, reason: String) -> Error {
+    Error::System { rank: seat, operation: OPERATION.into(), reason }
+}

@@ -1,0 +1,104 @@
+//! Groups that change: the members that are left, and newcomers, agree on who goes on, without a new
+//! process.
+//!
+//! The agreement goes through the store. Each epoch has its own keys:
+//!
+//! | key | value |
+//! |---|---|
+//! | `epoch/N/present/SEAT` | the member of the epoch before is there |
+//! | `epoch/N/lost/SEAT` | a rank has seen that it has ended |
+//! | `epoch/N/membership` | the members: the first such list counts |
+//! | `newcomer/I` | a process that wants to join |
+//!
+//! A member proposes the next members when each of those before is present or has ended. Then all of
+//! them join as a program's ranks do at its start (`bootstrap`). If one ends meanwhile, they go on to
+//! the next epoch.
+
+mod agreement;
+mod decision;
+mod membership;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bootstrap::lineage::Lineage;
+use crate::env::Membership;
+use crate::error::Result;
+use crate::group::ProcessGroup;
+use crate::world::World;
+use agreement::Agreement;
+use membership::{OPERATION, own_process};
+
+impl ProcessGroup {
+    /// Makes a group of those ranks of this one that are left, and of processes that have come since:
+    /// see [`ProcessGroup::join_running`]. The ranks keep their order; a newcomer that was started for
+    /// a rank that has ended has its place. All ranks that live call this, whether the group has
+    /// failed or not. Operations that are under way in it, or in groups made from it, end with an error,
+    /// and nothing of them arrives later. Sub-groups, meshes and the use of GPUs are made anew from the new group, as a
+    /// newcomer does.
+    ///
+    /// Waits for all ranks that live, as long as the group's timeout. If a rank ends meanwhile, the
+    /// others go on without it.
+    ///
+    /// The shared memory stays as it is, so that tensors in it are reduced in place as before. That of
+    /// a process that has ended is free when all ranks have dropped the groups that it was in. If the
+    /// job has more ranks on a machine than it began with, its groups get other shared memory, and
+    /// tensors of before are copied when they are reduced.
+    ///
+    /// Works for the group of all ranks that [`ProcessGroup::from_env`] or this makes, where the
+    /// rendezvous store has survived: flow-launch's does.
+    ///
+    /// # Errors
+    ///
+    /// This is a sub-group, or one of threads or over MPI; the store is gone; ranks that live do not
+    /// come within the timeout.
+    pub fn reconfigure(&self) -> Result<Self> {
+        let world = Arc::clone(&self.parts(&OPERATION)?.core.world);
+        let lineage = self.check_reconfigurable(&world)?;
+        // Nothing writes to this rank's memory any more once all ranks have come so far.
+        world.end_groups("it reconfigures the job");
+        let timeout = self.timeout();
+        let own = own_process(&lineage, world.seats[world.rank], Some(&world.arena));
+        let agreement = Agreement::new(&world, &lineage, own, timeout)?;
+        agreement.go_on(lineage.members.clone(), self.local_rank())
+    }
+
+    /// Joins a job that runs already, when its ranks call [`ProcessGroup::reconfigure`] next. The
+    /// environment is that of a rank; where the rank that had this number has ended, this process
+    /// takes its place. [`ProcessGroup::from_env`] does this in a process that flow-launch has started
+    /// for one that has ended.
+    ///
+    /// # Errors
+    ///
+    /// The rank with this number lives, the job does not take this process in within the timeout, or
+    /// there is no store.
+    pub fn join_running(membership: &Membership, timeout: Duration) -> Result<Self> {
+        Agreement::join_running(membership, timeout)
+    }
+
+    /// Returns how many processes wait to join: call [`ProcessGroup::reconfigure`] on all ranks to
+    /// take them in.
+    ///
+    /// # Errors
+    ///
+    /// As those of `reconfigure`.
+    pub fn newcomers(&self) -> Result<usize> {
+        let world = &self.parts(&"newcomers")?.core.world;
+        let lineage = self.check_reconfigurable(world)?;
+        agreement::count_newcomers(world, &lineage)
+    }
+
+    fn check_reconfigurable(&self, world: &World) -> Result<Lineage> {
+        let reason = match &world.lineage {
+            _ if self.world_size() < world.size => {
+                "this is a sub-group: reconfigure the group of all ranks, and make it anew"
+            }
+            Some(lineage) if lineage.membership.rendezvous.outlives_ranks() => {
+                return Ok(lineage.clone());
+            }
+            Some(_) => "the job has no store that survives its ranks: start it with flow-launch",
+            None => "the ranks are threads of one process, which end together",
+        };
+        Err(self.caller().argument(OPERATION, reason.into()))
+    }
+}
