@@ -201,7 +201,8 @@ impl World {
             0
         });
         trace::join(trace::RankInfo {
-            rank: self.rank,
+            // The launcher merges the timelines by the ranks that it knows.
+            rank: self.seat(),
             world_size: self.size,
             host: self.peers[self.rank].host.clone(),
             clock_offset,

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::env::Membership;
 use crate::liveness::has_ended;
-use crate::peer_info::host_id;
+use crate::peer_info::{PeerInfo, host_id};
 
 /// A process as the launcher numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -88,6 +88,12 @@ pub struct Lineage {
 }
 
 impl Process {
+    /// Returns the process that describes itself so.
+    pub fn of(seat: Seat, info: PeerInfo, memory: Option<MemoryPlace>) -> Self {
+        let PeerInfo { pid, host_id, node, host, .. } = info;
+        Self { seat, pid, host_id, node, host, memory }
+    }
+
     /// Whether it has ended, as far as this process can see: not on other hosts.
     pub fn has_ended(&self) -> bool {
         self.host_id == host_id() && has_ended(self.pid)

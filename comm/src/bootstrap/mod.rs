@@ -40,6 +40,7 @@ pub use arena::ArenaSource;
 use arena::attach_arena;
 pub use join_error::JoinError;
 use lineage::{Lineage, Members, Seat};
+pub use monitor::info_key;
 use monitor::{BootstrapMonitor, POLL_INTERVAL};
 use store::connect_store;
 
@@ -114,6 +115,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         rank,
         size,
         seats: &seats,
+        members: epoch.as_ref().map_or(&[], |(_, members)| &members.processes),
         store,
         prefix: &prefix,
         launched,
@@ -222,14 +224,8 @@ fn watch_peer(
 fn first_members(infos: &[PeerInfo], peers: &[Peer]) -> Members {
     let mut processes = Vec::with_capacity(infos.len());
     for (rank, (info, peer)) in infos.iter().zip(peers).enumerate() {
-        processes.push(lineage::Process {
-            seat: Seat::first(rank),
-            pid: peer.pid,
-            host_id: info.host_id.clone(),
-            node: info.node.clone(),
-            host: info.host.clone(),
-            memory: None,
-        });
+        let info = PeerInfo { pid: peer.pid, ..info.clone() };
+        processes.push(lineage::Process::of(Seat::first(rank), info, None));
     }
     Members { epoch: 0, processes, newcomers: 0, refused: Vec::new() }
 }

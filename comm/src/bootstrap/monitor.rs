@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use flow_store::{Error as StoreError, Store};
 
 use super::join_error::JoinError;
-use super::lineage::Seat;
+use super::lineage::{Process, Seat};
 use crate::internode::presence::ALL_RANKS;
 use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
@@ -27,6 +27,8 @@ pub struct BootstrapMonitor<'a> {
     pub size: usize,
     /// The ranks as the launcher numbers them.
     pub seats: &'a [Seat],
+    /// The ranks, if they have agreed on who they are.
+    pub members: &'a [Process],
     pub store: &'a Store,
     /// Begins the keys of this world.
     pub prefix: &'a str,
@@ -122,6 +124,9 @@ impl BootstrapMonitor<'_> {
     }
 
     fn exit_cause_of_missing(&self, rank: usize) -> Option<String> {
+        if let Some(process) = self.members.get(rank).filter(|process| process.has_ended()) {
+            return Some(format!("rank {rank} (pid {}) died", process.pid));
+        }
         if self.launched {
             return Some(format!(
                 "rank {rank} ended with {}",
@@ -256,7 +261,7 @@ impl BootstrapMonitor<'_> {
     }
 
     fn info_key(&self, rank: usize) -> String {
-        format!("{}rank/{rank}", self.prefix)
+        info_key(self.prefix, rank)
     }
 
     /// Returns the words for the other ranks if this rank's program is interrupted.
@@ -288,6 +293,11 @@ impl BootstrapMonitor<'_> {
         let value = self.store.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
+}
+
+/// Returns the key under which a rank of the join with this prefix describes itself.
+pub fn info_key(prefix: &str, rank: usize) -> String {
+    format!("{prefix}rank/{rank}")
 }
 
 /// Returns the first rank of each node.

@@ -9,7 +9,7 @@ use flow_store::{Error as StoreError, Store};
 use super::decision::next_members;
 use super::membership::{OPERATION, join_members, own_process};
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
-use crate::bootstrap::{JoinError, join_failed};
+use crate::bootstrap::{JoinError, info_key, join_failed};
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -22,6 +22,8 @@ use crate::world::World;
 
 /// The interval between looks who has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// The interval at which a newcomer looks whether somebody is left to join with.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// A process that cannot join with the others after so many attempts says why.
 const MAX_ATTEMPTS: usize = 16;
 
@@ -34,13 +36,22 @@ pub struct Agreement {
     arena: Option<Arc<Arena>>,
     begin: Instant,
     timeout: Duration,
+    /// The timeout of the group to be.
+    group_timeout: Duration,
     waits: Option<StallReporter>,
 }
 
 impl Agreement {
     /// Begins the part of a member of `world`.
-    pub fn new(world: &World, lineage: &Lineage, own: Process, timeout: Duration) -> Result<Self> {
+    pub fn new(
+        world: &World,
+        lineage: &Lineage,
+        own: Process,
+        timeout: Duration,
+        group_timeout: Duration,
+    ) -> Result<Self> {
         Ok(Self {
+            group_timeout,
             store: connect(&lineage.membership, timeout)
                 .map_err(|reason| system(world.seat(), reason))?,
             lineage: lineage.clone(),
@@ -75,6 +86,7 @@ impl Agreement {
             arena: None,
             begin: Instant::now(),
             timeout,
+            group_timeout: timeout,
         };
         let members = agreement.apply()?;
         agreement.meet(members, membership.local_rank)
@@ -94,7 +106,9 @@ impl Agreement {
             let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
             let reason = match joined {
                 Ok(world) => {
-                    let group = ProcessGroup::of_world(Arc::new(world), self.timeout, local_rank)?;
+                    world.join_trace();
+                    let group =
+                        ProcessGroup::of_world(Arc::new(world), self.group_timeout, local_rank)?;
                     let left = deadline.saturating_duration_since(Instant::now());
                     match group.with_timeout(left).barrier() {
                         Ok(()) => return Ok(group),
@@ -135,6 +149,7 @@ impl Agreement {
                 .iter()
                 .filter(|process| !lost.contains(&process.seat.number))
                 .collect();
+            let here_first = here.first().map_or(0, |process| process.seat.number);
             let keys: Vec<String> =
                 here.iter().map(|process| self.present_key(epoch, process.seat.number)).collect();
             let missing = self.missing(&keys, POLL_INTERVAL)?;
@@ -145,7 +160,11 @@ impl Agreement {
                 .map(|(process, _)| process)
                 .collect();
             if absent.is_empty() {
-                self.propose(before, &lost)?;
+                // One proposal is enough, unless the first process ends just now.
+                let is_first = here_first == self.own.seat.number;
+                if is_first || !self.missing(&[members_key.clone()], POLL_INTERVAL)?.is_empty() {
+                    self.propose(before, &lost)?;
+                }
                 continue;
             }
             for process in &absent {
@@ -217,6 +236,8 @@ impl Agreement {
         }
         let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
         let mut epoch = 1;
+        let mut last: Option<Members> = None;
+        let mut next_look = Instant::now() + LOOK_INTERVAL;
         loop {
             if let Some(members) = self.read::<Members>(&self.key(epoch, "membership"))? {
                 let refused = members.refused.iter().find(|(refused, _)| *refused == number);
@@ -227,11 +248,19 @@ impl Agreement {
                     return Ok(members);
                 }
                 epoch += 1;
+                last = Some(members);
                 continue;
             }
             self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?;
             if is_interrupted() {
                 return Err(join_failed(self.rank(), JoinError::Interrupted));
+            }
+            if Instant::now() >= next_look {
+                if self.is_over(last.as_ref())? {
+                    let reason = "cannot join the job: all its ranks have ended".into();
+                    return Err(system(self.rank(), reason));
+                }
+                next_look = Instant::now() + LOOK_INTERVAL;
             }
             let waited = self.begin.elapsed();
             if let Some(stall) = &mut stall {
@@ -246,6 +275,26 @@ impl Agreement {
                 return Err(system(self.rank(), reason));
             }
         }
+    }
+
+    /// Whether all members have ended: the last ones, or those with which the job began.
+    fn is_over(&self, last: Option<&Members>) -> Result<bool> {
+        let mut first = Vec::new();
+        if last.is_none() {
+            for rank in 0..self.lineage.membership.world_size {
+                let Some(info) = self.read(&info_key(&self.lineage.prefix, rank))? else {
+                    return Ok(false);
+                };
+                first.push(Process::of(Seat::first(rank), info, None));
+            }
+        }
+        let (epoch, members) = last.map_or((0, &first), |last| (last.epoch, &last.processes));
+        for process in members {
+            if !self.has_ended(process, epoch + 1)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Returns the members if this process is one of them.

@@ -19,14 +19,7 @@ pub const OPERATION: &str = "reconfigure";
 /// Describes this process, which has this memory.
 pub fn own_process(lineage: &Lineage, seat: Seat, arena: Option<&Arc<Arena>>) -> Process {
     let info = PeerInfo::own(&lineage.membership, Vec::new());
-    Process {
-        seat,
-        pid: info.pid,
-        host_id: info.host_id,
-        node: info.node,
-        host: info.host,
-        memory: arena.and_then(|arena| memory_place(arena)),
-    }
+    Process::of(seat, info, arena.and_then(|arena| memory_place(arena)))
 }
 
 /// Returns the place of an arena; None if there is none that others can map.

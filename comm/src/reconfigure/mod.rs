@@ -59,7 +59,7 @@ impl ProcessGroup {
         world.end_groups("it reconfigures the job");
         let timeout = self.timeout();
         let own = own_process(&lineage, world.seats[world.rank], Some(&world.arena));
-        let agreement = Agreement::new(&world, &lineage, own, timeout)?;
+        let agreement = Agreement::new(&world, &lineage, own, timeout, self.core().timeout())?;
         agreement.go_on(lineage.members.clone(), self.local_rank())
     }
 

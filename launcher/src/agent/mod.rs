@@ -286,7 +286,8 @@ impl Agent {
     /// Whether the job goes on after the failure of a worker, by another in its place or without.
     fn outlives(&mut self, index: usize, assignment: &RankAssignment) -> bool {
         let Some(group) = &self.group else { return false };
-        if group.policy.cause().is_some() || self.signalled.is_some() {
+        // With no other that runs there is nobody who goes on.
+        if group.policy.cause().is_some() || self.signalled.is_some() || group.running() == 0 {
             return false;
         }
         let what = failure::summary(&group.outcome(index), &self.host);

@@ -117,6 +117,11 @@ impl WorkerGroup {
         sound.count()
     }
 
+    /// Returns how many workers run.
+    pub fn running(&self) -> usize {
+        self.current().filter(|worker| worker.end.is_none()).count()
+    }
+
     /// Returns how many workers had this one's place before it.
     pub fn replacement(&self, index: usize) -> u32 {
         self.workers[index].replacement

@@ -147,6 +147,11 @@ fn check_elastic(job: &Job) -> Result<(), Usage> {
         (Some(min), Processes::Count(count)) if min > count => Err(Usage(format!(
             "--min-workers {min} is more than the {count} of --nproc-per-node: give at most that"
         ))),
+        (_, Processes::Count(1)) => {
+            let reason = "--elastic in-place needs two workers, of which one goes on: give \
+                          --nproc-per-node";
+            Err(Usage(reason.into()))
+        }
         _ => Ok(()),
     }
 }

@@ -38,6 +38,7 @@ fn one_line_each() {
         ("--elastic inplace true", "'inplace'"),
         ("--elastic in-place --nnodes 2 --rdzv-endpoint h true", "works on one node"),
         ("--elastic in-place --hosts a,b true", "works on one node"),
+        ("--elastic in-place true", "needs two workers"),
         ("--min-workers 1 true", "--min-workers needs --elastic in-place"),
         ("--elastic in-place --min-workers 0 true", "'0'"),
         ("--elastic in-place --min-workers 2 true", "more than the 1 of --nproc-per-node"),

@@ -1,9 +1,11 @@
 //! Groups that go on when ranks have ended and others have come.
 
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use flow_comm::nccl::Device;
 use flow_comm::store::{Address, Server};
 use flow_comm::{Error, ProcessGroup, ReduceOp, SharedBuffer};
 use flow_harness::cli::until;
@@ -11,6 +13,7 @@ use flow_harness::{Process, TEST_TIMEOUT, assert_contains, free_port};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::beside;
+use crate::collectives::{OnGpu, check_type};
 use crate::registry::{Scenario, Test, by_hand, in_process, launched, process, scenario};
 
 const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "6"];
@@ -32,6 +35,8 @@ pub const SCENARIOS: &[Scenario] = &[
         &[by_hand(&[2, 2]), by_hand(&[1, 1, 1]), by_hand(&[1, 2])],
     )
     .checked_by(are_replaced_by_hand),
+    process("ranks_on_gpus_are_replaced", on_gpus, &[launched(3).flags(IN_PLACE).on_fake_cuda()])
+        .checked_by(ends_on_gpus),
     scenario("a_group_that_is_whole_goes_on_as_it_is", whole, &[launched(3), launched(1)]),
     scenario("a_rank_that_does_not_come_is_named", absent, &[launched(2)]),
     scenario("what_runs_beside_the_program_ends", under_way, &[launched(3)]),
@@ -337,4 +342,45 @@ fn refused(group: &ProcessGroup, why: &str) -> Result<()> {
     let error = group.reconfigure().expect_err("it cannot change").to_string();
     assert_contains(&error, &["reconfigure: ", why]);
     Ok(group.barrier()?)
+}
+
+/// Rank 1 ends while the others reduce on GPUs, and all use their GPUs anew.
+fn on_gpus() -> Result<()> {
+    let mut group = ProcessGroup::from_env()?;
+    loop {
+        let device = group.use_cuda()?;
+        let done = reduce_on(&group, &device);
+        let seats = seats(&group);
+        let is_whole = matches!(&seats, Ok(seats) if seats.len() == 6 && !seats.contains(&-1));
+        if done.is_ok() && is_whole {
+            println!("ends");
+            return Ok(());
+        }
+        group = group.reconfigure()?;
+    }
+}
+
+/// The ranks and how many processes had them before; -1 for the rank that is to end.
+fn seats(group: &ProcessGroup) -> Result<Vec<i64>> {
+    let seat = seat()?;
+    let own = if seat == [1, 0] { [-1, -1] } else { seat };
+    let mut all = vec![0; 2 * group.world_size()];
+    group.all_gather(&own, &mut all)?;
+    Ok(all)
+}
+
+fn reduce_on(group: &ProcessGroup, device: &Arc<Device>) -> Result<()> {
+    let check = OnGpu::new(group, device)?;
+    check_type::<_, f32>(&check, &[1000])?;
+    if seat()? == [1, 0] {
+        kill_process(getpid(), Signal::KILL)?;
+    }
+    check_type::<_, f32>(&check, &[1000])
+}
+
+fn ends_on_gpus(test: &Test) {
+    let finished = test.launcher().finish_unless_silent(TEST_TIMEOUT);
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_eq!(finished.stdout.matches("ends\n").count(), 3, "{finished:?}");
+    assert_eq!(finished.stderr.matches("is started again alone").count(), 1, "{finished:?}");
 }

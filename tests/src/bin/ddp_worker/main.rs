@@ -7,6 +7,7 @@ mod checkpoint_memory;
 mod checkpoint_random;
 mod checkpoints;
 mod compression;
+mod elastic;
 mod equivalence;
 mod failures;
 mod forks;
@@ -292,6 +293,7 @@ const FILES: &[File] = &[
     ("checkpoint_killed", checkpoint_killed::SCENARIOS),
     ("checkpoints", checkpoints::SCENARIOS),
     ("ddp", SCENARIOS),
+    ("elastic", elastic::SCENARIOS),
     ("failures", failures::SCENARIOS),
     ("forks", forks::SCENARIOS),
     ("globals", globals::SCENARIOS),
