@@ -62,6 +62,7 @@ mod shm;
 mod stall;
 pub mod trace;
 mod transport;
+mod virtual_ranks;
 mod work;
 mod world;
 
@@ -80,4 +81,5 @@ pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::machine_buffer::{MachineBuffer, MachinePart, WeakMachineBuffer};
 pub use shm::segments::Segments;
+pub use virtual_ranks::VirtualRanks;
 pub use work::{Work, Worker};

@@ -11,6 +11,9 @@ use crate::types::{DType, ReduceOp};
 /// registers.
 const TILE: usize = 64;
 
+/// How many numbers may wait for their sum at a time. A balanced tree of 65,536 sources has as many.
+const DEPTH: usize = 17;
+
 /// Writes `op` over `sources` to every destination, element by element: `destination[i] =
 /// sources[0][i] op sources[1][i] op ...`, in the order of `sources`.
 ///
@@ -42,7 +45,7 @@ pub unsafe fn reduce(
             InstructionSet::detect(),
             dtype,
             op,
-            Buffers { sources, destinations, count, ranks: sources.len() },
+            Buffers { sources, destinations, count, ranks: sources.len(), sums: &[] },
         )
     }
 }
@@ -60,9 +63,39 @@ pub unsafe fn average(
     count: usize,
     ranks: usize,
 ) {
-    let buffers = Buffers { sources, destinations, count, ranks };
+    let buffers = Buffers { sources, destinations, count, ranks, sums: &[] };
     // SAFETY: as in `reduce`.
     unsafe { reduce_with(InstructionSet::detect(), dtype, ReduceOp::Avg, buffers) }
+}
+
+/// Adds up as [`reduce`] by [`ReduceOp::Sum`] does, in the order of a tree: once source `i` is read, the
+/// last two numbers that are not added up yet are replaced by their sum, `sums[i]` times. So `[0, 1, 1, 1]`
+/// is `((a + b) + c) + d`, and `[0, 1, 0, 2]` is `(a + b) + (c + d)`. The result is divided by `ranks`, if
+/// that is given.
+///
+/// # Panics
+///
+/// There are not two numbers to add, or more than 17 at a time wait for their sum.
+///
+/// # Safety
+///
+/// As for [`reduce`].
+pub unsafe fn sum_in_tree(
+    dtype: DType,
+    sums: &[usize],
+    sources: &[*const u8],
+    destinations: &[*mut u8],
+    count: usize,
+    ranks: Option<usize>,
+) {
+    // From left to right there are no sums that wait.
+    let is_in_order = sums.iter().skip(1).all(|&sums| sums == 1);
+    let sums = if is_in_order { &[] } else { sums };
+    let op = if ranks.is_some() { ReduceOp::Avg } else { ReduceOp::Sum };
+    let ranks = ranks.unwrap_or(1);
+    let buffers = Buffers { sources, destinations, count, ranks, sums };
+    // SAFETY: as in `reduce`.
+    unsafe { reduce_with(InstructionSet::detect(), dtype, op, buffers) }
 }
 
 /// The instruction sets that the loops are compiled for.
@@ -105,6 +138,8 @@ struct Buffers<'a> {
     count: usize,
     /// The number of elements that an average is over.
     ranks: usize,
+    /// The tree in which sources are combined: see [`sum_in_tree`]. Empty: from left to right.
+    sums: &'a [usize],
 }
 
 /// # Safety
@@ -240,8 +275,13 @@ unsafe fn run_avx512<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buff
 unsafe fn run_here<T: Widen<A>, A: Number, O: Operation<A>>(operation: O, buffers: Buffers) {
     // SAFETY: the caller's promise; both calls together cover each element once.
     unsafe {
-        let tiled = run_tiles::<T, A, O, TILE>(operation, buffers, 0);
-        run_tiles::<T, A, O, 1>(operation, buffers, tiled);
+        if buffers.sums.is_empty() {
+            let tiled = run_tiles::<T, A, O, TILE>(operation, buffers, 0);
+            run_tiles::<T, A, O, 1>(operation, buffers, tiled);
+        } else {
+            let tiled = run_tree_tiles::<T, A, O, TILE>(operation, buffers, 0);
+            run_tree_tiles::<T, A, O, 1>(operation, buffers, tiled);
+        }
     }
 }
 
@@ -274,6 +314,59 @@ unsafe fn run_tiles<T: Widen<A>, A: Number, O: Operation<A>, const N: usize>(
             for destination in buffers.destinations {
                 destination.cast::<T>().add(start).cast::<[T; N]>().write(result);
             }
+        }
+        start += N;
+    }
+    start
+}
+
+/// Reduces as [`run_tiles`] does, in the order of the tree `buffers.sums`.
+///
+/// # Safety
+///
+/// As for [`reduce`], with elements of type `T`.
+#[inline(always)]
+unsafe fn run_tree_tiles<T: Widen<A>, A: Number, O: Operation<A>, const N: usize>(
+    operation: O,
+    buffers: Buffers,
+    mut start: usize,
+) -> usize {
+    let Some(first) = buffers.sources.first() else { return buffers.count };
+    if buffers.count - start < N {
+        return start;
+    }
+    let load = |source: &*const u8, start: usize| -> [A; N] {
+        // SAFETY: the caller's promise; the tile from `start` on lies within `count` elements.
+        let tile = unsafe { &*source.cast::<T>().add(start).cast::<[T; N]>() };
+        from_fn(|i| tile[i].widen())
+    };
+    let add = |sum: &mut [A; N], other: &[A; N]| {
+        for (sum, &other) in sum.iter_mut().zip(other) {
+            *sum = operation.combine(*sum, other);
+        }
+    };
+    let mut waiting = [load(first, start); DEPTH];
+    while buffers.count - start >= N {
+        let mut count = 0;
+        for (source, &sums) in buffers.sources.iter().zip(buffers.sums) {
+            let tile = load(source, start);
+            if sums == 0 {
+                waiting[count] = tile;
+                count += 1;
+                continue;
+            }
+            add(&mut waiting[count - 1], &tile);
+            for _ in 1..sums {
+                count -= 1;
+                let last = waiting[count];
+                add(&mut waiting[count - 1], &last);
+            }
+        }
+        let result: [T; N] = from_fn(|i| T::narrow(operation.finish(waiting[0][i])));
+        for destination in buffers.destinations {
+            // SAFETY: the caller's promise. No destination, which may be the same memory as a source,
+            // is written before all sources were read.
+            unsafe { destination.cast::<T>().add(start).cast::<[T; N]>().write(result) };
         }
         start += N;
     }

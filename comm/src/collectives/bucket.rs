@@ -6,22 +6,25 @@
 //! ranks get parts, each reduces its own, and writes into memory that is its alone. Over
 //! several nodes a bucket has two rounds: reduced on this node, into the leader's gradients, and
 //! reduced everywhere. Between them a thread of the leader transfers. At the end each rank copies
-//! the whole, or its parts, from the leader.
+//! the whole, or its parts, from the leader. Virtual ranks are added up in a tree; over several nodes, in
+//! its largest subtrees that are on one node each, and then these.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::hierarchical::{Hierarchical, InterNodeBucket};
-use super::kernel::{is_mean_of_integers, reduce_all, reduce_on_node, slice};
+use super::kernel::{is_mean_of_integers, reduce_all, reduce_on_node, slice, sum_in_tree};
 use super::launch::{BucketLaunch, LaunchedBucket};
 use super::pieces::pieces_of_locals;
+use crate::descriptor::OpDescriptor;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::group::core::GroupCore;
 use crate::shm::bytes;
 use crate::shm::rounds::Rounds;
 use crate::shm::segments::Segments;
+use crate::virtual_ranks::{NodeTree, Subtree};
 use crate::work::Worker;
 
 /// The operation's name in errors.
@@ -241,9 +244,12 @@ impl BucketQueue {
                 // SAFETY: the members on this node have arrived, so their gradients are there and
                 // hold still; slices do not overlap, so no other rank touches these elements.
                 unsafe {
-                    match self.hierarchical {
-                        None => reduce_all(operation, &from, &to, high - low),
-                        Some(_) => {
+                    match (&segments.tree, &self.hierarchical) {
+                        (Some(tree), _) => {
+                            self.add_in_tree(operation, tree, &from, &to, high - low)
+                        }
+                        (None, None) => reduce_all(operation, &from, &to, high - low),
+                        (None, Some(_)) => {
                             reduce_on_node(operation, &from, &to[..1], high - low, core.size());
                         }
                     }
@@ -252,6 +258,40 @@ impl BucketQueue {
             begin += length;
         }
         Ok(())
+    }
+
+    /// Adds up elements of the members on this node in the tree of their virtual ranks. Over several nodes, each
+    /// subtree that is on this node alone gets its sum, in the memory of its first member.
+    ///
+    /// # Safety
+    ///
+    /// As for [`reduce_all`].
+    unsafe fn add_in_tree(
+        &self,
+        operation: &OpDescriptor,
+        tree: &NodeTree,
+        from: &[*const u8],
+        to: &[*mut u8],
+        count: usize,
+    ) {
+        let core = &*self.core;
+        if self.hierarchical.is_none() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                sum_in_tree(operation, &tree.subtrees[0].sums, from, to, count, Some(tree.count))
+            };
+            return;
+        }
+        for Subtree { members, sums, .. } in tree.of_node(core.nodes[core.rank]) {
+            let first = core.locals.partition_point(|&rank| rank < members.start);
+            let own = first..first + members.len();
+            if own.len() > 1 {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    sum_in_tree(operation, sums, &from[own], &to[first..=first], count, None)
+                };
+            }
+        }
     }
 
     /// Reduces this rank's parts of a bucket, each to its destination.

@@ -12,7 +12,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::kernel::{is_divided_first, reduce_nodes, reduce_on_node, slice};
+use super::addends::Addends;
+use super::kernel::{is_divided_first, reduce_on_node, slice};
 use super::partition::{Partition, ScatteredMemory};
 use super::pieces::pieces_of_locals;
 use crate::descriptor::{Location, OpDescriptor};
@@ -177,7 +178,8 @@ impl Hierarchical {
                 ScatteredMemory::new(vec![(data.data, data.bytes / element)], operation.dtype);
             let partition = Partition::new(&memory, slice, nodes);
             self.divide_first(operation, &memory);
-            self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, None)?;
+            let addends = Addends::of_nodes(memory, nodes);
+            self.reduce_scatter_all_gather(&mut guard, operation, &addends, &partition, 0, None)?;
             guard.complete();
             return Ok(());
         }
@@ -202,7 +204,8 @@ impl Hierarchical {
             let mut guard = self.inter_node.lock(operation)?;
             let partition = Partition::new(&memory, slice, nodes);
             let node = Some(&mut node);
-            self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, node)?;
+            let addends = Addends::of_nodes(memory, nodes);
+            self.reduce_scatter_all_gather(&mut guard, operation, &addends, &partition, 0, node)?;
             guard.complete();
         } else {
             for block in 0..blocks {
@@ -233,6 +236,7 @@ impl Hierarchical {
         // Two blocks would hardly overlap: one is faster.
         let is_short = data.bytes <= 2 * SLICE * nodes;
         let partition = Partition::new(&memory, if is_short { 2 * SLICE } else { SLICE }, nodes);
+        let addends = Addends::of_nodes(memory, nodes);
         let round = rounds.acquire(state, operation)?;
         rounds.publish(round, operation, self.core.locate(data.data, data.bytes));
         rounds.arrive(round);
@@ -241,14 +245,14 @@ impl Hierarchical {
         let sent = usize::from(!is_divided_first(operation));
         self.inter_node.exchange_descriptors(&mut guard, round, operation, 0, &|leaders| {
             for block in 0..sent {
-                self.send_slices(leaders, &memory, &partition, block);
+                self.send_slices(leaders, &addends, &partition, block);
             }
         })?;
         rounds.wait_all_arrived(round, operation)?;
         rounds.locations(round, operation, &|_| data.bytes)?;
         rounds.done(round);
-        self.divide_first(operation, &memory);
-        self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, sent, None)?;
+        self.divide_first(operation, addends.result());
+        self.reduce_scatter_all_gather(&mut guard, operation, &addends, &partition, sent, None)?;
         guard.complete();
         Ok(())
     }
@@ -269,13 +273,11 @@ impl Hierarchical {
             return Ok(());
         }
         let places = pieces_of_locals(segments, &self.rounds, *round, operation)?;
-        let pieces = places.iter().zip(&segments.lengths);
-        let pieces = pieces.map(|(places, &length)| (places[0], length)).collect();
-        let memory = ScatteredMemory::new(pieces, operation.dtype);
+        let addends = Addends::of_bucket(segments, &places, &self.core);
         let mut guard = self.inter_node.lock(operation)?;
-        let partition = Partition::new(&memory, SLICE, self.core.leaders.len());
-        self.divide_first(operation, &memory);
-        self.reduce_scatter_all_gather(&mut guard, operation, &memory, &partition, 0, None)?;
+        let partition = Partition::new(addends.result(), SLICE, self.core.leaders.len());
+        self.divide_first(operation, addends.result());
+        self.reduce_scatter_all_gather(&mut guard, operation, &addends, &partition, 0, None)?;
         // Before others may see that a node has left, having done its part.
         self.rounds.arrive_for_remote(*result_round);
         guard.complete();
@@ -296,15 +298,17 @@ impl Hierarchical {
     fn send_slices(
         &self,
         leaders: &mut dyn Connections,
-        memory: &ScatteredMemory,
+        addends: &Addends,
         partition: &Partition,
         block: usize,
     ) {
         for node in self.inter_node.remote_nodes() {
-            for part in memory.parts(partition.slice(block, node)) {
-                // SAFETY: the memory is the operation's. It stays as it is until the slice's sum
-                // comes back, and the sum comes only after the slice has been sent.
-                leaders.send(node, unsafe { segment(part, memory.element) });
+            for memory in &addends.own {
+                for part in memory.parts(partition.slice(block, node)) {
+                    // SAFETY: the memory is the operation's. It stays as it is until the slice's sum
+                    // comes back, and the sum comes only after the slice has been sent.
+                    leaders.send(node, unsafe { segment(part, memory.element) });
+                }
             }
         }
     }
@@ -316,18 +320,20 @@ impl Hierarchical {
         &self,
         guard: &mut ConnectionsGuard,
         operation: &OpDescriptor,
-        memory: &ScatteredMemory,
+        addends: &Addends,
         partition: &Partition,
         sent: usize,
         mut node: Option<&mut NodePhase>,
     ) -> Result<()> {
         let core = &self.core;
         let inter_node = &self.inter_node;
+        let memory = addends.result();
         let element = memory.element;
         let nodes = core.leaders.len();
         let here = inter_node.node();
         let bytes = partition.slice * element;
-        let incoming = IncomingSlices { memory: guard.scratch(2 * nodes * bytes), nodes, bytes };
+        let count = addends.nodes.len();
+        let incoming = IncomingSlices { memory: guard.scratch(2 * count * bytes), count, bytes };
         let mut slices = [vec![(0, 0); nodes], vec![(0, 0); nodes]];
         let mut sums = vec![(0, 0); nodes];
         for block in 0..=partition.count {
@@ -342,31 +348,33 @@ impl Hierarchical {
                     node.reduce_to_leader(block)?;
                 }
                 if block >= sent {
-                    self.send_slices(guard.leaders(), memory, partition, block);
+                    self.send_slices(guard.leaders(), addends, partition, block);
                 }
                 let count = partition.slice(block, here).len();
-                for node in inter_node.remote_nodes() {
+                for (index, &node) in addends.nodes.iter().enumerate().filter(|at| *at.1 != here) {
                     // SAFETY: nobody else uses the scratch memory.
-                    let part = unsafe { segment((incoming.slice(block, node), count), element) };
+                    let part = unsafe { segment((incoming.slice(block, index), count), element) };
                     slices[block % 2][node].1 = guard.leaders().receive(node, part);
                 }
             }
             let Some(block) = block.checked_sub(1) else { continue };
             inter_node.transfer(guard, operation, &slices[block % 2], false)?;
+            let here_slice = partition.slice(block, here);
+            let mut own: Vec<_> =
+                addends.own.iter().map(|memory| memory.parts(here_slice.clone())).collect();
             let mut offset = 0;
-            for (own, count) in memory.parts(partition.slice(block, here)) {
-                let sources: Vec<*const u8> = (0..nodes)
-                    .map(|node| {
-                        if node == here {
-                            own.cast_const()
-                        } else {
-                            incoming.slice(block, node).wrapping_add(offset).cast_const()
-                        }
-                    })
-                    .collect();
-                // SAFETY: this node's part and what has come from the others are that long, and
+            for (to, count) in memory.parts(here_slice) {
+                let mut own = own.iter_mut();
+                let mut sources: Vec<*const u8> = Vec::with_capacity(addends.nodes.len());
+                for (index, &node) in addends.nodes.iter().enumerate() {
+                    let own = if node == here { own.next() } else { None };
+                    let own = own.and_then(Iterator::next).map(|(own, _)| own);
+                    let arrived = || incoming.slice(block, index).wrapping_add(offset);
+                    sources.push(own.unwrap_or_else(arrived).cast_const());
+                }
+                // SAFETY: this node's parts and what has come from the others are that long, and
                 // nobody else uses them.
-                unsafe { reduce_nodes(operation, &sources, &[own], count, core.size()) };
+                unsafe { addends.add(operation, &sources, to, count, core.size()) };
                 offset += count * element;
             }
             for node in inter_node.remote_nodes() {
@@ -398,15 +406,16 @@ fn is_alone_on_node(core: &GroupCore, rank: usize) -> bool {
 /// The memory in which the other nodes' slices of the two blocks under way arrive.
 struct IncomingSlices {
     memory: *mut u8,
-    nodes: usize,
+    /// How many there are of a block, with this node's.
+    count: usize,
     /// Bytes of a slice.
     bytes: usize,
 }
 
 impl IncomingSlices {
-    /// Returns where the slice of `node` arrives.
-    fn slice(&self, block: usize, node: usize) -> *mut u8 {
-        self.memory.wrapping_add((block % 2 * self.nodes + node) * self.bytes)
+    /// Returns where the slice of addend `index` arrives.
+    fn slice(&self, block: usize, index: usize) -> *mut u8 {
+        self.memory.wrapping_add((block % 2 * self.count + index) * self.bytes)
     }
 }
 

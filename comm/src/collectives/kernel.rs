@@ -55,6 +55,25 @@ pub unsafe fn reduce_nodes(
     unsafe { reduce_part(operation, from, to, count, size, !is_divided_first(operation)) }
 }
 
+/// Adds up as [`reduce_all`] does, in the order of a tree: see [`VirtualRanks::sums`](crate::VirtualRanks::sums).
+/// An average is over so many `virtual_ranks`, if that is given; otherwise this is a sum.
+///
+/// # Safety
+///
+/// As for [`reduce_all`].
+pub unsafe fn sum_in_tree(
+    operation: &OpDescriptor,
+    sums: &[usize],
+    from: &[*const u8],
+    to: &[*mut u8],
+    count: usize,
+    virtual_ranks: Option<usize>,
+) {
+    let over = virtual_ranks.filter(|_| operation.reduce == ReduceOp::Avg);
+    // SAFETY: the caller's promise.
+    unsafe { flow_kernels::sum_in_tree(operation.dtype, sums, from, to, count, over) }
+}
+
 /// # Safety
 ///
 /// As for [`reduce_all`].

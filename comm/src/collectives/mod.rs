@@ -17,9 +17,11 @@
 //! | `peers` | collectives of any layout: the caller reads from the others |
 //! | `pieces` | where a bucket lies |
 //! | `hierarchical` | all_reduce and buckets over several nodes |
+//! | `addends` | what is added up there |
 //! | `host` | what all of them run on |
 //! | `kernel` | adding up memory of several ranks |
 
+mod addends;
 pub mod all_gather;
 mod all_reduce;
 mod all_to_all;

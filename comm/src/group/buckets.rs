@@ -15,6 +15,7 @@ use crate::operation_context::OperationContext;
 use crate::shm::arena::no_room;
 use crate::shm::segments::Segments;
 use crate::trace::{self, BucketTensors};
+use crate::virtual_ranks::{NodeTree, VirtualRanks};
 
 impl Member {
     /// Returns a bucket of gradients for [`Member::launch_bucket`]: pieces of these lengths, in
@@ -43,6 +44,25 @@ impl Member {
         self.new_segments(bucket, dtype, lengths, Some(parts))
     }
 
+    /// Returns a bucket as [`Member::segments`] does, whose pieces are added up in the tree of virtual ranks:
+    /// this rank's are the sums of its own. An average is over all virtual ranks. The bits depend on the number
+    /// of virtual ranks, and not on that of ranks or on their machines. `dtype` is `F32` or `F64`.
+    pub fn virtual_segments(
+        &self,
+        bucket: u32,
+        dtype: DType,
+        lengths: Vec<usize>,
+        virtual_ranks: usize,
+    ) -> Result<Segments> {
+        let refused = |reason| self.caller().argument("virtual_segments", reason);
+        if !matches!(dtype, DType::F32 | DType::F64) {
+            return Err(refused(format!("virtual ranks add up f32 or f64, and this is {dtype}")));
+        }
+        let ranks = VirtualRanks::new(virtual_ranks, self.world_size()).map_err(refused)?;
+        let tree = NodeTree::new(&ranks, &self.core().nodes);
+        Ok(self.new_segments(bucket, dtype, lengths, None)?.in_tree(tree))
+    }
+
     fn new_segments(
         &self,
         bucket: u32,
@@ -65,6 +85,9 @@ impl Member {
         if !Arc::ptr_eq(segments.arena(), self.arena()) {
             let reason = "was made by a group of another job; make it with this one's segments()";
             return Err(self.refused(segments, reason));
+        }
+        if segments.tree.is_some() && !matches!(op, ReduceOp::Sum | ReduceOp::Avg) {
+            return Err(self.refused(segments, "is of virtual ranks: sum or average it"));
         }
         let operation = segments.operation(op);
         // Before anything is said of the state in which a failure has left the bucket.

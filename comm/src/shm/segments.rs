@@ -11,6 +11,7 @@ use super::arena::{Arena, Block};
 use crate::descriptor::{Location, OpDescriptor};
 use crate::kind::Kind;
 use crate::trace;
+use crate::virtual_ranks::NodeTree;
 
 /// Pieces of shared memory that are reduced as one: a bucket of gradients, each where it was
 /// allocated.
@@ -25,7 +26,9 @@ pub struct Segments {
     /// The elements of each piece that this rank gets reduced, if each rank gets others; all get all
     /// otherwise.
     parts: Option<Vec<Range<usize>>>,
-    /// A digest of the lengths.
+    /// How virtual ranks are added up, if that is what ranks add up.
+    pub(crate) tree: Option<NodeTree>,
+    /// A digest of the lengths, and of the number of virtual ranks.
     digest: u64,
     /// The step in which the bucket is reduced, the same on all ranks.
     step: AtomicU32,
@@ -75,10 +78,26 @@ impl Segments {
             under_way: false,
             finished: None,
         });
-        let digest = digest(&lengths);
-        let step = AtomicU32::new(0);
-        let queued = AtomicU64::new(0);
-        Some(Self { bucket, dtype, lengths, total, parts, digest, step, queued, table, pieces })
+        Some(Self {
+            bucket,
+            dtype,
+            total,
+            parts,
+            tree: None,
+            digest: digest(&lengths),
+            lengths,
+            step: AtomicU32::new(0),
+            queued: AtomicU64::new(0),
+            table,
+            pieces,
+        })
+    }
+
+    /// Has the pieces added up in a tree of virtual ranks.
+    pub(crate) fn in_tree(mut self, tree: NodeTree) -> Self {
+        self.digest = digest(&(self.digest, tree.count));
+        self.tree = Some(tree);
+        self
     }
 
     /// Says in which step, from 1 on, the bucket is launched next: ranks whose steps differ get an

@@ -146,6 +146,7 @@ fn check_inputs<T: Reference>(inputs: &[Vec<T>], extra: usize) {
                     destinations: &destinations,
                     count,
                     ranks: inputs.len(),
+                    sums: &[],
                 };
                 // SAFETY: the buffers have `count` elements after the guard, and this machine has
                 // `set`.
@@ -263,4 +264,70 @@ fn without_sources_nothing_is_written() {
     // SAFETY: the destination is one element.
     unsafe { reduce(DType::I32, ReduceOp::Sum, &[], &[(&mut untouched as *mut i32).cast()], 1) };
     assert_eq!(untouched, 5);
+}
+
+/// Adds up `values[0..]` in a random tree. Appends the sums that follow each source to `sums`.
+fn random_tree(
+    values: &[Vec<f32>],
+    sums: &mut Vec<usize>,
+    cuts: &mut impl Iterator<Item = usize>,
+) -> Vec<f32> {
+    if let [value] = values {
+        sums.push(0);
+        return value.clone();
+    }
+    let cut = 1 + cuts.next().unwrap() % (values.len() - 1);
+    let left = random_tree(&values[..cut], sums, cuts);
+    let right = random_tree(&values[cut..], sums, cuts);
+    *sums.last_mut().unwrap() += 1;
+    left.iter().zip(right).map(|(left, right)| left + right).collect()
+}
+
+proptest! {
+    /// Also into a source, and into memory that is not aligned to more than an element.
+    #[test]
+    fn a_tree_gives_the_bits_of_its_sums_one_by_one(
+        sources in 1usize..17,
+        count in prop_oneof![0usize..5, 60usize..200],
+        seed in any::<u64>(),
+        divides in any::<bool>(),
+        cuts in prop::collection::vec(any::<usize>(), 16),
+    ) {
+        let number = |source: usize, at: usize| {
+            let mixed = (seed ^ (source * 1000 + at) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            ((mixed >> 40) as f32 - 8e6) * 2f32.powi((mixed % 21) as i32)
+        };
+        let mut values: Vec<Vec<f32>> =
+            (0..sources).map(|source| (0..count).map(|at| number(source, at)).collect()).collect();
+        let mut sums = Vec::new();
+        let total = random_tree(&values, &mut sums, &mut cuts.into_iter());
+        let ranks = divides.then_some(11);
+        let expected: Vec<u32> =
+            total.iter().map(|sum| (if divides { sum / 11.0 } else { *sum }).to_bits()).collect();
+        for set in instruction_sets() {
+            let mut result = vec![0f32; count];
+            let from: Vec<*const u8> = values.iter().map(|value| value.as_ptr().cast()).collect();
+            let op = if divides { ReduceOp::Avg } else { ReduceOp::Sum };
+            let buffers = Buffers {
+                sources: &from,
+                destinations: &[result.as_mut_ptr().cast()],
+                count,
+                ranks: 11,
+                sums: &sums,
+            };
+            // SAFETY: all have `count` elements, and this machine has `set`.
+            unsafe { reduce_with(set, DType::F32, op, buffers) };
+            let bits: Vec<u32> = result.iter().map(|number| number.to_bits()).collect();
+            prop_assert_eq!(&bits, &expected, "{:?} {:?}", set, sums);
+        }
+        let places: Vec<*mut f32> = values.iter_mut().map(|value| value.as_mut_ptr()).collect();
+        let from: Vec<*const u8> = places.iter().map(|place| place.cast_const().cast()).collect();
+        let to: Vec<*mut u8> = places.iter().map(|place| place.cast()).collect();
+        // SAFETY: all have `count` elements.
+        unsafe { sum_in_tree(DType::F32, &sums, &from, &to, count, ranks) };
+        for value in &values {
+            let bits: Vec<u32> = value.iter().map(|number| number.to_bits()).collect();
+            prop_assert_eq!(&bits, &expected);
+        }
+    }
 }

@@ -1,11 +1,14 @@
 //! Buckets as a group reduces them; each rank checks its own part.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
-use flow_comm::{Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer};
+use anyhow::{Context, Result, anyhow, ensure};
+use flow_comm::{
+    Buffer, DType, Error, ProcessGroup, ReduceOp, Segments, SharedBuffer, VirtualRanks, digest,
+};
 
 use crate::beside;
 use crate::registry::{Job, Scenario, by_hand, in_process, launched, scenario};
@@ -26,6 +29,20 @@ pub const SCENARIOS: &[Scenario] = &[
         &[launched(2), launched(3), in_process(3), by_hand(&[1, 1]), by_hand(&[2, 3])],
     ),
     scenario("parts_of_buckets_that_are_refused", refused_parts, &[launched(2), by_hand(&[1, 1])]),
+    scenario(
+        "virtual_ranks_give_the_same_bits_on_any_ranks",
+        virtual_ranks,
+        &[
+            launched(2),
+            launched(5),
+            in_process(1),
+            in_process(4),
+            by_hand(&[1, 1]),
+            by_hand(&[1, 2]),
+            by_hand(&[3, 2]),
+            by_hand(&[1, 2, 1]),
+        ],
+    ),
     scenario("several_are_reduced_beside_each_other", several, THREE),
     scenario("they_come_after_collectives_that_were_started_before", in_turn, THREE),
 ];
@@ -88,6 +105,86 @@ impl AsMut<[u8]> for Part {
 impl Drop for Part {
     fn drop(&mut self) {
         let _ = self.1.send(std::mem::take(&mut self.0));
+    }
+}
+
+/// Returns the element at `index` of what a virtual rank adds: numbers whose sum depends on the order.
+fn addend(case: usize, virtual_rank: usize, index: usize) -> f64 {
+    let mixed = digest(&(case, virtual_rank, index));
+    (mixed as i32 as f64) * 2f64.powi((mixed >> 32) as i32 % 60)
+}
+
+/// Returns an element of the sum of some virtual ranks, in their tree.
+fn added(case: usize, ranks: &Range<usize>, sums: &[usize], index: usize) -> f64 {
+    let mut waiting = Vec::new();
+    for (virtual_rank, &sums) in ranks.clone().zip(sums) {
+        let mut sum = addend(case, virtual_rank, index);
+        for _ in 0..sums {
+            sum += waiting.pop().unwrap_or(f64::NAN);
+        }
+        waiting.push(sum);
+    }
+    waiting[0]
+}
+
+/// Random numbers of virtual ranks, evenly and unevenly dealt out, have the sums and means of one rank.
+fn virtual_ranks(group: &ProcessGroup) -> Result<()> {
+    let lengths = vec![1, 0, 20_000, 70];
+    for case in 0..12 {
+        let count = group.world_size() + case % 6;
+        let ranks =
+            VirtualRanks::new(count, group.world_size()).map_err(|reason| anyhow!(reason))?;
+        let own = ranks.of_rank(group.rank());
+        let own_sums = VirtualRanks::sums(&own);
+        let segments = group.virtual_segments(0, DType::F64, lengths.clone(), count)?;
+        let (sender, receiver) = channel();
+        for (index, &length) in lengths.iter().enumerate() {
+            let mut piece = group.alloc_shared::<f64>(length)?;
+            for (at, number) in piece.iter_mut().enumerate() {
+                *number = added(case, &own, &own_sums, at);
+            }
+            ensure!(segments.set_piece(index, SentPiece(Some(piece), sender.clone())));
+        }
+        let op = if case % 2 == 0 { ReduceOp::Sum } else { ReduceOp::Avg };
+        let segments = Arc::new(segments);
+        ensure!(group.launch_bucket(&segments, op)?);
+        segments.wait(group)?;
+        let all = 0..count;
+        let sums = VirtualRanks::sums(&all);
+        for _ in &lengths {
+            let reduced = receiver.recv_timeout(Duration::from_secs(60))?;
+            for (at, number) in reduced.iter().enumerate() {
+                let sum = added(case, &all, &sums, at);
+                let expected = if op == ReduceOp::Avg { sum / count as f64 } else { sum };
+                ensure!(
+                    number.to_bits() == expected.to_bits(),
+                    "{op} of {count} virtual ranks: element {at} is {number}, not {expected}"
+                );
+            }
+        }
+    }
+    let refused = group.virtual_segments(0, DType::F32, lengths.clone(), group.world_size() - 1);
+    let refused = refused.err().context("fewer than the ranks")?;
+    ensure!(refused.to_string().contains("virtual_ranks("), "{refused}");
+    let halves = group.virtual_segments(0, DType::BF16, lengths, group.world_size());
+    ensure!(halves.err().context("bf16")?.to_string().contains("f32 or f64"));
+    Ok(())
+}
+
+/// A piece that is sent when the bucket lets go of it.
+struct SentPiece(Option<SharedBuffer<f64>>, Sender<SharedBuffer<f64>>);
+
+impl AsMut<[u8]> for SentPiece {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut().map(|piece| piece.bytes_mut()).unwrap_or_default()
+    }
+}
+
+impl Drop for SentPiece {
+    fn drop(&mut self) {
+        if let Some(piece) = self.0.take() {
+            let _ = self.1.send(piece);
+        }
     }
 }
 
