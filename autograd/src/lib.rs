@@ -11,7 +11,7 @@
 //! | compute activations anew in backward instead of keeping them | [`recompute`] |
 //! | have operations take other tensors in place of some | [`Replacements`] |
 //! | count the bytes that a forward keeps | [`allocated_by`] |
-//! | draw the same random numbers again | [`RngState`], [`with_rng_state`] |
+//! | draw the same random numbers again | [`RngState`], [`with_rng_state`], [`with_seed`] |
 //! | check that a gradient is not shared, and replace it | [`grad_is_exclusive`], [`set_grad`] |
 //! | count the handles to a tensor | [`use_count`] |
 //! | say that a tensor has been changed | [`bump_version`] |
@@ -62,7 +62,7 @@ pub use memory::{
     tensor_from_memory, tensor_from_raw, unsendable, use_count,
 };
 pub use optimizer::{OptimizerState, SavedState, StateDict, StatePart, StateParts};
-pub use random::{RngState, with_rng_state};
+pub use random::{RngState, with_rng_state, with_seed};
 pub use recompute::{recompute, versions};
 pub use replace::Replacements;
 pub use transient::TransientMemory;

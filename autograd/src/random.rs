@@ -53,8 +53,24 @@ pub fn with_rng_state<T>(state: &RngState, draw: impl FnOnce() -> T) -> Result<T
     let device = state.0.last().map_or(Device::Cpu, |&(device, _)| device);
     let now = RngState::of(device)?;
     state.restore()?;
+    then_restore(&now, draw)
+}
+
+/// Runs `draw` with the CPU's generator seeded, which then goes on from where it was before, also after a
+/// panic.
+///
+/// # Errors
+///
+/// libtorch's.
+pub fn with_seed<T>(seed: i64, draw: impl FnOnce() -> T) -> Result<T, Error> {
+    let now = RngState::of(Device::Cpu)?;
+    tch::manual_seed(seed);
+    then_restore(&now, draw)
+}
+
+fn then_restore<T>(state: &RngState, draw: impl FnOnce() -> T) -> Result<T, Error> {
     let result = catch_unwind(AssertUnwindSafe(draw));
-    now.restore()?;
+    state.restore()?;
     Ok(result.unwrap_or_else(|panic| resume_unwind(panic)))
 }
 

@@ -89,6 +89,7 @@ impl DdpBuilder {
             delayed: Delayed::default(),
             sparse: Vec::new(),
             sparse_as_dense: false,
+            virtual_ranks: None,
         };
         Self {
             group: group.clone(),
@@ -103,6 +104,47 @@ impl DdpBuilder {
             ignored: Ignored::default(),
             mixed_precision: MixedPrecision::default(),
         }
+    }
+
+    /// Has the gradients of a step computed in `count` parts, its virtual ranks, and averaged in a fixed order:
+    /// the weights are then the same bits on 1 to `count` processes, evenly or unevenly dealt out, on any
+    /// machines. Each rank runs its [virtual ranks](Ddp::virtual_ranks) in a step, each in
+    /// [`Ddp::in_virtual_rank`]:
+    ///
+    /// ```no_run
+    /// use flow_ddp::{Ddp, Error, ProcessGroup, TensorCollectives};
+    /// use tch::nn::{self, ModuleT, OptimizerConfig};
+    ///
+    /// # fn main() -> anyhow::Result<()> {
+    /// # let group = ProcessGroup::from_env()?;
+    /// # let vs = nn::VarStore::new(group.device());
+    /// # let net = nn::linear(vs.root(), 784, 10, Default::default());
+    /// # let batch = |_: u64, _: usize| (tch::Tensor::new(), tch::Tensor::new());
+    /// let model = Ddp::builder(&group).virtual_ranks(8).wrap(net, &vs)?;
+    /// let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+    /// for step in 0..100 {
+    ///     for part in model.virtual_ranks() {
+    ///         let (x, y) = batch(step, part);
+    ///         model.in_virtual_rank(part, step, || {
+    ///             let loss = model.try_forward_t(&x, true)?.cross_entropy_for_logits(&y);
+    ///             loss.f_backward().map_err(Error::from_backward)
+    ///         })?;
+    ///     }
+    ///     optimizer.step();
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// - Forwards in training mode and backwards are errors outside of `in_virtual_rank`.
+    /// - Buffers, such as running statistics, are those of virtual rank 0: all ranks have them after each
+    ///   step. What other virtual ranks made of them in the step is dropped.
+    /// - A rank keeps gradients that wait for their sum, besides those of its backward: at most one set for
+    ///   each halving of its virtual ranks.
+    /// - The model is on CPUs, and its parameters are in single or double precision. Most other options are
+    ///   an error, which names the option.
+    pub fn virtual_ranks(mut self, count: usize) -> Self {
+        self.options.virtual_ranks = Some(count);
+        self
     }
 
     /// Sets the cap of all buckets, in MiB.

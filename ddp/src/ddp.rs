@@ -214,6 +214,20 @@ impl<M> Ddp<M> {
         buffers.share(reducer.group(), root)
     }
 
+    /// Returns copies of all buffers.
+    pub(crate) fn copies_of_buffers(&self) -> Vec<Tensor> {
+        let buffers = self.all_buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        buffers.iter().map(|buffer| buffer.detach().copy()).collect()
+    }
+
+    /// Writes `values` into all buffers, which counts as no change for a backward.
+    pub(crate) fn set_buffers(&self, values: &[Tensor]) {
+        let buffers = self.all_buffers.lock().unwrap_or_else(PoisonError::into_inner);
+        for (buffer, value) in buffers.iter().zip(values) {
+            buffer.data().copy_(value);
+        }
+    }
+
     /// Shares the buffers in a forward in training mode that is at this place.
     fn sync_buffers_in_forward(&self, now: BufferCommHookLocation) -> Result<()> {
         let buffers = self.buffers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -239,6 +253,11 @@ impl<M: ModuleT> Ddp<M> {
             return Err(Error::model(&self.group, reason));
         }
         if let Some(reducer) = self.reducer.as_ref().filter(|_| train) {
+            if reducer.virtual_ranks().is_some_and(|own| !own.is_running()) {
+                let reason =
+                    "a forward in training mode outside of in_virtual_rank, with virtual_ranks";
+                return Err(Error::model(&self.group, reason.to_owned()));
+            }
             reducer.announce_forward()?;
         }
         if train {

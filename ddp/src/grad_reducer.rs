@@ -64,13 +64,14 @@ impl GradReducer {
             delayed: Delayed::default(),
             sparse: Vec::new(),
             sparse_as_dense: true,
+            virtual_ranks: None,
         };
         let settings = Settings::from_env().map_err(|reason| Error::Model { rank, reason })?;
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let parameters = numbered(parameters);
         let made =
-            reduce_path(&own, &settings, &first, options.op, None).and_then(|(path, allocator)| {
+            reduce_path(&own, &settings, &first, &options, None).and_then(|(path, allocator)| {
                 let comm_hook = Box::new(AllReduce);
                 let reduction = Reduction {
                     options,

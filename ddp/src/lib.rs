@@ -71,6 +71,7 @@ mod stats;
 mod steps;
 mod sync_batchnorm;
 mod tuning;
+mod virtual_ranks;
 mod wrap;
 mod zero;
 

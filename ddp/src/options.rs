@@ -24,6 +24,8 @@ pub(crate) struct Options {
     pub sparse: Vec<String>,
     /// Other sparse gradients become dense.
     pub sparse_as_dense: bool,
+    /// The number of parts in which gradients are computed; None: each rank computes one.
+    pub virtual_ranks: Option<usize>,
 }
 
 impl Options {

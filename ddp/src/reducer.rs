@@ -33,6 +33,7 @@ use crate::parameter::Parameter;
 use crate::stats::Stats;
 use crate::steps::Steps;
 use crate::sync_batchnorm;
+use crate::virtual_ranks::own::OwnVirtualRanks;
 
 /// Returns the name of a parameter that the model has got since it was wrapped, if there is one.
 pub(crate) type Added = Box<dyn Fn() -> Option<String> + Send + Sync>;
@@ -70,6 +71,7 @@ pub(crate) struct Reducer {
     kept: Option<Arc<GradShards>>,
     /// The hook gives ranks gradients of their own.
     apart: Option<Apart>,
+    virtual_ranks: Option<OwnVirtualRanks>,
 }
 
 impl Reducer {
@@ -85,6 +87,10 @@ impl Reducer {
         let order: Vec<usize> = (0..parameters.len()).rev().collect();
         let tensors = parameters.iter().chain(&frozen).map(|parameter| &parameter.tensor);
         let apart = (!comm_hook.is_same_on_all_ranks()).then(|| Apart::new(tensors));
+        let virtual_ranks = options.virtual_ranks;
+        let virtual_ranks = virtual_ranks.map(|count| OwnVirtualRanks::new(count, &group));
+        let virtual_ranks =
+            virtual_ranks.transpose().map_err(|reason| Error::model(&group, reason))?;
         let mut state = BackwardState::new(parameters, frozen, &options);
         state.build(&*path, &options, &order, &options.caps)?;
         Ok(Arc::new(Self {
@@ -102,6 +108,7 @@ impl Reducer {
             optimizer,
             kept,
             apart,
+            virtual_ranks,
         }))
     }
 
@@ -155,8 +162,12 @@ impl Reducer {
         self.state().named()
     }
 
-    /// Checks that no parameter is frozen that has a gradient which is not reduced yet.
+    /// Checks that no step of virtual ranks is under way, and that no parameter is frozen that has a
+    /// gradient which is not reduced yet.
     pub fn check_reduced(&self) -> Result<(), String> {
+        if self.virtual_ranks.as_ref().is_some_and(|own| !own.is_between_steps()) {
+            return Err("refresh between two steps, not between virtual ranks of one".into());
+        }
         let state = self.state();
         match state.used().find(|parameter| !parameter.tensor.requires_grad()) {
             None => Ok(()),
@@ -184,6 +195,25 @@ impl Reducer {
     /// Returns where this rank's parts of the gradients are, if it keeps no others.
     pub fn kept(&self) -> Option<&Arc<GradShards>> {
         self.kept.as_ref()
+    }
+
+    /// Returns the virtual ranks of this rank, if the model has virtual ranks.
+    pub fn virtual_ranks(&self) -> Option<&OwnVirtualRanks> {
+        self.virtual_ranks.as_ref()
+    }
+
+    /// Calls `look` with the parameters that are trained.
+    pub fn with_parameters<T>(&self, look: impl FnOnce(&[Parameter]) -> T) -> T {
+        look(&self.state().parameters)
+    }
+
+    /// Lets go of all gradients.
+    pub fn drop_grads(&self) -> Result<()> {
+        for parameter in &self.state().parameters {
+            flow_autograd::set_grad(&parameter.tensor, None)
+                .map_err(|error| self.torch_error(error))?;
+        }
+        Ok(())
     }
 
     /// Returns the reducer's own group.

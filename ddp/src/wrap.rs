@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use flow_autograd::GradHook;
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::ProcessGroup;
 use flow_tensor::{ArenaAllocatorGuard, CoalescedBroadcast, cuda_group};
 use tch::Tensor;
 use tch::nn::{VarStore, Variables};
@@ -26,6 +26,7 @@ use crate::mixed_precision::MixedPrecision;
 use crate::model_check::{agree, check, check_hooks, describe, device_kind, first_mismatch};
 use crate::optimizer_choice::OptimizerChoice;
 use crate::optimizer_in_backward::{self, OptimizerInBackward};
+use crate::options::Options;
 use crate::parameter::{by_training, numbered};
 use crate::reducer::{Reducer, Reduction};
 use crate::settings::Settings;
@@ -147,6 +148,9 @@ impl DdpBuilder {
         let allocator = ArenaAllocatorGuard::current().filter(|_| group.cuda_device().is_none());
         let own = group.duplicate_in(allocator.as_ref().map(|allocator| allocator.handle()))?;
         let are_equal = self.comm_hook.is_same_on_all_ranks();
+        // Virtual ranks share them after each step.
+        let forward_sync_buffers =
+            self.forward_sync_buffers && self.options.virtual_ranks.is_none();
         let kept = self.sharded.as_ref();
         let ignored = self.ignored.identities();
         let kept = kept.map(|store| fsdp::share(&own, store, &ignored)).transpose()?;
@@ -184,7 +188,7 @@ impl DdpBuilder {
             reducer: Some(reducer),
             hooks,
             _allocator: allocator,
-            forward_sync_buffers: self.forward_sync_buffers,
+            forward_sync_buffers,
             buffers: Mutex::new(Buffers { broadcast, held, hook: self.buffer_comm_hook }),
             all_buffers: Mutex::new(all_buffers),
             low_precision,
@@ -203,6 +207,7 @@ impl DdpBuilder {
         check(parameters, buffers, &self.options, self.broadcast_buffers)?;
         self.described_optimizer()?;
         self.check_zero()?;
+        self.check_virtual_ranks(parameters, buffers)?;
         let store = self.sharded.as_ref().filter(|_| self.group.world_size() > 1);
         if let Some(store) = store {
             fsdp::check(store, &self.ignored)?;
@@ -271,6 +276,7 @@ impl DdpBuilder {
         self.optimizer.is_some()
             || self.zero.is_some()
             || self.options.takes_sparse_gradients()
+            || self.options.virtual_ranks.is_some()
             || self.mixed_precision != MixedPrecision::default()
     }
 
@@ -365,7 +371,7 @@ impl WrappedParts {
             &own,
             settings,
             &parameters[0].1,
-            reduction.options.op,
+            &reduction.options,
             reduction.kept.clone(),
         )?;
         let (trained, frozen) = by_training(numbered(parameters));
@@ -384,13 +390,13 @@ pub(crate) fn reduce_path(
     group: &ProcessGroup,
     settings: &Settings,
     like: &Tensor,
-    op: ReduceOp,
+    options: &Options,
     kept: Option<Arc<GradShards>>,
 ) -> Result<(Arc<dyn ReducePath>, Allocator)> {
     if let Some(cuda) = cuda_group(group, like)? {
-        return Ok((Arc::new(CudaPath::new(group, cuda, op)), None));
+        return Ok((Arc::new(CudaPath::new(group, cuda, options.op)), None));
     }
-    let path = Arc::new(CpuPath::new(group, settings, op, kept)?);
+    let path = Arc::new(CpuPath::new(group, settings, options, kept)?);
     Ok((path, ArenaAllocatorGuard::install(group.arena_handle())))
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use flow_comm::{ProcessGroup, ReduceOp, Segments};
+use flow_comm::{ProcessGroup, Segments};
 use tch::{Kind, Tensor};
 
 use super::grad_bytes::GradBytes;
@@ -13,6 +13,7 @@ use super::{BackwardEvent, Bucket, ReducePath};
 use crate::error::{Error, Result, dtype, failed, job_rank};
 use crate::fsdp::grad_shards::GradShards;
 use crate::grad_layout::GradLayout;
+use crate::options::Options;
 use crate::parameter::Parameter;
 use crate::settings::Settings;
 use crate::stats::{BucketTimes, PhaseTimes};
@@ -23,6 +24,8 @@ pub(crate) struct CpuPath {
     progress: Arc<Progress>,
     in_place: bool,
     kept: Option<Arc<GradShards>>,
+    /// The number of virtual ranks, if buckets are added up in their tree.
+    virtual_ranks: Option<usize>,
 }
 
 impl CpuPath {
@@ -31,16 +34,22 @@ impl CpuPath {
     pub fn new(
         group: &ProcessGroup,
         settings: &Settings,
-        op: ReduceOp,
+        options: &Options,
         kept: Option<Arc<GradShards>>,
     ) -> Result<Self> {
-        let progress = Progress::choose(group, settings.progress_thread, op);
+        let progress = Progress::choose(group, settings.progress_thread, options.op);
         let progress = progress.map_err(|error| Error::Model {
             rank: job_rank(group),
             reason: format!("cannot start a thread: {error}"),
         })?;
         let progress = Arc::new(progress);
-        Ok(Self { group: group.clone(), progress, in_place: settings.in_place, kept })
+        Ok(Self {
+            group: group.clone(),
+            progress,
+            in_place: settings.in_place,
+            kept,
+            virtual_ranks: options.virtual_ranks,
+        })
     }
 }
 
@@ -110,9 +119,10 @@ impl CpuBucket {
             places.push(member.layout.in_own_order(&place));
         }
         let kept = path.kept.as_ref().map(|shards| KeptParts::new(shards, members, kind));
-        let segments = match &kept {
-            Some(kept) => group.scattered_segments(number, dtype, lengths, kept.ranges())?,
-            None => group.segments(number, dtype, lengths)?,
+        let segments = match (&kept, path.virtual_ranks) {
+            (Some(kept), _) => group.scattered_segments(number, dtype, lengths, kept.ranges())?,
+            (None, Some(count)) => group.virtual_segments(number, dtype, lengths, count)?,
+            (None, None) => group.segments(number, dtype, lengths)?,
         };
         Ok(Self {
             places,

@@ -68,6 +68,10 @@ impl Reducer {
         gradient: &Tensor,
         exclusive: bool,
     ) -> Result<()> {
+        if self.virtual_ranks.as_ref().is_some_and(|own| !own.is_running()) {
+            let reason = "a backward outside of in_virtual_rank, with virtual_ranks".to_owned();
+            return Err(Error::model(&self.group, reason));
+        }
         let mut state = self.state();
         state.used[index] = true;
         if state.graph.as_ref().is_some_and(|graph| graph.is_left_out(index)) {
@@ -83,7 +87,13 @@ impl Reducer {
         if !state.in_backward {
             state = self.begin_backward(state)?;
         }
-        Backward::new(self, &mut state).mark_ready(index, gradient, exclusive)
+        let sum = self.virtual_ranks.as_ref().and_then(|own| own.sum(index, gradient));
+        let Some(sum) = sum else {
+            return Backward::new(self, &mut state).mark_ready(index, gradient, exclusive);
+        };
+        flow_autograd::set_grad(&state.parameters[index].tensor, Some(&sum))
+            .map_err(|error| self.torch_error(error))?;
+        Backward::new(self, &mut state).mark_ready(index, &sum, true)
     }
 
     /// Begins a backward with its first gradient, and queues what is done at its end.
@@ -91,6 +101,8 @@ impl Reducer {
         self: &'a Arc<Self>,
         mut state: MutexGuard<'a, BackwardState>,
     ) -> Result<MutexGuard<'a, BackwardState>> {
+        let begun = self.virtual_ranks.as_ref().map_or(Ok(()), |own| own.begin_backward());
+        begun.map_err(|reason| Error::model(&self.group, reason))?;
         let step = self.steps.begin();
         if let Some(join) = &mut state.join {
             join.begin_backward(step)?;

@@ -20,6 +20,11 @@ impl Reducer {
                  that have ended do not run",
             ));
         }
+        if self.virtual_ranks.is_some() {
+            return Err(self.not_joined(
+                "build without virtual_ranks: all of them take each step, so give all as many inputs",
+            ));
+        }
         if self.kept.is_some() {
             return Err(self.not_joined(
                 "it is that of an Fsdp, whose ranks step parts: give all ranks as many inputs",

@@ -30,6 +30,7 @@ mod sync_batchnorm;
 mod timeline;
 mod timing;
 mod tune;
+mod virtual_ranks;
 mod zero;
 
 use std::process::ExitCode;
@@ -54,6 +55,8 @@ enum Command {
     Join(in_turn::Options),
     /// A training step with Ddp, with an optimizer that steps after backward and in it, on all ranks
     OptimizerInBackward(optimizer_in_backward::Options),
+    /// A training step with Ddp, and with as many virtual ranks as ranks, on all ranks
+    VirtualRanks(in_turn::Options),
     /// A training step with Ddp, with buckets of the usual size and of one that is found, on all ranks
     Tune(in_turn::Options),
     /// A training with a communication hook, local SGD or DiLoCo, on all ranks
@@ -92,6 +95,7 @@ fn main() -> ExitCode {
         Command::SyncBatchnorm(options) => sync_batchnorm::run(options),
         Command::Join(options) => join::run(options),
         Command::OptimizerInBackward(options) => optimizer_in_backward::run(options),
+        Command::VirtualRanks(options) => virtual_ranks::run(options),
         Command::Tune(options) => tune::run(options),
         Command::CommHooks(options) => comm_hooks::run(options),
         Command::Zero(options) => zero::run(options),

@@ -50,6 +50,7 @@ mod tied;
 mod tuned;
 mod unfit;
 mod unused;
+mod virtual_ranks;
 mod zero;
 mod zero_misused;
 
@@ -103,6 +104,9 @@ const CPU_AND_NODES: &[Job] = &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[
 const CPU_AND_NODES_AND_THREADS: &[Job] =
     &[CPU[0], CPU[1], CPU[2], CPU[3], NODES[0], NODES[1], NODES[2], in_process(4)];
 
+const VIRTUAL_RANKS: &[Job] =
+    &[CPU[0], CPU[1], CPU[2], CPU[3], launched(6), NODES[0], NODES[2], by_hand(&[1, 2])];
+
 /// Each with other numbers of ranks, of which other ones are on a machine.
 const WORLDS: &[Job] = &[CPU[0], CPU[1], in_process(4), NODES[0], NODES[1], NODES[2]];
 
@@ -129,6 +133,10 @@ const SCENARIOS: &[Scenario] = &[
     scenario("static_graph_random", static_graph::random, ALL_AND_NODES),
     scenario("static_graph_changed", static_graph::changed, ALL),
     scenario("static_graph_unused", static_graph::unused, ALL),
+    scenario("virtual_ranks_random", virtual_ranks::random, VIRTUAL_RANKS),
+    scenario("virtual_ranks_as_plain", virtual_ranks::as_plain, CPU),
+    scenario("virtual_ranks_refused", virtual_ranks::refused, EACH_TRANSPORT),
+    scenario("virtual_ranks_misused", virtual_ranks::misused, CPU_AND_NODES),
     scenario("optimizer_in_backward_random", optimizer_in_backward::random, ALL_AND_NODES),
     scenario("optimizer_in_backward_memory", optimizer_in_backward::memory, IN_PLACE),
     scenario("optimizer_in_backward_resumed", optimizer_in_backward::resumed, ALL),

@@ -11,7 +11,7 @@
 //! | `refusals.rs` | the options that exclude each other, and the words of the errors |
 
 mod common;
-mod model;
+pub mod model;
 mod reference;
 mod refusals;
 mod training;

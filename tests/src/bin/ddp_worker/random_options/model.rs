@@ -23,6 +23,7 @@ pub enum Operation {
     Embedding {
         sparse: bool,
     },
+    Dropout,
     /// One parameter without dimensions.
     Scalar,
     /// One parameter of one element.
@@ -87,7 +88,7 @@ impl Layer {
             Operation::Empty => &[&[0, 3]],
             Operation::Large => &[&[LARGE]],
             Operation::Complex => &[&[WIDTH]],
-            Operation::Average | Operation::Count => &[],
+            Operation::Dropout | Operation::Average | Operation::Count => &[],
         }
     }
 
@@ -300,6 +301,7 @@ impl Made {
                 let found = Tensor::embedding(&self.parameters[0], &words, -1, false, sparse);
                 x + found.to_kind(kind)
             }
+            Operation::Dropout => x.dropout(0.3, train),
             Operation::Scalar | Operation::One => x * (parameter(0) + 1.0),
             Operation::Empty => x + parameter(0).sum(kind),
             Operation::Large => x + (parameter(0) * (x.mean(kind) + 1.0)).sin().mean(kind),
