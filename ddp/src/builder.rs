@@ -113,7 +113,7 @@ impl DdpBuilder {
     ///
     /// ```no_run
     /// use flow_ddp::{Ddp, Error, ProcessGroup, TensorCollectives};
-    /// use tch::nn::{self, ModuleT, OptimizerConfig};
+    /// use tch::nn::{self, OptimizerConfig};
     ///
     /// # fn main() -> anyhow::Result<()> {
     /// # let group = ProcessGroup::from_env()?;
