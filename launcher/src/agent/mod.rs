@@ -12,9 +12,11 @@
 //! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
 //! | `health.rs` | torchelastic's health check |
 //! | `tracing.rs` | `--trace` |
+//! | `checkpoint_memory.rs` | memory that outlives the workers |
 //! | `final_report.rs` | what is printed at the end |
 //! | `exit_status.rs` | how a process ended |
 
+mod checkpoint_memory;
 pub mod exit_status;
 mod final_report;
 mod health;
@@ -37,6 +39,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::io::Errno;
 
+use crate::agent::checkpoint_memory::CheckpointMemory;
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
@@ -103,6 +106,7 @@ pub struct Agent {
     watchdog: Option<Watchdog>,
     health: Option<Health>,
     tracing: Option<Tracing>,
+    checkpoint_memory: CheckpointMemory,
     // Last, so that it is dropped last.
     reaper: Reaper,
 }
@@ -262,6 +266,7 @@ impl Agent {
                 self.logs.error_file(attempt, local_rank)
             });
         for spec in &mut specs {
+            spec.environment.push(self.checkpoint_memory.variable(spec.local_rank));
             spec.environment.extend(self.watchdog.as_ref().map(Watchdog::variable));
             spec.environment.extend(self.tracing.as_ref().map(Tracing::variable));
         }

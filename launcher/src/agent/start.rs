@@ -6,6 +6,7 @@ use std::io::{IsTerminal, stdout};
 use anyhow::Context;
 use flow_store::net::host_name;
 
+use crate::agent::checkpoint_memory::CheckpointMemory;
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
 use crate::agent::signals::Signals;
@@ -68,6 +69,7 @@ impl Agent {
             signals,
             watchdog,
             health,
+            checkpoint_memory: CheckpointMemory::new(local_world_size),
             reaper,
         })
     }
