@@ -13,3 +13,6 @@ def table(figures):
         yield row(f"{name} a model and its Adam, 2 GB, against dd", flow, dd, at_least=0.8)
     begun, copy = (figures.median("flow", "checkpoints", what) for what in ("async_save", "copy"))
     yield row("stall of a save beside the training, against a copy in memory", begun, copy, at_least=1 / 1.1)
+    in_memory, resume, read = (figures.median("flow", "checkpoints", what) for what in ("in_memory", "resume", "dd_read"))
+    yield row("stall of a save in flow-launch's memory, against a copy", in_memory, copy, at_least=1 / 1.1)
+    yield row("resume 2 GB from flow-launch's memory, against dd", resume, read)

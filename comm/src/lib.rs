@@ -80,6 +80,7 @@ pub use label::Label;
 pub use p2p::P2pOp;
 pub use shm::arena::{Arena, Block};
 pub use shm::machine_buffer::{MachineBuffer, MachinePart, WeakMachineBuffer};
+pub use shm::mapped_file::MappedFile;
 pub use shm::segments::Segments;
 pub use virtual_ranks::VirtualRanks;
 pub use work::{Work, Worker};

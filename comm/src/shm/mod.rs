@@ -12,6 +12,7 @@
 //! | `contribution` | what ranks contribute to a collective, and who reads it |
 //! | `io_segment` | memory that is lent to a transport |
 //! | `machine_buffer` | memory that the ranks of a machine have in common |
+//! | `mapped_file` | memory that outlives a process |
 //!
 //! `collectives`, `p2p` and `internode` are built on these.
 
@@ -24,6 +25,7 @@ pub mod distance;
 pub mod io_segment;
 pub mod join_memory;
 pub mod machine_buffer;
+pub mod mapped_file;
 pub mod rounds;
 pub mod segments;
 pub mod tenancy;

@@ -19,6 +19,12 @@ const LONGEST_REMOVAL: Duration = Duration::from_secs(10);
 pub fn lock(folder: &Path, name: &str) -> Result<File> {
     let lock = File::create(folder.join(name))
         .map_err(CheckpointError::file("write to", folder, WRITABLE))?;
+    lock_file(&lock, folder)?;
+    Ok(lock)
+}
+
+/// Locks a file, by which `folder` is locked.
+pub fn lock_file(lock: &File, folder: &Path) -> Result<()> {
     let end = Instant::now() + STOPPING;
     while let Err(error) = lock.try_lock() {
         match error {
@@ -30,7 +36,7 @@ pub fn lock(folder: &Path, name: &str) -> Result<File> {
             }
         }
     }
-    Ok(lock)
+    Ok(())
 }
 
 /// Makes the file `path` of what `write` writes to the file whose name it gets. The file is whole or

@@ -185,8 +185,9 @@ impl Folder {
     }
 
     /// Returns the newest checkpoint that is whole: its step, and what `read` has made of its
-    /// folder. Rank 0 calls `read`, all ranks get it. None where there is no checkpoint at all. All
-    /// ranks call this.
+    /// folder. Rank 0 calls `read`, all ranks get it. None where there is no checkpoint at all. Of a
+    /// checkpoint that is elsewhere, `elsewhere` is the step: then only later ones count. All ranks call
+    /// this.
     ///
     /// # Errors
     /// On all ranks, when rank 0 cannot read the disk, finds damaged checkpoints only, or does not
@@ -194,10 +195,11 @@ impl Folder {
     /// checkpoint before would serve.
     pub fn latest<T: Serialize + DeserializeOwned>(
         &mut self,
+        elsewhere: Option<usize>,
         read: impl FnMut(&Path) -> Result<T>,
     ) -> Result<Option<(usize, T)>> {
         self.seen_by_rank_0()?;
-        let own = self.lock.is_some().then(|| self.newest(read));
+        let own = self.lock.is_some().then(|| self.newest(elsewhere, read));
         let found = from_rank_0(&self.group, own)?;
         self.read = true;
         Ok(found)
@@ -205,11 +207,15 @@ impl Folder {
 
     fn newest<T>(
         &mut self,
+        elsewhere: Option<usize>,
         mut read: impl FnMut(&Path) -> Result<T>,
     ) -> Result<Option<(usize, T)>> {
         let mut newest = None;
         self.damaged.clear();
         for step in self.steps()? {
+            if elsewhere.is_some_and(|elsewhere| step <= elsewhere) {
+                break;
+            }
             let path = self.checkpoint(step);
             match read(&path) {
                 Ok(read) => return Ok(Some((step, read))),
@@ -221,8 +227,8 @@ impl Folder {
                 Err(error) => return Err(error),
             }
         }
-        let folder = self.path.clone();
-        newest.map_or(Ok(None), |newest| Err(CheckpointError::AllDamaged { folder, newest }))
+        let Some(newest) = newest.filter(|_| elsewhere.is_none()) else { return Ok(None) };
+        Err(CheckpointError::AllDamaged { folder: self.path.clone(), newest })
     }
 
     /// A folder that each machine has for itself would let training start anew when another machine
@@ -362,7 +368,7 @@ mod tests {
     }
 
     fn latest(folder: &mut Folder) -> Option<(usize, String)> {
-        folder.latest(|path| Ok(fs::read_to_string(path.join("file")).unwrap())).unwrap()
+        folder.latest(None, |path| Ok(fs::read_to_string(path.join("file")).unwrap())).unwrap()
     }
 
     #[test]

@@ -7,10 +7,13 @@
 //! | `model.rs` | [`CheckpointModel`] |
 //! | `resume.rs` | [`Checkpoint`]: resume |
 //! | `parts.rs` | what each rank writes |
-//! | `saving.rs` | a checkpoint that is filled at once, or beside the training |
+//! | `saving.rs` | a checkpoint that is written at once, or beside the training |
+//! | `memory.rs` | the memory of a copy |
+//! | `in_memory.rs` | checkpoints in memory that outlives this process |
 //! | `plan.rs` | all files that are written, and where this rank's parts go |
 //! | `layout.rs` | which file has which tensor; for both kinds |
 //! | `write.rs` | how a rank writes its parts; for both kinds |
+//! | `saved_file.rs` | a file, wherever its bytes are; for both kinds |
 //! | `saved.rs` | the tensors of files, which are read as they are needed; for both kinds |
 //! | `sums.rs` | the sums of files; for both kinds |
 //! | `state.rs` | `state.json`, and what files are called |
@@ -25,13 +28,16 @@ pub mod agree;
 mod error;
 pub mod files;
 mod folder;
+mod in_memory;
 pub mod layout;
+mod memory;
 mod model;
 mod parts;
 mod plan;
 mod resume;
 pub mod safetensors;
 pub mod saved;
+pub mod saved_file;
 mod saving;
 mod sharers;
 mod state;
@@ -62,7 +68,7 @@ use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
 use plan::Plan;
 pub use resume::Checkpoint;
-use saving::{BackgroundWriter, Saving, lock};
+use saving::{BackgroundWriter, Partial, Saving, lock};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
@@ -112,7 +118,7 @@ pub const FILE_BYTES: u64 = 5_000_000_000;
 /// # Ok(()) }
 /// ```
 pub struct Checkpoints {
-    folder: Arc<Mutex<Folder>>,
+    folder: Option<Arc<Mutex<Folder>>>,
     group: ProcessGroup,
     file_bytes: u64,
     writer: BackgroundWriter,
@@ -127,16 +133,60 @@ impl Checkpoints {
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let folder = Folder::open(folder.as_ref(), group, &[SUMS, STATE])?;
         Ok(Self {
-            folder: Arc::new(Mutex::new(folder)),
+            folder: Some(Arc::new(Mutex::new(folder))),
             group: group.clone(),
             file_bytes: FILE_BYTES,
             writer: BackgroundWriter::default(),
         })
     }
 
+    /// Opens the checkpoints in the memory that flow-launch has for its workers. It outlives them, however
+    /// they end: a job that `--max-restarts` restarts resumes from there, without a disk. All ranks call
+    /// this.
+    ///
+    /// [`save`](Self::save) and [`async_save`](Self::async_save) copy the state there, beside the last
+    /// checkpoint. That stays until all ranks have the new one, with its sums. So [`latest`](Self::latest)
+    /// finds one or the other, whole, whenever ranks are killed. Each rank needs twice as much memory as its
+    /// part of the files has bytes. It is free once flow-launch ends.
+    ///
+    /// On several machines rank 0's machine has all: if it is lost, so are the checkpoints, unless they are
+    /// [in a folder too](Self::and_folder).
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, when a rank was not started by flow-launch, or another `Checkpoints` of this process
+    /// has the memory.
+    pub fn in_memory(group: &ProcessGroup) -> Result<Self> {
+        let (in_memory, memory) = agree(group, in_memory::open())?;
+        Ok(Self {
+            folder: None,
+            group: group.clone(),
+            file_bytes: FILE_BYTES,
+            writer: BackgroundWriter::in_memory(in_memory, memory),
+        })
+    }
+
+    /// Writes checkpoints to `folder`, too, as those that [`open`](Self::open) opens: what is in memory is
+    /// written. [`latest`](Self::latest) then returns the newest, wherever it is. All ranks call this.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`open`](Self::open).
+    pub fn and_folder(mut self, folder: impl AsRef<Path>) -> Result<Self> {
+        let path = folder.as_ref();
+        let folder = Folder::open(path, &self.group, &[SUMS, STATE])?;
+        self.folder = Some(Arc::new(Mutex::new(folder)));
+        if let Some(in_memory) = &mut self.writer.in_memory {
+            in_memory.folder = Some(path.to_owned());
+        }
+        Ok(self)
+    }
+
     /// Keeps the last `count` checkpoints, one at least (default: 2).
     pub fn keep(self, count: usize) -> Self {
-        lock(&self.folder).keep = count;
+        if let Some(folder) = &self.folder {
+            lock(folder).keep = count;
+        }
         self
     }
 
@@ -174,7 +224,13 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        self.begin(step, (model, vs), optimizer, sampler, state)?.finish()?;
+        let saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
+        if self.writer.in_memory.is_some() {
+            self.writer.start(saving)?;
+            self.wait()?;
+        } else {
+            saving.finish()?;
+        }
         before
     }
 
@@ -225,9 +281,13 @@ impl Checkpoints {
         state: &S,
     ) -> Result<Saving> {
         model.synchronize()?;
-        let begun = lock(&self.folder).begin(step);
+        let begun = self.writer.check_read().and_then(|()| self.partial(step));
         let partial = agree(&self.group, begun)?;
-        let parts = self.parts(&partial, step, (model, vs), optimizer);
+        let writers = match &partial {
+            Some(partial) => sharers::ranks(&self.group, &partial.path),
+            None => Ok(self.group.ranks_on_machine_of(0)),
+        };
+        let parts = writers.and_then(|writers| self.parts(&writers, step, (model, vs), optimizer));
         let saving = parts.and_then(|Parts { parameters, files }| {
             let state = SavedState {
                 format: FORMAT,
@@ -243,18 +303,32 @@ impl Checkpoints {
             let state = from_rank_0(&self.group, own)?;
             self.create(step, partial, files, state)
         });
-        saving.inspect_err(|_| lock(&self.folder).abandon())
+        saving.inspect_err(|_| self.folder.iter().for_each(|folder| lock(folder).abandon()))
     }
 
-    /// Returns what this rank writes into the folder `partial`.
+    /// Returns where the files of the checkpoint of `step` are to be written, if there is a folder.
+    fn partial(&self, step: usize) -> Result<Option<Partial>> {
+        let Some(folder) = &self.folder else { return Ok(None) };
+        let path = lock(folder).begin(step)?;
+        Ok(Some(Partial { folder: Arc::clone(folder), path }))
+    }
+
+    /// Returns the folder of the checkpoint of `step`, or what stands for it.
+    fn path(&self, step: usize) -> PathBuf {
+        match &self.folder {
+            Some(folder) => lock(folder).checkpoint(step),
+            None => in_memory::name(step),
+        }
+    }
+
+    /// Returns what this rank writes. The ranks `writers` write what ranks have in common.
     fn parts(
         &self,
-        partial: &Path,
+        writers: &[usize],
         step: usize,
         (model, vs): (&impl CheckpointModel, &VarStore),
         optimizer: &dyn OptimizerState,
     ) -> Result<Parts> {
-        let writers = sharers::ranks(&self.group, partial)?;
         let all_write = writers.len() == self.group.world_size();
         let (variables, own) = variables(&self.group, model, vs, all_write)?;
         // All ranks find what cannot be kept, also those that write nothing.
@@ -286,8 +360,8 @@ impl Checkpoints {
         let checked = unfit.and_then(|()| self.check(step, &wholes));
         agree(&self.group, checked)?;
         let rank = self.group.rank();
-        of_model.extend(agree(&self.group, divide(rank, &writers, variables))?);
-        parts.extend(agree(&self.group, divide(rank, &writers, wholes))?);
+        of_model.extend(agree(&self.group, divide(rank, writers, variables))?);
+        parts.extend(agree(&self.group, divide(rank, writers, wholes))?);
         Ok(Parts { parameters: state.parameters, files: [(MODEL, of_model), (OPTIMIZER, parts)] })
     }
 
@@ -315,32 +389,33 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Makes the files of all ranks' parts in the folder `partial`.
+    /// Lays out all ranks' parts, and makes their files.
     fn create(
         &self,
         step: usize,
-        partial: PathBuf,
+        files: Option<Partial>,
         parts: [(&str, Vec<Part>); 2],
         state: Vec<u8>,
     ) -> Result<Saving> {
-        let path = lock(&self.folder).checkpoint(step);
+        let path = self.path(step);
         let mut plan = Plan::default();
         plan.add(STATE.to_owned(), state, 0);
         for (stem, parts) in parts {
             let tensors = gather(&self.group, &parts)?;
-            let files = lay_out(stem, &tensors, self.file_bytes)
+            let of_tensors = lay_out(stem, &tensors, self.file_bytes)
                 .map_err(|reason| self.unfit("its files", step, reason))?;
-            plan.add_tensors(stem, files, parts);
+            plan.add_tensors(stem, of_tensors, parts);
         }
-        let is_first = self.group.rank() == 0;
-        let created = if is_first { plan.create(&partial, &path) } else { Ok(()) };
+        let created = match &files {
+            Some(partial) if self.group.rank() == 0 => plan.create(&partial.path, &path),
+            _ => Ok(()),
+        };
         agree(&self.group, created)?;
-        let group = self.group.clone();
-        Ok(Saving { plan, group, folder: Arc::clone(&self.folder), step, partial, path })
+        Ok(Saving { plan, group: self.group.clone(), step, path, files })
     }
 
     fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {
-        let path = lock(&self.folder).checkpoint(step);
+        let path = self.path(step);
         CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
     }
 
@@ -355,18 +430,28 @@ impl Checkpoints {
         if let Err(error) = self.wait() {
             log::warn!("a checkpoint was not saved: {error}");
         }
-        let found = lock(&self.folder).latest(|path| {
-            if !path.join(SUMS).exists() {
-                check_format(path)?; // other formats have none
+        let in_memory = self.writer.latest(&self.group)?;
+        let step_in_memory = in_memory.as_ref().map(|found| found.step);
+        let in_folder = self.folder.as_ref().map_or(Ok(None), |folder| {
+            lock(folder).latest(step_in_memory, |path| {
+                if !path.join(SUMS).exists() {
+                    check_format(path)?; // other formats have none
+                }
+                let sums = read_checked(path)?;
+                check_format(path)?;
+                Ok(sums)
+            })
+        });
+        let (path, files) = match (in_folder?, in_memory) {
+            (Some((step, sums)), _) => {
+                let path = self.path(step);
+                let names: Vec<&String> = sums.keys().collect();
+                let files = sharers::open(&self.group, &path, &names)?;
+                (path, files)
             }
-            let sums = read_checked(path)?;
-            check_format(path)?;
-            Ok(sums)
-        })?;
-        let Some((step, sums)) = found else { return Ok(None) };
-        let path = lock(&self.folder).checkpoint(step);
-        let names: Vec<&String> = sums.keys().collect();
-        let files = sharers::open(&self.group, &path, &names)?;
+            (None, Some(found)) => (in_memory::name(found.step), found.open(&self.group)?),
+            (None, None) => return Ok(None),
+        };
         let read = Checkpoint::read(&self.group, &path, files);
         agree(&self.group, read).map(Some)
     }

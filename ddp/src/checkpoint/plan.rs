@@ -2,13 +2,16 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::error::{CheckpointError, Result};
 use super::layout::{TensorFile, index};
+use super::memory::{Block, Memory};
 use super::parts::Part;
-use super::sums::{Piece, SUMS, Sums};
+use super::sums::{BLOCK, Piece, SUMS, Sums};
 use super::write::{Pieces, write};
 
 /// All files, and what this rank writes.
@@ -23,21 +26,26 @@ pub struct Plan {
     copy: Option<CopiedParts>,
 }
 
-/// The bytes of a rank's parts.
-#[derive(Default)]
+/// The bytes of a rank's parts, in a memory.
 struct CopiedParts {
-    memory: Vec<u8>,
-    /// Each with its file and its place there, and how many bytes there are.
-    blocks: Vec<(usize, u64, usize)>,
+    memory: Arc<File>,
+    /// Where the first block is. They lie side by side.
+    start: u64,
+    blocks: Vec<Block>,
 }
 
 impl CopiedParts {
     fn write(&self, pieces: &mut Pieces) -> Result<()> {
-        let mut rest = &self.memory[..];
-        for &(file, start, length) in &self.blocks {
-            let (block, after) = rest.split_at(length);
-            pieces.add(file, start, block)?;
-            rest = after;
+        let mut buffer = vec![0; BLOCK];
+        let mut at = self.start;
+        for block in &self.blocks {
+            let end = block.start + block.length;
+            for start in (block.start..end).step_by(BLOCK) {
+                let bytes = &mut buffer[..BLOCK.min((end - start) as usize)];
+                self.memory.read_exact_at(bytes, at).map_err(failed_to_copy)?;
+                pieces.add(block.file, start, bytes)?;
+                at += bytes.len() as u64;
+            }
         }
         Ok(())
     }
@@ -91,49 +99,60 @@ impl Plan {
         if !is_first && self.parts.is_empty() && !is_copied {
             return Ok("[]".into());
         }
-        let pieces = write(partial, path, &self.names, |pieces| {
-            for (file, (head, _)) in self.files.iter().enumerate().filter(|_| is_first) {
-                pieces.add(file, 0, head)?;
-            }
-            match &self.copy {
-                Some(copy) => copy.write(pieces),
-                None => self.each_block(|file, start, bytes| pieces.add(file, start, bytes)),
-            }
+        let pieces = write(partial, path, &self.names, |pieces| match &self.copy {
+            Some(copy) => copy.write(pieces),
+            None => self.each_block(is_first, |file, start, bytes| pieces.add(file, start, bytes)),
         })?;
         serde_json::to_string(&pieces).map_err(|error| CheckpointError::unfit("save", SUMS, error))
     }
 
-    /// Returns how many bytes this rank's parts have.
-    pub fn bytes(&self) -> usize {
-        self.parts.iter().map(|(_, _, part)| part.bytes()).sum()
+    /// Returns how many bytes this rank writes.
+    pub fn bytes(&self, is_first: bool) -> u64 {
+        let heads = self.files.iter().filter(|_| is_first).map(|(head, _)| head.len());
+        let parts = self.parts.iter().map(|(_, _, part)| part.bytes());
+        heads.chain(parts).sum::<usize>() as u64
     }
 
-    /// Copies this rank's parts, so that tensors may change before they are written. `memory` is used
-    /// again, as far as it goes.
-    pub fn copy(&mut self, mut memory: Vec<u8>) -> Result<()> {
-        memory.clear();
-        memory.try_reserve_exact(self.bytes()).map_err(|error| {
-            let reason = format!("{error}; use save, which copies nothing");
-            CheckpointError::unfit("make", "a copy of the state", reason)
-        })?;
-        let mut blocks = Vec::new();
-        self.each_block(|file, start, bytes| {
-            memory.extend_from_slice(bytes);
-            blocks.push((file, start, bytes.len()));
+    /// Copies what this rank writes into `memory`, so that tensors may change before it is written.
+    pub fn copy(&mut self, memory: &mut Memory, is_first: bool) -> Result<()> {
+        memory.begin(self.bytes(is_first)).map_err(failed_to_copy)?;
+        let mut blocks: Vec<Block> = Vec::new();
+        self.each_block(is_first, |file, start, bytes| {
+            memory.push(bytes);
+            let length = bytes.len() as u64;
+            match blocks.last_mut() {
+                Some(last) if last.file == file && last.start + last.length == start => {
+                    last.length += length;
+                }
+                _ => blocks.push(Block { file, start, length }),
+            }
             Ok(())
         })?;
-        self.copy = Some(CopiedParts { memory, blocks });
+        let start = memory.copied_at();
+        self.copy = Some(CopiedParts { memory: Arc::clone(&memory.file), start, blocks });
         self.parts.clear();
         Ok(())
     }
 
-    /// Returns the memory of the copy.
-    pub fn into_memory(self) -> Vec<u8> {
-        self.copy.unwrap_or_default().memory
+    /// Returns what was [copied](Self::copy), in order.
+    pub fn copied(&self) -> &[Block] {
+        self.copy.as_ref().map_or(&[], |copy| &copy.blocks)
     }
 
-    /// Gives the bytes of this rank's parts, in blocks: the file, the place there, and the bytes.
-    fn each_block(&self, mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>) -> Result<()> {
+    /// Returns the files' names.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Gives the bytes that this rank writes, in blocks: the file, the place there, and the bytes.
+    fn each_block(
+        &self,
+        is_first: bool,
+        mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        for (file, (head, _)) in self.files.iter().enumerate().filter(|_| is_first) {
+            block(file, 0, head)?;
+        }
         for (file, base, part) in &self.parts {
             part.each_block(*base, |start, bytes| block(*file, start, bytes))?;
         }
@@ -160,6 +179,15 @@ impl Plan {
     }
 }
 
+/// Makes the error of a copy.
+fn failed_to_copy(error: io::Error) -> CheckpointError {
+    CheckpointError::unfit(
+        "make",
+        "a copy of the state",
+        format!("{error}; see that there is memory"),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use tch::Tensor;
@@ -175,13 +203,12 @@ mod tests {
         let part = Part::new("numbers", &[3], 0, tensor.shallow_clone()).unwrap();
         plan.parts.push((0, 4, part));
         plan.create(folder.path(), folder.path()).unwrap();
-        plan.copy(vec![7; 100]).unwrap();
+        plan.copy(&mut Memory::own().unwrap(), true).unwrap();
         let _ = tensor.fill_(9);
         plan.write(folder.path(), folder.path(), true).unwrap();
         let written = std::fs::read(folder.path().join("file")).unwrap();
         let mut expected = b"head".to_vec();
         expected.extend([1_i32, 2, 3].iter().flat_map(|number| number.to_le_bytes()));
         assert_eq!(written, expected);
-        assert!(plan.into_memory().capacity() >= 100);
     }
 }

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use flow_autograd::OptimizerState;
@@ -14,7 +13,8 @@ use tch::nn::VarStore;
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::layout::is_of;
-use super::saved::{SavedFile, SavedOptimizer, SavedTensors};
+use super::saved::{SavedOptimizer, SavedTensors};
+use super::saved_file::SavedFile;
 use super::state::{MODEL, OPTIMIZER, STATE, SavedState};
 use super::sums::failed_to_read;
 use crate::data::sampler_state::{SamplerState, Stateful};
@@ -45,12 +45,13 @@ impl<S> Checkpoint<S> {
         let of_other =
             |reason| CheckpointError::Other { path: path.to_owned(), what: "program", reason };
         let state = take(&mut files, |name| name == STATE);
-        let Some(SavedFile { path: state_path, file }) = state.first() else {
+        let Some(file) = state.first() else {
             return Err(of_other(format!("it has no {STATE}")));
         };
-        let text = io::read_to_string(file).map_err(failed_to_read(state_path))?;
+        let mut text = vec![0; file.length() as usize];
+        file.read_exact_at(&mut text, 0).map_err(failed_to_read(&file.path))?;
         let state: SavedState<S> =
-            serde_json::from_str(&text).map_err(|error| of_other(error.to_string()))?;
+            serde_json::from_slice(&text).map_err(|error| of_other(error.to_string()))?;
         let SavedState { world_size, threads, optimizer: parameters, sampler, state, .. } = state;
         let model = SavedTensors::open(take(&mut files, |name| is_of(MODEL, name)))?;
         let optimizer = SavedTensors::open(take(&mut files, |name| is_of(OPTIMIZER, name)))?;

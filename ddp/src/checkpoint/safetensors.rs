@@ -116,15 +116,27 @@ impl Header {
     /// # Errors
     /// The file cannot be read; `InvalidData` or `UnexpectedEof` where it is damaged.
     pub fn read(file: &File) -> io::Result<(Self, u64)> {
+        Self::read_by(file.metadata()?.len(), |bytes, start| file.read_exact_at(bytes, start))
+    }
+
+    /// Reads the header of a file of so many bytes, of which `read` reads some from a place on, and where
+    /// the elements begin.
+    ///
+    /// # Errors
+    /// Those of `read`; `InvalidData` where the file is damaged.
+    pub fn read_by(
+        bytes: u64,
+        read: impl Fn(&mut [u8], u64) -> io::Result<()>,
+    ) -> io::Result<(Self, u64)> {
         let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0)?;
+        read(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
-        let rest = file.metadata()?.len() - 8;
+        let rest = bytes - 8;
         if length > rest.min(MAX_HEADER) {
             return Err(invalid(format!("its header cannot have {length} bytes")));
         }
         let mut header = vec![0; length as usize];
-        file.read_exact_at(&mut header, 8)?;
+        read(&mut header, 8)?;
         let header: Self =
             serde_json::from_slice(&header).map_err(|error| invalid(error.to_string()))?;
         for (name, info) in &header.tensors {

@@ -2,24 +2,15 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 
 use flow_autograd::SavedState;
 use tch::{Device, Kind, Tensor};
 
 use super::error::{CheckpointError, Result};
 use super::safetensors::{DTYPES, Header};
+use super::saved_file::SavedFile;
 use super::sums::failed_to_read;
-
-/// A file of a checkpoint that is open.
-pub struct SavedFile {
-    /// Where it is, or was when it was opened.
-    pub path: PathBuf,
-    pub file: File,
-}
 
 /// The tensors of some files.
 pub struct SavedTensors {
@@ -40,8 +31,11 @@ impl SavedTensors {
     /// Reads the headers of files.
     pub fn open(files: Vec<SavedFile>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
-        for (file, SavedFile { path, file: open }) in files.iter().enumerate() {
-            let (header, base) = Header::read(open).map_err(failed_to_read(path))?;
+        for (file, saved) in files.iter().enumerate() {
+            let path = &saved.path;
+            let read = |bytes: &mut [u8], start| saved.read_exact_at(bytes, start);
+            let header = Header::read_by(saved.length(), read);
+            let (header, base) = header.map_err(failed_to_read(path))?;
             for (name, info) in header.tensors {
                 let kind = DTYPES.iter().find(|(_, dtype)| *dtype == info.dtype);
                 let Some(&(kind, _)) = kind else {
@@ -74,9 +68,9 @@ impl SavedTensors {
         let Some(saved) = self.tensors.get(name) else {
             return Err(CheckpointError::unfit("load", name, "the checkpoint does not have it"));
         };
-        let SavedFile { path, file } = &self.files[saved.file];
+        let file = &self.files[saved.file];
         let start = saved.start + (start * saved.kind.elt_size_in_bytes()) as u64;
-        file.read_exact_at(bytes, start).map_err(failed_to_read(path))
+        file.read_exact_at(bytes, start).map_err(failed_to_read(&file.path))
     }
 
     /// Returns elements of a tensor.

@@ -1,8 +1,8 @@
-//! A checkpoint whose files are there, and are to be filled: at once, or beside the training.
+//! A checkpoint that is laid out, and is to be written: at once, or beside the training.
 
 use std::io;
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
@@ -11,103 +11,198 @@ use flow_comm::{Background, ProcessGroup};
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::folder::Folder;
+use super::in_memory::{FoundInMemory, InMemory};
+use super::memory::{Memory, Record};
 use super::plan::Plan;
-use crate::fsdp::machine_memory::{MachineMemory, size};
+use crate::fsdp::machine_memory::{available, size};
 use crate::model_check::gather_texts;
 
-/// A checkpoint of which rank 0 has made the files.
+/// A checkpoint that is laid out.
 pub struct Saving {
     pub plan: Plan,
     pub group: ProcessGroup,
-    pub folder: Arc<Mutex<Folder>>,
     pub step: usize,
+    /// The folder that its files will be in.
+    pub path: PathBuf,
+    /// Where they are written; None if they are in memory only.
+    pub files: Option<Partial>,
+}
+
+/// The files of a checkpoint, which rank 0 has made.
+pub struct Partial {
+    pub folder: Arc<Mutex<Folder>>,
     /// The folder of the files.
-    pub partial: PathBuf,
-    /// The folder that they will be in.
     pub path: PathBuf,
 }
 
 impl Saving {
     /// Writes all ranks' parts, and makes the files the checkpoint. All ranks call this.
     pub fn finish(&self) -> Result<()> {
-        let finished = self.try_finish();
-        finished.inspect_err(|_| lock(&self.folder).abandon())
+        let Some(files) = &self.files else { return Ok(()) };
+        let finished = self.write(files);
+        finished.inspect_err(|_| self.abandon())
     }
 
-    fn try_finish(&self) -> Result<()> {
+    fn write(&self, files: &Partial) -> Result<()> {
         let is_first = self.group.rank() == 0;
-        let written = self.plan.write(&self.partial, &self.path, is_first);
+        let written = self.plan.write(&files.path, &self.path, is_first);
         let pieces = agree(&self.group, written)?;
         let texts = gather_texts(&self.group, &pieces)?;
         let finished =
-            if is_first { self.plan.finish(&self.partial, &self.path, &texts) } else { Ok(()) };
-        let finished = finished.and_then(|()| lock(&self.folder).commit(self.step));
+            if is_first { self.plan.finish(&files.path, &self.path, &texts) } else { Ok(()) };
+        let finished = finished.and_then(|()| lock(&files.folder).commit(self.step));
         agree(&self.group, finished)
     }
+
+    /// Removes the files.
+    pub fn abandon(&self) {
+        if let Some(files) = &self.files {
+            lock(&files.folder).abandon();
+        }
+    }
 }
+
+/// A checkpoint that is copied.
+struct Copied {
+    saving: Saving,
+    memory: Memory,
+    /// What is to outlive this process, if the memory does.
+    record: Option<Record>,
+}
+
+impl Copied {
+    /// Makes the copies of all ranks a checkpoint in memory, and writes its files. All ranks call this.
+    fn finish(&mut self) -> Result<()> {
+        if let Some(record) = self.record.take() {
+            self.keep(record).inspect_err(|_| self.saving.abandon())?;
+        }
+        self.saving.finish()
+    }
+
+    fn keep(&mut self, record: Record) -> Result<()> {
+        let Saving { group, path, .. } = &self.saving;
+        let failed = |error| CheckpointError::file("keep", path, "see that there is memory")(error);
+        let sealed = agree(group, self.memory.seal(record).map_err(failed))?;
+        // All ranks have all of it. Until all have committed it, the one before stays.
+        agree(group, self.memory.commit(&sealed).map_err(failed))?;
+        self.memory.keep(Some(sealed));
+        Ok(())
+    }
+}
+
+/// How it went to write a checkpoint, and the memory of the copy; None if there was no copy.
+type Written = Option<(Result<()>, Memory)>;
 
 /// Writes checkpoints beside the training, one at a time.
 #[derive(Default)]
 pub struct BackgroundWriter {
     /// Ranks meet in it while they train in others.
     group: Option<ProcessGroup>,
-    /// The checkpoint that is being written. Its thread returns the memory of the copy.
-    thread: Option<JoinHandle<(Result<()>, Vec<u8>)>>,
+    /// The checkpoint that is being written.
+    thread: Option<JoinHandle<Written>>,
     /// Ranks wait for each other's disks there, while they train.
     background: Background,
     /// Where this rank's part is copied to. It is kept: new memory would have to be cleared by the kernel.
-    memory: Vec<u8>,
+    memory: Option<Memory>,
+    /// Where copies are kept for a restarted job, if they are.
+    pub in_memory: Option<InMemory>,
     path: PathBuf,
 }
 
 impl BackgroundWriter {
+    /// Keeps copies for a restarted job.
+    pub fn in_memory(in_memory: InMemory, memory: Memory) -> Self {
+        let mut writer = Self::default();
+        writer.in_memory = Some(in_memory);
+        writer.memory = Some(memory);
+        writer
+    }
+
+    /// Checks that a save replaces nothing in memory that this training has not read.
+    pub fn check_read(&self) -> Result<()> {
+        match (&self.in_memory, &self.memory) {
+            (Some(in_memory), Some(memory)) => in_memory.check_read(memory),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the newest checkpoint in memory. All ranks call this.
+    pub fn latest(&mut self, group: &ProcessGroup) -> Result<Option<FoundInMemory>> {
+        match (&mut self.in_memory, &mut self.memory) {
+            (None, _) => Ok(None),
+            (Some(_), None) => agree(group, Err(without_memory(PANICKED))),
+            (Some(in_memory), Some(memory)) => in_memory.latest(memory, group),
+        }
+    }
+
     /// Copies this rank's parts of a checkpoint, and has a thread write them. No other is being written.
     /// All ranks call this.
     pub fn start(&mut self, mut saving: Saving) -> Result<()> {
-        let group = match &self.group {
-            Some(group) => Ok(group.clone()),
-            None => saving.group.duplicate(),
-        };
-        let group = group.inspect_err(|_| lock(&saving.folder).abandon())?;
-        self.group = Some(group.clone());
-        let needed = saving.plan.bytes().saturating_sub(self.memory.capacity());
-        let checked = check_memory(&saving.group, needed as u64);
-        checked.inspect_err(|_| lock(&saving.folder).abandon())?;
-        let (to_thread, checkpoint) = mpsc::channel::<Saving>();
+        let begun = self.copy(&mut saving);
+        let (to_thread, record) = begun.inspect_err(|_| saving.abandon())?;
+        self.path.clone_from(&saving.path);
+        if let (Some(group), Some(memory)) = (&self.group, self.memory.take()) {
+            saving.group = group.clone();
+            let _ = to_thread.send(Copied { saving, memory, record }); // the thread waits for it
+        }
+        Ok(())
+    }
+
+    /// Copies this rank's parts. Returns where the thread waits for the copy, and its record.
+    fn copy(&mut self, saving: &mut Saving) -> Result<(Sender<Copied>, Option<Record>)> {
+        let group = &saving.group;
+        if self.group.is_none() {
+            self.group = Some(group.duplicate()?);
+        }
         self.background = Background::default();
         let background = self.background.clone();
+        let memory = agree(group, self.memory())?;
+        let is_first = group.rank() == 0;
+        check_memory(group, memory.needs(saving.plan.bytes(is_first)))?;
+        let (to_thread, copied) = mpsc::channel::<Copied>();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
-            let Ok(saving) = checkpoint.recv() else { return (Ok(()), Vec::new()) };
+            let mut copied = copied.recv().ok()?;
             background.enter();
-            let finished = saving.finish();
-            (finished, saving.plan.into_memory())
+            let finished = copied.finish();
+            Some((finished, copied.memory))
         });
         let thread = thread.map_err(CheckpointError::write(&saving.path));
         let copied = thread.and_then(|thread| {
-            saving.plan.copy(std::mem::take(&mut self.memory))?;
+            saving.plan.copy(memory, is_first)?;
             Ok(thread)
         });
         // Nobody changes what ranks have in common before all have copied it.
-        let thread =
-            agree(&saving.group, copied).inspect_err(|_| lock(&saving.folder).abandon())?;
-        self.path.clone_from(&saving.path);
-        saving.group = group;
-        let _ = to_thread.send(saving); // the thread waits for it
+        let thread = agree(group, copied)?;
+        let mut record = None;
+        if let Some(in_memory) = &mut self.in_memory {
+            let Saving { plan, step, .. } = saving;
+            let (names, blocks) = (plan.names().to_vec(), plan.copied().to_vec());
+            record = Some(in_memory.record(group, *step, names, blocks)?);
+        }
         self.thread = Some(thread);
-        Ok(())
+        Ok((to_thread, record))
+    }
+
+    fn memory(&mut self) -> Result<&mut Memory> {
+        let memory = match self.memory.take() {
+            Some(memory) => memory,
+            None if self.in_memory.is_some() => return Err(without_memory(PANICKED)),
+            None => Memory::own().map_err(without_memory)?,
+        };
+        Ok(self.memory.insert(memory))
     }
 
     /// Waits until the last checkpoint is whole. All ranks have an error if one has.
     pub fn wait(&mut self) -> Result<()> {
         let Some(thread) = self.thread.take() else { return Ok(()) };
         self.background.end();
-        let Ok((finished, memory)) = thread.join() else {
+        let Ok(Some((finished, memory))) = thread.join() else {
             let reason = "the thread that wrote a checkpoint has panicked";
             self.group.iter().for_each(|group| group.abort(reason));
             let error = io::Error::other(reason);
             return Err(CheckpointError::write(&self.path)(error));
         };
-        self.memory = memory;
+        self.memory = Some(memory);
         finished
     }
 }
@@ -120,6 +215,14 @@ impl Drop for BackgroundWriter {
     }
 }
 
+/// Why there is no memory for a copy.
+const PANICKED: &str = "the thread that wrote one has panicked; start the job anew";
+
+/// Makes the error that there is no memory for a copy.
+fn without_memory(reason: impl ToString) -> CheckpointError {
+    CheckpointError::unfit("make", "a copy of the state", reason)
+}
+
 /// Returns the error of a machine that has no room for the copies of its ranks, which need so many bytes on
 /// this one. All ranks call this.
 fn check_memory(group: &ProcessGroup, needed: u64) -> Result<()> {
@@ -127,8 +230,11 @@ fn check_memory(group: &ProcessGroup, needed: u64) -> Result<()> {
     group.all_gather(&[needed as i64], &mut all)?;
     let ranks = group.ranks_on_machine_of(group.rank());
     let of_machine = ranks.into_iter().map(|rank| all[rank] as u64).sum();
-    let available = MachineMemory::read().map_or(u64::MAX, |memory| memory.available);
-    agree(group, check_room(of_machine, available))
+    let is_enough = match of_machine {
+        0 => Ok(()),
+        needed => check_room(needed, available().unwrap_or(u64::MAX)),
+    };
+    agree(group, is_enough)
 }
 
 fn check_room(needed: u64, available: u64) -> Result<()> {
@@ -136,7 +242,7 @@ fn check_room(needed: u64, available: u64) -> Result<()> {
         return Ok(());
     }
     let reason = format!(
-        "it needs {} on this machine, and {} are free: use save, which copies nothing",
+        "it needs {} on this machine, and {} are free: use Checkpoints::open and save, which copy nothing",
         size(needed),
         size(available)
     );
@@ -169,7 +275,8 @@ mod tests {
         }
         group.barrier().unwrap();
         let group = group.clone();
-        Saving { plan, group, folder: Arc::clone(folder), step, partial, path }
+        let files = Some(Partial { folder: Arc::clone(folder), path: partial });
+        Saving { plan, group, step, path, files }
     }
 
     fn train(group: &ProcessGroup, path: &Path) {

@@ -9,7 +9,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::agree::{agree, from_rank_0};
 use super::error::{CheckpointError, Result};
-use super::saved::SavedFile;
+use super::saved_file::SavedFile;
 use super::sums::{PIECE, failed_to_read};
 
 /// Returns the ranks that see the same at `path` as rank 0, which is one of them. All ranks call this.
@@ -37,35 +37,56 @@ pub fn open(group: &ProcessGroup, path: &Path, names: &[&String]) -> Result<Vec<
                 .map(File::from)
                 .map_err(|error| failed_to_receive(&path)(error.into()))
         };
-        files.push(SavedFile { file: agree(group, opened)?, path });
-    }
-    if sharers.len() < group.world_size() {
-        files.iter().try_for_each(|file| receive(group, file, sees))?;
+        let file = agree(group, opened)?;
+        if sharers.len() < group.world_size() {
+            let own = (group.rank() == 0)
+                .then(|| file.metadata().map(|file| file.len()).map_err(failed_to_read(&path)));
+            let length = from_rank_0(group, own)?;
+            let read = |block: &mut [u8], start| {
+                file.read_exact_at(block, start).map_err(failed_to_read(&path))
+            };
+            let write = |block: &[u8], start| {
+                if sees {
+                    return Ok(());
+                }
+                file.write_all_at(block, start).map_err(failed_to_receive(&path))
+            };
+            send(group, 0, length, read, write)?;
+        }
+        let opened = SavedFile::whole(path.clone(), file).map_err(failed_to_read(&path));
+        files.push(agree(group, opened)?);
     }
     Ok(files)
 }
 
-/// Gives rank 0's file to the ranks that do not see it.
-fn receive(group: &ProcessGroup, SavedFile { path, file }: &SavedFile, sees: bool) -> Result<()> {
-    let own = (group.rank() == 0)
-        .then(|| file.metadata().map(|file| file.len()).map_err(failed_to_read(path)));
-    let length = from_rank_0(group, own)?;
+/// Gives so many bytes, which rank `root` reads, to all ranks, which write them. All ranks call this.
+pub fn send(
+    group: &ProcessGroup,
+    root: usize,
+    length: u64,
+    read: impl Fn(&mut [u8], u64) -> Result<()>,
+    write: impl Fn(&[u8], u64) -> Result<()>,
+) -> Result<()> {
     let mut bytes = vec![0; PIECE];
     let mut done = Ok(());
     for start in (0..length).step_by(PIECE) {
         let block = &mut bytes[..PIECE.min((length - start) as usize)];
-        if group.rank() == 0 && done.is_ok() {
-            done = file.read_exact_at(block, start).map_err(failed_to_read(path));
+        if group.rank() == root && done.is_ok() {
+            done = read(block, start);
         }
-        group.broadcast(&mut *block, 0)?;
-        if !sees && done.is_ok() {
-            done = file.write_all_at(block, start).map_err(failed_to_receive(path));
+        group.broadcast(&mut *block, root)?;
+        if done.is_ok() {
+            done = write(block, start);
         }
     }
     agree(group, done)
 }
 
-/// Makes the error of keeping what rank 0 sends.
-fn failed_to_receive(path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError + '_ {
-    CheckpointError::file("receive", path, "see that there is memory, or share rank 0's disk")
+/// Makes the error of keeping what another rank sends.
+pub fn failed_to_receive(path: &Path) -> impl FnOnce(std::io::Error) -> CheckpointError + '_ {
+    CheckpointError::file(
+        "receive",
+        path,
+        "see that there is memory, or use a disk that all machines share",
+    )
 }

@@ -20,10 +20,10 @@ pub const SUMS: &str = "sums.json";
 pub const PIECE: usize = 8 << 20;
 
 /// The bytes that are read at once: they stay in a cache of the CPU until they are summed.
-const BLOCK: usize = 1 << 20;
+pub const BLOCK: usize = 1 << 20;
 
 /// The most threads that check sums.
-const THREADS: usize = 8;
+pub const THREADS: usize = 8;
 
 /// The pieces of each file, in order.
 pub type Sums = BTreeMap<String, Vec<Piece>>;
@@ -116,7 +116,8 @@ fn check(folder: &Path, pieces: &[(&str, &Piece)]) -> Result<()> {
                 let _ =
                     fadvise(&file, next.start, NonZero::new(next.length as u64), Advice::WillNeed);
             }
-            if sum(&file, piece, &mut block).map_err(failed_to_read(&path))? != piece.blake3 {
+            let found = sum(&file, piece.start, piece.length, &mut block);
+            if found.map_err(failed_to_read(&path))? != piece.blake3 {
                 let reason = format!("the bytes from {} on do not have their sum", piece.start);
                 return Err(CheckpointError::damaged(path, reason));
             }
@@ -125,11 +126,11 @@ fn check(folder: &Path, pieces: &[(&str, &Piece)]) -> Result<()> {
     Ok(())
 }
 
-/// Returns the BLAKE3 of the bytes that a file has where a piece is to be, in hexadecimal digits.
-fn sum(file: &File, piece: &Piece, block: &mut [u8]) -> io::Result<String> {
+/// Returns the BLAKE3 of so many bytes of a file, in hexadecimal digits. `block` has [`BLOCK`] bytes.
+pub fn sum(file: &File, start: u64, length: usize, block: &mut [u8]) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
-    let end = piece.start + piece.length as u64;
-    for start in (piece.start..end).step_by(BLOCK) {
+    let end = start + length as u64;
+    for start in (start..end).step_by(BLOCK) {
         let length = BLOCK.min((end - start) as usize);
         file.read_exact_at(&mut block[..length], start)?;
         hasher.update(&block[..length]);

@@ -16,15 +16,21 @@ pub(crate) struct MachineMemory {
 impl MachineMemory {
     /// Reads it; None where the kernel does not tell.
     pub fn read() -> Option<Self> {
-        let information = fs::read_to_string("/proc/meminfo").ok()?;
-        let free = kib(&information, "MemAvailable:")?;
-        let swap = kib(&information, "SwapFree:").unwrap_or(0);
-        let of_groups = room_in_groups(&groups("memory"));
-        let available = free.min(of_groups.unwrap_or(u64::MAX)) + swap;
+        let available = available()?;
         let own = fs::read_to_string("/proc/self/smaps_rollup").ok();
         let own = own.and_then(|rollup| kib(&rollup, "Pss:")).unwrap_or(0);
         Some(Self { available, own })
     }
+}
+
+/// Returns the bytes that processes can still get, before the kernel ends one of them; None where the kernel
+/// does not tell.
+pub(crate) fn available() -> Option<u64> {
+    let information = fs::read_to_string("/proc/meminfo").ok()?;
+    let free = kib(&information, "MemAvailable:")?;
+    let swap = kib(&information, "SwapFree:").unwrap_or(0);
+    let of_groups = room_in_groups(&groups("memory"));
+    Some(free.min(of_groups.unwrap_or(u64::MAX)) + swap)
 }
 
 /// Formats bytes.

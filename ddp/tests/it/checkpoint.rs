@@ -483,3 +483,12 @@ fn damage_anywhere_is_found() {
     }
     assert_eq!(training.resume(&folder), Ok(2));
 }
+
+#[test]
+fn memory_is_that_of_flow_launch() {
+    let group = ProcessGroup::from_env().unwrap();
+    let error = Checkpoints::in_memory(&group).err().unwrap().to_string();
+    let expected = "cannot keep checkpoints in memory: FLOW_CHECKPOINT_MEMORY is not set; start the program with \
+                    flow-launch, or keep checkpoints in a folder with Checkpoints::open";
+    assert_eq!(error, expected);
+}

@@ -213,7 +213,7 @@ impl ShardedCheckpoints {
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
     /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<ShardedCheckpoint<S>>> {
-        let found = self.folder.latest(|path| {
+        let found = self.folder.latest(None, |path| {
             let contents = Contents::read(path)?;
             contents.check_files(path)?;
             Ok(contents)

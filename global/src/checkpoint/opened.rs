@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use flow_ddp::checkpoint::layout::{Described, is_of};
 use flow_ddp::checkpoint::safetensors::{dtype, size};
-use flow_ddp::checkpoint::saved::{SavedFile, SavedTensors};
+use flow_ddp::checkpoint::saved::SavedTensors;
+use flow_ddp::checkpoint::saved_file::SavedFile;
 use flow_ddp::checkpoint::sums::{check_files, read_checked};
 use flow_ddp::checkpoint::{CheckpointError, MODEL, OPTIMIZER, Result, STATE};
 
@@ -143,8 +144,8 @@ fn of_stem(folder: &Path, stem: &str) -> Result<SavedTensors> {
 fn open(path: &Path) -> Result<SavedFile> {
     let remedy =
         "give a safetensors file, or the folder of one checkpoint, as checkpoints/step-100";
-    let file = File::open(path).map_err(CheckpointError::file("read", path, remedy))?;
-    Ok(SavedFile { path: path.to_owned(), file })
+    let opened = File::open(path).and_then(|file| SavedFile::whole(path.to_owned(), file));
+    opened.map_err(CheckpointError::file("read", path, remedy))
 }
 
 /// Cuts a region into blocks of at most so many elements, which follow each other row-major.

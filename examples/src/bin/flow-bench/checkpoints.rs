@@ -1,8 +1,9 @@
 //! Saving and loading a model and its Adam, trained by `Fsdp`, beside `dd` on the same disk.
 //!
 //! All take turns. `dd` writes and reads past the kernel's cache, as many bytes. A checkpoint is out of the
-//! cache before it is loaded. A save beside the training is measured until the training may go on, beside a
-//! copy of as many bytes in memory.
+//! cache before it is loaded. A save beside the training, and one in flow-launch's memory, are measured until
+//! the training may go on, beside a copy of as many bytes in memory. What is in that memory is resumed as by a
+//! restarted rank: it opens the memory, checks the sums and loads.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,29 +49,34 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let _ = std::fs::remove_dir_all(&folder); // an error of `measure` says more
     }
-    let Some([dd_write, save, dd_read, load, copy, async_save]) = measured? else { return Ok(()) };
+    let Some([dd_write, save, dd_read, load, copy, async_save, in_memory, resume]) = measured?
+    else {
+        return Ok(());
+    };
     let megabytes = options.megabytes;
     if options.json {
         let line = json!({
             "bench": "checkpoints", "megabytes": megabytes, "ranks": group.world_size(),
             "dd_write_ms": dd_write, "save_ms": save, "dd_read_ms": dd_read, "load_ms": load,
-            "copy_ms": copy, "async_save_ms": async_save,
+            "copy_ms": copy, "async_save_ms": async_save, "in_memory_ms": in_memory, "resume_ms": resume,
         });
         println!("{line}");
     } else {
         println!(
             "{megabytes} MB: {save:.0} ms to save ({:.2} of dd's speed), {load:.0} ms to load ({:.2}), \
-             {async_save:.0} ms to begin to save beside the training ({:.2} of a copy)",
+             {async_save:.0} ms to begin to save beside the training ({:.2} of a copy), {in_memory:.0} ms \
+             in memory ({:.2}), {resume:.0} ms to resume from there",
             dd_write / save,
             dd_read / load,
-            async_save / copy
+            async_save / copy,
+            in_memory / copy
         );
     }
     Ok(())
 }
 
 /// Returns the milliseconds of each, on rank 0: medians.
-fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 6]>> {
+fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 8]>> {
     let vs = VarStore::new(Device::Cpu);
     // A third is the model, and two thirds are the state of Adam.
     let elements = i64::from(options.megabytes) * 1_000_000 / 3 / 4;
@@ -90,10 +96,14 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
     let is_first = group.rank() == 0;
     let part = vec![1_u8; COPIED.min(bytes as usize / group.world_size())];
     let mut memory = vec![0_u8; bytes as usize / group.world_size()];
-    let mut times = [const { Vec::new() }; 6];
-    // The first copy is into new memory.
+    let mut times = [const { Vec::new() }; 8];
+    let mut in_memory = Checkpoints::in_memory(group)?;
+    // The first copies are into new memory.
     checkpoints.async_save(0, &model, &vs, &optimizer, &sampler, &())?;
     checkpoints.wait()?;
+    for _ in 0..2 {
+        in_memory.save(0, &model, &vs, &optimizer, &sampler, &())?;
+    }
     for round in 0..options.rounds as usize {
         times[0].push(timed(group, || if is_first { dd_write(&file, bytes) } else { Ok(()) })?);
         times[1].push(timed(group, || {
@@ -120,6 +130,20 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
             Ok(checkpoints.async_save(round, &model, &vs, &optimizer, &sampler, &())?)
         })?);
         checkpoints.wait()?;
+        times[6].push(timed(group, || {
+            Ok(in_memory.async_save(round, &model, &vs, &optimizer, &sampler, &())?)
+        })?);
+        in_memory.wait()?;
+        drop(in_memory);
+        let start = Instant::now();
+        in_memory = Checkpoints::in_memory(group)?;
+        let checkpoint = in_memory.latest::<()>()?.context("it was saved")?;
+        checkpoint.resume(&vs, &mut optimizer, &mut sampler)?;
+        group.barrier()?;
+        times[7].push(start.elapsed());
+        // The copies of the next round are into memory that this process has.
+        in_memory.save(round, &model, &vs, &optimizer, &sampler, &())?;
+        in_memory.save(round, &model, &vs, &optimizer, &sampler, &())?;
     }
     Ok(is_first.then(|| times.each_mut().map(|times| milliseconds(median(times)))))
 }

@@ -28,14 +28,14 @@ const KILLED: &str = "FLOW_TEST_KILLED";
 /// Set if checkpoints are written beside the training.
 const BESIDE: &str = "FLOW_TEST_BESIDE";
 /// In the folder: the step that is being saved.
-const BEGUN: &str = "begun";
+pub const BEGUN: &str = "begun";
 /// The steps of one job.
 const STEPS: i64 = 3;
 /// The jobs that are killed.
 const JOBS: u64 = 10;
 
 /// 12 MB in two weights, the same on all ranks.
-fn store() -> VarStore {
+pub fn store() -> VarStore {
     let store = VarStore::new(Device::Cpu);
     for (name, elements) in [("a", 3_000_000), ("b", 777)] {
         let numbers = Tensor::arange(elements, (Kind::Float, Device::Cpu)) / elements as f64;
@@ -44,7 +44,7 @@ fn store() -> VarStore {
     store
 }
 
-fn loss(store: &VarStore) -> Tensor {
+pub fn loss(store: &VarStore) -> Tensor {
     let parts = store.trainable_variables().into_iter().map(|weight| (weight - 0.3).square());
     parts.map(|part| part.sum(Kind::Float)).sum()
 }

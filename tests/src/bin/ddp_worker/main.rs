@@ -2,6 +2,7 @@
 
 mod accumulation;
 mod buffer_hook;
+mod checkpoint_in_memory;
 mod checkpoint_killed;
 mod checkpoint_memory;
 mod checkpoint_random;
@@ -298,6 +299,7 @@ const SCENARIOS: &[Scenario] = &[
 ];
 
 const FILES: &[File] = &[
+    ("checkpoint_in_memory", checkpoint_in_memory::SCENARIOS),
     ("checkpoint_killed", checkpoint_killed::SCENARIOS),
     ("checkpoints", checkpoints::SCENARIOS),
     ("ddp", SCENARIOS),

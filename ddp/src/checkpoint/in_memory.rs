@@ -1,0 +1,404 @@
+//! Checkpoints in the memory that flow-launch owns: the newest one that all ranks have together.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use flow_comm::ProcessGroup;
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::{Deserialize, Serialize};
+
+use super::agree::{agree, from_rank_0};
+use super::error::{CheckpointError, Result};
+use super::files::lock_file;
+use super::memory::{Block, Generation, Memory, Record, Stamp};
+use super::saved_file::{Extent, SavedFile};
+use super::sharers::{failed_to_receive, send};
+use super::state::FORMAT;
+use crate::model_check::gather_texts;
+
+/// The variable with the path of this rank's memory, which flow-launch sets.
+const VARIABLE: &str = "FLOW_CHECKPOINT_MEMORY";
+/// What the path leads to.
+const TARGET: &str = "/memfd:flow-checkpoint (deleted)";
+/// Stands for the folder of checkpoints in errors.
+const NAME: &str = "flow-launch's memory";
+
+/// This rank's part of the checkpoints in memory.
+pub struct InMemory {
+    /// The folder that they are written to as well.
+    pub folder: Option<PathBuf>,
+    /// Counts the saves.
+    number: u64,
+    /// Whether this training knows of the checkpoints that were there before.
+    is_read: bool,
+    /// Locked as long as this is there.
+    _lock: File,
+}
+
+/// A checkpoint that is in the ranks' memories.
+pub struct FoundInMemory {
+    pub step: usize,
+    stamp: Stamp,
+    /// This rank's part.
+    own: Option<Record>,
+    memory: PathBuf,
+}
+
+/// A rank's part, as it tells the others of it.
+#[derive(Serialize, Deserialize)]
+struct Held {
+    memory: PathBuf,
+    record: Record,
+}
+
+/// Returns the name of a checkpoint in memory.
+pub fn name(step: usize) -> PathBuf {
+    Path::new(NAME).join(format!("step-{step}"))
+}
+
+/// Opens this rank's memory.
+pub fn open() -> Result<(InMemory, Memory)> {
+    let path = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).ok_or_else(|| {
+        let reason = format!(
+            "{VARIABLE} is not set; start the program with flow-launch, or keep checkpoints in a folder \
+             with Checkpoints::open"
+        );
+        CheckpointError::unfit("keep", "checkpoints in memory", reason)
+    })?;
+    over(PathBuf::from(path))
+}
+
+fn over(path: PathBuf) -> Result<(InMemory, Memory)> {
+    let remedy =
+        "run the program where flow-launch runs, as its user, or keep checkpoints in a folder";
+    let failed = CheckpointError::file("open the memory", &path, remedy);
+    // In a container with other processes the path may lead to a file of theirs.
+    let target = fs::read_link(&path);
+    let opened = target.and_then(|target| {
+        if target != Path::new(TARGET) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok((open_writable(&path)?, open_writable(&path)?))
+    });
+    let (file, lock) = opened.map_err(failed)?;
+    lock_file(&lock, Path::new(NAME))?;
+    let in_memory = InMemory { folder: None, number: 0, is_read: false, _lock: lock };
+    Ok((in_memory, Memory::of(file, path)))
+}
+
+fn open_writable(path: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).open(path)
+}
+
+impl InMemory {
+    /// Checks that a save replaces nothing that this training has not read.
+    pub fn check_read(&self, memory: &Memory) -> Result<()> {
+        if self.is_read || self.own(memory)?.is_empty() {
+            return Ok(());
+        }
+        Err(CheckpointError::Unread(NAME.into()))
+    }
+
+    /// Returns the record of what this rank has copied of a checkpoint with the files `names`. All ranks
+    /// call this.
+    pub fn record(
+        &mut self,
+        group: &ProcessGroup,
+        step: usize,
+        names: Vec<String>,
+        blocks: Vec<Block>,
+    ) -> Result<Record> {
+        let own = (group.rank() == 0).then(|| Ok(RandomState::new().build_hasher().finish()));
+        let nonce = from_rank_0(group, own)?;
+        let mut have_some = vec![0_i64; group.world_size()];
+        group.all_gather(&[i64::from(!blocks.is_empty())], &mut have_some)?;
+        let holders = have_some.iter().sum::<i64>() as usize;
+        let before = have_some[..group.rank()].iter().sum::<i64>() as usize;
+        let holder = (!blocks.is_empty()).then_some(before);
+        self.number += 1;
+        self.is_read = true;
+        let stamp = Stamp { format: FORMAT, step, number: self.number, nonce, holders, names };
+        let folder = self.folder.clone();
+        Ok(Record { stamp, folder, holder, start: 0, blocks, sums: Vec::new() })
+    }
+
+    /// Returns this rank's generations of this training.
+    fn own(&self, memory: &Memory) -> Result<Vec<Generation>> {
+        let remedy = "start the job anew";
+        let found = memory.generations();
+        let mut found = found.map_err(CheckpointError::file("read", &memory.path, remedy))?;
+        found.retain(|Generation { record, .. }| {
+            record.stamp.format == FORMAT && record.folder == self.folder
+        });
+        Ok(found)
+    }
+
+    /// Returns the newest checkpoint of which the ranks together have all parts, each with its sums. It
+    /// stays until the next one is whole. All ranks call this.
+    ///
+    /// # Errors
+    /// On all ranks, when a memory cannot be read.
+    pub fn latest(
+        &mut self,
+        memory: &mut Memory,
+        group: &ProcessGroup,
+    ) -> Result<Option<FoundInMemory>> {
+        let own = agree(group, self.own(memory))?;
+        let records: Vec<_> =
+            own.iter().map(|own| (&own.record.stamp, own.record.holder)).collect();
+        let texts = gather_texts(group, &serde_json::to_string(&records).unwrap_or_default())?;
+        let mut found: BTreeMap<(u64, u64), (Stamp, BTreeSet<usize>)> = BTreeMap::new();
+        for text in texts {
+            let of_rank: Vec<(Stamp, Option<usize>)> =
+                serde_json::from_str(&text).unwrap_or_default();
+            for (stamp, holder) in of_rank {
+                let key = (stamp.number, stamp.nonce);
+                found.entry(key).or_insert((stamp, BTreeSet::new())).1.extend(holder);
+            }
+        }
+        self.number = found.keys().map(|(number, _)| *number).max().unwrap_or_default();
+        self.is_read = true;
+        memory.keep(None);
+        for (stamp, holders) in found.into_values().rev() {
+            if holders.len() < stamp.holders {
+                continue;
+            }
+            let part = own.iter().find(|own| own.record.stamp == stamp);
+            let is_whole = part.map_or(Ok(true), |part| memory.is_whole(&part.record));
+            let remedy = "start the job anew";
+            let is_whole = is_whole.map_err(CheckpointError::file("read", &memory.path, remedy));
+            let mut all = vec![0_i64; group.world_size()];
+            group.all_gather(&[i64::from(agree(group, is_whole)?)], &mut all)?;
+            if let Some(rank) = all.iter().position(|&is_whole| is_whole == 0) {
+                let name = name(stamp.step);
+                log::warn!("the checkpoint {} is damaged on rank {rank}", name.display());
+                continue;
+            }
+            memory.keep(part.cloned());
+            let own = part.map(|part| part.record.clone());
+            let memory = memory.path.clone();
+            return Ok(Some(FoundInMemory { step: stamp.step, stamp, own, memory }));
+        }
+        Ok(None)
+    }
+}
+
+impl FoundInMemory {
+    /// Opens the files of the checkpoint. What is in the memory of another machine is sent. All ranks call
+    /// this.
+    pub fn open(self, group: &ProcessGroup) -> Result<Vec<SavedFile>> {
+        let held = self.own.map(|record| Held { memory: self.memory, record });
+        let texts = gather_texts(group, &serde_json::to_string(&held).unwrap_or_default())?;
+        let mut files: Vec<Vec<Extent>> = self.stamp.names.iter().map(|_| Vec::new()).collect();
+        let name = name(self.step);
+        for (rank, text) in texts.iter().enumerate() {
+            let held: Option<Held> = serde_json::from_str(text).unwrap_or_default();
+            let Some(Held { memory, record }) = held else { continue };
+            let length = record.blocks.iter().map(|block| block.length).sum();
+            let sharers = group.ranks_on_machine_of(rank);
+            let sees = sharers.contains(&group.rank());
+            let opened = if sees {
+                File::open(&memory)
+            } else {
+                memfd_create("checkpoint", MemfdFlags::CLOEXEC)
+                    .map(File::from)
+                    .map_err(io::Error::from)
+            };
+            let file = agree(group, opened.map_err(failed_to_receive(&name)))?;
+            let base = if sees { record.start } else { 0 };
+            if sharers.len() < group.world_size() {
+                let read = |bytes: &mut [u8], at| {
+                    file.read_exact_at(bytes, base + at).map_err(failed_to_receive(&name))
+                };
+                let write = |bytes: &[u8], at| {
+                    if sees {
+                        return Ok(());
+                    }
+                    file.write_all_at(bytes, at).map_err(failed_to_receive(&name))
+                };
+                send(group, rank, length, read, write)?;
+            }
+            let file = Arc::new(file);
+            let mut at = base;
+            for block in record.blocks {
+                let file = Arc::clone(&file);
+                files[block.file].push(Extent {
+                    start: block.start,
+                    length: block.length,
+                    file,
+                    at,
+                });
+                at += block.length;
+            }
+        }
+        let mut opened = Vec::with_capacity(files.len());
+        for (file, extents) in self.stamp.names.iter().zip(files) {
+            let path = name.join(file);
+            let file = SavedFile::of(path.clone(), extents);
+            opened.push(
+                file.ok_or_else(|| CheckpointError::damaged(path, "parts of it are missing"))?,
+            );
+        }
+        Ok(opened)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    /// A rank's part of what is saved at a step.
+    fn part(rank: usize, step: usize) -> Vec<u8> {
+        vec![(10 * step + rank) as u8; 3000 * rank]
+    }
+
+    /// Saves a step as far as this rank comes before all are killed: to 0, the begin of a copy, or to 4, the
+    /// commit.
+    fn save(
+        (in_memory, memory): &mut (InMemory, Memory),
+        group: &ProcessGroup,
+        step: usize,
+        stage: usize,
+    ) {
+        let bytes = part(group.rank(), step);
+        let start = (0..group.rank()).map(|rank| part(rank, step).len() as u64).sum();
+        let length = bytes.len() as u64;
+        let blocks: Vec<_> =
+            (length > 0).then_some(Block { file: 0, start, length }).into_iter().collect();
+        let record = in_memory.record(group, step, vec!["file".into()], blocks).unwrap();
+        if stage == 0 {
+            return;
+        }
+        memory.begin(length).unwrap();
+        memory.push(&bytes[..bytes.len() / 2]);
+        if stage == 1 {
+            return;
+        }
+        memory.push(&bytes[bytes.len() / 2..]);
+        if stage == 2 {
+            return;
+        }
+        let sealed = memory.seal(record).unwrap();
+        if stage == 3 {
+            return;
+        }
+        memory.commit(&sealed).unwrap();
+        memory.keep(Some(sealed));
+    }
+
+    /// What the ranks find, read by each of them.
+    fn found(
+        (in_memory, memory): &mut (InMemory, Memory),
+        group: &ProcessGroup,
+    ) -> Option<(usize, Vec<u8>)> {
+        let found = in_memory.latest(memory, group).unwrap()?;
+        let step = found.step;
+        let files = found.open(group).unwrap();
+        assert_eq!((files.len(), &files[0].path), (1, &name(step).join("file")));
+        let mut bytes = vec![0; files[0].length() as usize];
+        files[0].read_exact_at(&mut bytes, 0).unwrap();
+        Some((step, bytes))
+    }
+
+    fn in_group(memories: &[PathBuf], rank: impl Fn(&mut (InMemory, Memory), ProcessGroup) + Sync) {
+        let groups = ProcessGroup::in_process(memories.len()).unwrap();
+        thread::scope(|scope| {
+            for (group, path) in groups.into_iter().zip(memories) {
+                let rank = &rank;
+                scope.spawn(move || rank(&mut over(path.clone()).unwrap(), group));
+            }
+        });
+    }
+
+    /// All ranks get as far as each may when one is killed, and start anew: some with other ranks.
+    #[test]
+    fn ranks_find_the_last_step_that_all_have_or_the_one_before() {
+        let ranks = 3;
+        let owners: Vec<_> = (0..ranks).map(|_| Memory::own().unwrap()).collect();
+        let mut memories: Vec<_> = owners.iter().map(|owner| owner.path.clone()).collect();
+        let whole = |step| (0..ranks).flat_map(|rank| part(rank, step)).collect::<Vec<u8>>();
+        let mut last = None;
+        let mut step = 0;
+        // All combinations of stages that can be: none commits before all have sealed.
+        for combination in 0..5_usize.pow(3) {
+            let stages = [combination % 5, combination / 5 % 5, combination / 25];
+            let least = stages.iter().min().copied().unwrap_or_default();
+            if stages.contains(&4) && least < 3 {
+                continue;
+            }
+            step += 1;
+            let before = last;
+            in_group(&memories, |own, group| {
+                let expected = before.map(|step| (step, whole(step)));
+                assert_eq!(found(own, &group), expected, "before step {step}");
+                save(own, &group, step, stages[group.rank()]);
+            });
+            // Rank 0 has no bytes: it need not have committed.
+            if stages[1] == 4 && stages[2] == 4 {
+                last = Some(step);
+            }
+            // Ranks are others then, and may see it from elsewhere.
+            let expected = last.map(|step| (step, whole(step)));
+            memories.reverse();
+            in_group(&memories, |own, group| assert_eq!(found(own, &group), expected));
+            memories.reverse();
+        }
+        assert!(step > 25 && last.is_some());
+        // Without a rank that has something there is nothing; without one that has not, there is all.
+        in_group(&memories[..2], |own, group| assert_eq!(found(own, &group), None));
+        in_group(&memories[1..], |own, group| {
+            assert_eq!(found(own, &group), last.map(|step| (step, whole(step))));
+        });
+    }
+
+    #[test]
+    fn a_damaged_part_is_not_resumed_and_another_folders_is_not_seen() {
+        let owners: Vec<_> = (0..3).map(|_| Memory::own().unwrap()).collect();
+        let memories: Vec<_> = owners.iter().map(|owner| owner.path.clone()).collect();
+        in_group(&memories, |own, group| {
+            for step in [1, 2] {
+                save(own, &group, step, 4);
+                group.barrier().unwrap();
+            }
+        });
+        in_group(&memories, |own, group| {
+            let (in_memory, memory) = own;
+            let error =
+                in_memory.check_read(memory).map(|()| found(own, &group)).unwrap_err().to_string();
+            assert!(error.contains("call latest first"), "{error}");
+            own.0.folder = Some("folder".into());
+            assert_eq!(found(own, &group), None);
+            own.0.folder = None;
+            assert_eq!(found(own, &group).unwrap().0, 2);
+            group.barrier().unwrap();
+            if group.rank() == 1 {
+                let generations = own.1.generations().unwrap();
+                let newest = generations.iter().find(|found| found.record.stamp.step == 2).unwrap();
+                own.1.file.write_all_at(b"x", newest.record.start + 7).unwrap();
+            }
+            group.barrier().unwrap();
+            assert_eq!(found(own, &group).unwrap().0, 1);
+        });
+    }
+
+    #[test]
+    fn memory_that_is_not_the_launchers_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for path in [file.path().to_owned(), "/proc/self/fd/0".into(), "/proc/0/fd/7".into()] {
+            let error = over(path.clone()).err().map(|error| error.to_string()).unwrap_or_default();
+            assert!(
+                error.contains("cannot open the memory") && error.contains("flow-launch"),
+                "{error}"
+            );
+        }
+        let owner = Memory::own().unwrap();
+        let _opened = over(owner.path.clone()).unwrap();
+    }
+}
