@@ -59,8 +59,8 @@ pub trait EndGroup: Send + Sync {
     /// Makes the group unusable on all ranks, whose waits end with `cause`.
     fn abort(&self, cause: &str);
 
-    /// Waits for the operations that this process has started in it beside the program.
-    fn drain(&self);
+    /// Waits until no operation of this process is under way in it.
+    fn settle(&self);
 }
 
 /// A rank of a job, with all that its groups share in this process.
@@ -145,15 +145,15 @@ impl World {
         groups.push(group);
     }
 
-    /// Ends all groups of this join on all their ranks, and waits until nothing that this process has
-    /// started in them is under way.
+    /// Ends all groups of this join on all their ranks, and waits until nothing of this process is
+    /// under way in them.
     pub fn end_groups(&self, cause: &str) {
         let registered = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let groups: Vec<Arc<dyn EndGroup>> = registered.iter().filter_map(Weak::upgrade).collect();
         // What is to end may make a group.
         drop(registered);
         groups.iter().for_each(|group| group.abort(cause));
-        groups.iter().for_each(|group| group.drain());
+        groups.iter().for_each(|group| group.settle());
     }
 
     /// Returns the control block of the group of all ranks.
@@ -297,6 +297,6 @@ impl Drop for World {
         }
         self.reclaim();
         let retired_blocks = self.retired_blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        retired_blocks.drain(..).for_each(|(block, _)| block.leak());
+        retired_blocks.drain(..).for_each(|(block, _)| self.tenancy.retire(block));
     }
 }

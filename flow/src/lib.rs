@@ -62,6 +62,7 @@ pub mod prelude {
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/data.md")]
 #[doc = include_str!("../../docs/ddp.md")]
+#[doc = include_str!("../../docs/elastic.md")]
 #[doc = include_str!("../../docs/from-others.md")]
 #[doc = include_str!("../../docs/global.md")]
 #[doc = include_str!("../../docs/pipelines.md")]

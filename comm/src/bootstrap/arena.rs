@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use flow_store::Error as StoreError;
+use rustix::fs::fstat;
 use serde::{Deserialize, Serialize};
 
 use super::join_error::JoinError;
@@ -14,7 +15,7 @@ use super::lineage::MemoryPlace;
 use super::monitor::{BootstrapMonitor, POLL_INTERVAL};
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
-use crate::shm::arena::Arena;
+use crate::shm::arena::{Arena, Block};
 use crate::shm::control::sleep_on;
 use crate::shm::join_memory::JoinMemory;
 use crate::shm::tenancy::Tenancy;
@@ -26,6 +27,8 @@ struct JoinPlace {
     /// The process of the first rank, and the file descriptor of the arena there.
     pid: u32,
     fd: i32,
+    /// The arena's, which no other file has.
+    inode: u64,
     /// The bytes of each rank's region, and how many regions there are.
     region: usize,
     regions: usize,
@@ -55,17 +58,20 @@ pub fn attach_arena(
 ) -> Result<Arc<Tenancy>, JoinError> {
     let first = locals[0];
     let index = locals.iter().position(|&local| local == rank).unwrap_or_default();
+    let mut block = None;
     let memory = if rank == first {
         let arena = match source {
             ArenaSource::New => create_arena(locals.len())?,
             ArenaSource::Own(arena) => arena,
             ArenaSource::Of { pid, place } => {
-                let MemoryPlace { fd, regions: count, region_bytes, .. } = place;
-                let file = open_arena(pid, fd).map_err(|error| no_arena(pid, fd, &error))?;
+                let MemoryPlace { inode, fd, regions: count, region_bytes, .. } = place;
+                let file = open_arena(pid, fd, inode).map_err(|error| no_arena(pid, fd, &error))?;
                 Arc::new(Arena::map(&file, count, region_bytes, regions[index])?)
             }
         };
-        make_memory(&arena, size, locals, monitor.as_deref())?
+        let (memory, own) = make_memory(&arena, size, locals, monitor.as_deref())?;
+        block = Some(own);
+        memory
     } else {
         let Some(monitor) = monitor.as_deref_mut() else {
             return Err(JoinError::Failed("there is no rendezvous store".into()));
@@ -82,7 +88,7 @@ pub fn attach_arena(
     memory.local(index).pid.store(std::process::id(), Ordering::Release);
     header.attached.raise(locals.len() as u32);
     wait_attached(&memory, locals, monitor)?;
-    Ok(Arc::new(Tenancy::new(memory, index, regions)))
+    Ok(Arc::new(Tenancy::new(memory, index, regions, block)))
 }
 
 /// Returns the key under which the first rank of a node says where the join's memory is.
@@ -103,12 +109,13 @@ fn make_memory(
     size: usize,
     locals: &[usize],
     monitor: Option<&BootstrapMonitor>,
-) -> Result<JoinMemory, String> {
-    let memory = JoinMemory::create(arena, size, locals.len())?;
+) -> Result<(JoinMemory, Block), String> {
+    let (memory, block) = JoinMemory::create(arena, size, locals.len())?;
     if let Some((monitor, file)) = monitor.zip(arena.file()) {
         let place = JoinPlace {
             pid: std::process::id(),
             fd: file.as_raw_fd(),
+            inode: fstat(file).map_err(|error| error.to_string())?.st_ino,
             region: arena.region_bytes(),
             regions: arena.regions(),
             offset: memory.offset,
@@ -118,7 +125,7 @@ fn make_memory(
             .set(&place_key(monitor, locals[0]), &to_json(&place))
             .map_err(|error| error.to_string())?;
     }
-    Ok(memory)
+    Ok((memory, block))
 }
 
 /// Waits until the first rank of this node says where the join's memory is.
@@ -141,8 +148,8 @@ fn map_arena_of(
     region: usize,
     monitor: &BootstrapMonitor,
 ) -> Result<Arc<Arena>, JoinError> {
-    let JoinPlace { pid, fd, .. } = *place;
-    let file = open_arena(pid, fd).map_err(|error| match monitor.cancel_reason() {
+    let JoinPlace { pid, fd, inode, .. } = *place;
+    let file = open_arena(pid, fd, inode).map_err(|error| match monitor.cancel_reason() {
         Some(reason) => reason,
         None if has_ended(pid) => {
             format!("rank {first} (pid {pid}) died before all ranks had joined")
@@ -153,8 +160,11 @@ fn map_arena_of(
 }
 
 /// Opens the file of an arena where another process has it.
-fn open_arena(pid: u32, fd: i32) -> io::Result<Arc<OwnedFd>> {
+fn open_arena(pid: u32, fd: i32, inode: u64) -> io::Result<Arc<OwnedFd>> {
     let file = File::options().read(true).write(true).open(arena_path(pid, fd))?;
+    if fstat(&file)?.st_ino != inode {
+        return Err(io::Error::other("the process has ended, and another has its number"));
+    }
     Ok(Arc::new(file.into()))
 }
 

@@ -11,6 +11,7 @@ use super::lineage::Seat;
 use crate::error::{Error, Result};
 use crate::shm::arena::{Arena, MAX_MAPPINGS};
 use crate::shm::join_memory::JoinMemory;
+use crate::shm::machine_buffer::RetiredBuffers;
 use crate::shm::tenancy::Tenancy;
 use crate::world::{Origin, Peer, World};
 
@@ -32,20 +33,24 @@ impl World {
     ) -> Result<Vec<Self>, String> {
         let size = arenas.len();
         let regions: Vec<usize> = (0..size).collect();
-        let offset = JoinMemory::create(&arenas[0], size, size)?.offset;
+        let (memory, block) = JoinMemory::create(&arenas[0], size, size)?;
+        let offset = memory.offset;
+        let mut block = Some(block);
         for index in 0..size {
             let memory = JoinMemory::open(&arenas[0], offset, size, size)?;
             memory.local(index).pid.store(std::process::id(), Ordering::Release);
         }
-        let world = |(rank, arena): (usize, Arc<Arena>)| -> Result<World, String> {
+        let mut world = |(rank, arena): (usize, Arc<Arena>)| -> Result<World, String> {
             let memory = JoinMemory::open(&arena, offset, size, size)?;
+            let tenancy = Arc::new(Tenancy::new(memory, rank, &regions, block.take()));
             Ok(World {
                 rank,
                 size,
                 seats: regions.iter().copied().map(Seat::first).collect(),
                 lineage: None,
                 locals: (0..size).collect(),
-                tenancy: Arc::new(Tenancy::new(memory, rank, &regions)),
+                retired_buffers: Arc::new(RetiredBuffers::new(&tenancy)),
+                tenancy,
                 arena,
                 spin,
                 peers: (0..size).map(|_| thread_of(host)).collect(),
@@ -59,10 +64,9 @@ impl World {
                 server: None,
                 groups: Mutex::default(),
                 retired_blocks: Mutex::default(),
-                retired_buffers: Arc::default(),
             })
         };
-        arenas.into_iter().enumerate().map(world).collect()
+        arenas.into_iter().enumerate().map(&mut world).collect()
     }
 }
 

@@ -52,7 +52,7 @@ pub struct Process {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct MemoryPlace {
     /// Tells the memory apart from other memory of the node.
-    pub id: u64,
+    pub inode: u64,
     /// The process' file descriptor.
     pub fd: i32,
     pub regions: usize,
@@ -127,7 +127,7 @@ impl NodeMemory {
         let mut old =
             members.iter().filter_map(|member| Some((member.pid, member.memory.as_ref()?)));
         let Some((pid, place)) = old.next() else { return NodeMemory::New };
-        if !old.clone().all(|(_, other)| other.id == place.id) {
+        if !old.clone().all(|(_, other)| other.inode == place.inode) {
             return NodeMemory::New;
         }
         let taken: Vec<usize> =
@@ -156,8 +156,8 @@ mod tests {
             host_id: "host".into(),
             node: "#0".into(),
             host: "host".into(),
-            memory: memory.map(|(id, own_region)| MemoryPlace {
-                id,
+            memory: memory.map(|(inode, own_region)| MemoryPlace {
+                inode,
                 fd: 3,
                 regions: 4,
                 region_bytes: 1 << 30,

@@ -18,7 +18,7 @@ mod monitor;
 mod store;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,7 @@ use crate::peer_info::PeerInfo;
 use crate::settings;
 use crate::shm::control::MAX_RANKS;
 use crate::shm::join_memory::JoinMemory;
+use crate::shm::machine_buffer::RetiredBuffers;
 use crate::stall::StallReporter;
 use crate::transport;
 use crate::world::{FIRST_WARNING, Origin, Peer, World};
@@ -52,8 +53,9 @@ impl World {
         let prefix = format!("world/{name}/");
         let plan = JoinPlan {
             membership: membership.clone(),
-            launched: matches!(membership.rendezvous, Rendezvous::Server { .. })
-                && is_launchers_rank(membership),
+            launched: membership.rendezvous.outlives_ranks()
+                && is_launchers_rank(membership)
+                && !HAS_CHANGED.load(Ordering::Relaxed),
             seats: (0..membership.world_size).map(Seat::first).collect(),
             name,
             prefix,
@@ -65,6 +67,10 @@ impl World {
         join(plan, timeout).map_err(|error| join_failed(rank, error))
     }
 }
+
+/// Whether this process' job has had other members. What flow-launch says of how a rank has ended may
+/// then be about a process of before.
+static HAS_CHANGED: AtomicBool = AtomicBool::new(false);
 
 /// Returns the error of a rank that cannot join.
 pub fn join_failed(rank: usize, error: JoinError) -> Error {
@@ -98,6 +104,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
     let JoinPlan { membership, name, prefix, launched, seats, source, regions, epoch } = plan;
     let Membership { rank, world_size: size, .. } = membership;
     let begin = Instant::now();
+    HAS_CHANGED.fetch_or(epoch.is_some(), Ordering::Relaxed);
     if size > MAX_RANKS {
         return Err(format!("a job can have at most {MAX_RANKS} ranks, not {size}").into());
     }
@@ -171,6 +178,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         locals,
         spin: ranks_on_host <= tenancy.memory.header().processors(),
         arena: Arc::clone(&tenancy.memory.arena),
+        retired_buffers: Arc::new(RetiredBuffers::new(&tenancy)),
         tenancy,
         peers,
         seats,
@@ -185,7 +193,6 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         server,
         groups: Mutex::default(),
         retired_blocks: Mutex::default(),
-        retired_buffers: Arc::default(),
     })
 }
 

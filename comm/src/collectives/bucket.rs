@@ -146,6 +146,17 @@ impl BucketQueue {
         self.advance_in_turn(&mut self.launched(), Some(segments))
     }
 
+    /// Waits until no thread of this process reduces a bucket, and has none begin, in a group that has
+    /// failed.
+    pub fn settle(&self) {
+        let leader = self.leader_thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(worker) = &*leader {
+            worker.drain();
+        }
+        let _not_under_way = self.launched();
+        self.failure.cancel();
+    }
+
     fn launched(&self) -> MutexGuard<'_, VecDeque<QueuedBucket>> {
         self.launched.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -153,6 +164,9 @@ impl BucketQueue {
     fn advance(&self, launched: &mut VecDeque<QueuedBucket>, wait: bool) -> Result<()> {
         if wait && self.hierarchical.is_some() {
             return self.advance_in_turn(launched, None);
+        }
+        if let Some(first) = launched.front().filter(|_| self.failure.is_cancelled()) {
+            return self.failure.check_failure(&first.bucket.operation, true);
         }
         for queued in launched.iter_mut().filter(|queued| !queued.reduced) {
             if wait {

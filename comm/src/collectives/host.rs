@@ -42,6 +42,11 @@ impl HostCollectives {
         }
     }
 
+    /// Waits until no thread of this process runs a collective.
+    pub fn settle(&self) {
+        drop(self.rounds.lock());
+    }
+
     /// Waits until all ranks have arrived in a round, with `payload` bytes each.
     pub fn wait_arrived(&self, round: u64, operation: &OpDescriptor, payload: usize) -> Result<()> {
         match &self.inter_node {

@@ -132,16 +132,17 @@ impl Failure {
         if under_way {
             self.poll_failure();
         }
-        if self.is_cancelled() {
-            let cause = format!("rank {} has left it", self.core.world.rank);
+        let Some((cause, text)) = self.first_failure() else {
+            if !self.is_cancelled() {
+                return Ok(());
+            }
             return Err(Error::Poisoned {
                 rank: self.core.world.rank,
                 operation: operation.to_string(),
-                cause,
+                cause: format!("rank {} has left it", self.core.world.rank),
                 is_mismatch: false,
             });
-        }
-        let Some((cause, text)) = self.first_failure() else { return Ok(()) };
+        };
         let is_first = self.quarantine();
         Err(match cause.lost_member(self.core.size()) {
             Some(peer) if under_way || is_first => self.peer_lost_error(peer, operation),

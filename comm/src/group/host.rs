@@ -45,4 +45,11 @@ impl HostOperations {
             any_receiver: AnyReceiver::new(matcher),
         })
     }
+
+    /// Waits until no collective and no bucket of this process is under way, in a group that has
+    /// failed.
+    pub fn settle(&self) {
+        self.buckets.settle();
+        self.collectives.settle();
+    }
 }

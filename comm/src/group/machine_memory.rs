@@ -7,7 +7,6 @@ use super::split::exchange_words;
 use crate::error::{Error, Result};
 use crate::shm::arena::no_room;
 use crate::shm::machine_buffer::{HEADER, MachineBuffer, users};
-use crate::world::World;
 
 /// A number in place of the offset of a buffer: this rank allocates none.
 const NOT_FIRST: u64 = u64::MAX;
@@ -61,7 +60,6 @@ impl ProcessGroup {
             return Err(self.system("alloc_on_machine", no_room(&what, core.ranks[full])));
         }
         let offset = words[first][0] as usize;
-        let World { tenancy, retired_buffers, .. } = &*core.world;
-        Ok(MachineBuffer::attach(tenancy, retired_buffers, offset, bytes, block))
+        Ok(MachineBuffer::attach(&core.world.retired_buffers, offset, bytes, block))
     }
 }

@@ -236,7 +236,10 @@ impl EndGroup for Member {
         self.abort(cause);
     }
 
-    fn drain(&self) {
+    fn settle(&self) {
+        // Ends waits, also where a process has died as it noted why the group fails.
+        self.state.parts.failure.cancel();
         self.state.workers.drain();
+        self.state.parts.host.settle();
     }
 }

@@ -34,8 +34,11 @@ mod split;
 
 use std::fmt;
 use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
+
+use flow_store::fork::Process;
 
 use crate::env::Membership;
 use crate::error::{Error, Result};
@@ -109,10 +112,25 @@ impl ProcessGroup {
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
-        if settings::replacement() > 0 {
-            return Self::join_running(&membership, timeout);
+        if settings::replacement() > 0 && Process::current().forks() == 0 {
+            return Self::replace(&membership, timeout);
         }
         Self::join(&membership, timeout)
+    }
+
+    /// Joins a running job, once.
+    fn replace(membership: &Membership, timeout: Duration) -> Result<Self> {
+        static HAS_JOINED: AtomicBool = AtomicBool::new(false);
+        if HAS_JOINED.swap(true, Ordering::Relaxed) {
+            return Err(Error::Argument {
+                rank: membership.rank,
+                operation: "from_env".into(),
+                reason: "a process that was started for another joins its running job once: make \
+                         further groups from that of all ranks"
+                    .into(),
+            });
+        }
+        Self::join_running(membership, timeout)
     }
 
     /// Joins the job as [`ProcessGroup::from_env`] does, with the place in it and the timeout

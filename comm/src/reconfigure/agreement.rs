@@ -99,25 +99,21 @@ impl Agreement {
     }
 
     /// Meets the members, and the next ones if some of these end meanwhile.
-    fn meet(self, mut members: Members, local_rank: usize) -> Result<ProcessGroup> {
+    fn meet(mut self, mut members: Members, local_rank: usize) -> Result<ProcessGroup> {
+        self.begin = Instant::now();
         let deadline = self.begin + self.timeout;
         for attempt in 1.. {
+            self.check_state_is_left(&members)?;
             let arena = self.arena.as_ref();
             let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
             let reason = match joined {
-                Ok(world) => {
-                    world.join_trace();
-                    let group =
-                        ProcessGroup::of_world(Arc::new(world), self.group_timeout, local_rank)?;
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    match group.with_timeout(left).barrier() {
-                        Ok(()) => return Ok(group),
-                        Err(error @ Error::Interrupted { .. }) => return Err(error),
-                        Err(error) => error.to_string(),
-                    }
-                }
+                Ok(world) => match self.group_of(world, deadline, local_rank) {
+                    Ok(group) => return Ok(group),
+                    Err(error @ Error::Interrupted { .. }) => return Err(error),
+                    Err(error) => error.to_string(),
+                },
                 Err(JoinError::Interrupted) => {
-                    return Err(join_failed(self.rank(), JoinError::Interrupted));
+                    return Err(join_failed(self.seat(), JoinError::Interrupted));
                 }
                 Err(JoinError::Failed(reason)) => reason,
             };
@@ -125,19 +121,37 @@ impl Agreement {
             let key = self.key(members.epoch, "failure");
             let _ = self.store.compare_and_set(&key, None, reason.as_bytes());
             if attempt == MAX_ATTEMPTS || Instant::now() >= deadline {
-                return Err(system(self.rank(), reason));
+                return Err(system(self.seat(), reason));
             }
-            log::info!("rank {}: reconfigure once more: {reason}", self.rank());
+            log::info!("rank {}: reconfigure once more: {reason}", self.seat());
             members = self.agree(&members)?;
         }
         unreachable!("the attempts end by a return")
+    }
+
+    /// Returns the group of all ranks, when all have it.
+    fn group_of(&self, world: World, deadline: Instant, local_rank: usize) -> Result<ProcessGroup> {
+        world.join_trace();
+        let group = ProcessGroup::of_world(Arc::new(world), self.group_timeout, local_rank)?;
+        group.with_timeout(deadline.saturating_duration_since(Instant::now())).barrier()?;
+        Ok(group)
+    }
+
+    /// Checks that one of the members has been one before: else nothing is left of what the job has
+    /// done.
+    fn check_state_is_left(&self, members: &Members) -> Result<()> {
+        if members.processes.iter().any(|process| process.memory.is_some()) {
+            return Ok(());
+        }
+        let reason = "all ranks that had joined the job have ended: start it from a checkpoint";
+        Err(system(self.seat(), reason.into()))
     }
 
     /// Agrees with the members of before, who all call this, on the next ones.
     fn agree(&self, before: &Members) -> Result<Members> {
         let epoch = before.epoch + 1;
         let members_key = self.key(epoch, "membership");
-        self.set(&self.present_key(epoch, self.rank()), &to_json(&self.own))?;
+        self.set(&self.present_key(epoch, self.seat()), &to_json(&self.own))?;
         let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
         let mut lost = BTreeSet::new();
         loop {
@@ -154,28 +168,31 @@ impl Agreement {
                 here.iter().map(|process| self.present_key(epoch, process.seat.number)).collect();
             let missing = self.missing(&keys, POLL_INTERVAL)?;
             let absent: Vec<&Process> = here
-                .into_iter()
+                .iter()
                 .zip(&keys)
                 .filter(|(_, key)| missing.contains(key))
-                .map(|(process, _)| process)
+                .map(|(process, _)| *process)
                 .collect();
             if absent.is_empty() {
+                // It may have ended since it came.
+                let ended = self.ended(&here, epoch)?;
+                if !ended.is_empty() {
+                    lost.extend(ended);
+                    continue;
+                }
                 // One proposal is enough, unless the first process ends just now.
                 let is_first = here_first == self.own.seat.number;
-                if is_first || !self.missing(&[members_key.clone()], POLL_INTERVAL)?.is_empty() {
+                if is_first
+                    || !self.missing(std::slice::from_ref(&members_key), POLL_INTERVAL)?.is_empty()
+                {
                     self.propose(before, &lost)?;
                 }
                 continue;
             }
-            for process in &absent {
-                if self.has_ended(process, epoch)? {
-                    self.set(&self.lost_key(epoch, process.seat.number), b"")?;
-                    lost.insert(process.seat.number);
-                }
-            }
+            lost.extend(self.ended(&absent, epoch)?);
             if is_interrupted() {
                 let operation = OPERATION.to_owned();
-                return Err(Error::Interrupted { rank: self.rank(), operation });
+                return Err(Error::Interrupted { rank: self.seat(), operation });
             }
             let waited = self.begin.elapsed();
             if let Some(stall) = &mut stall {
@@ -187,7 +204,7 @@ impl Agreement {
                 let missing: Vec<String> =
                     absent.iter().map(|process| process.describe()).collect();
                 return Err(Error::Timeout {
-                    rank: self.rank(),
+                    rank: self.seat(),
                     operation: OPERATION.into(),
                     timeout: self.timeout,
                     missing: missing.join("; "),
@@ -234,7 +251,6 @@ impl Agreement {
         {
             number += 1;
         }
-        let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
         let mut epoch = 1;
         let mut last: Option<Members> = None;
         let mut next_look = Instant::now() + LOOK_INTERVAL;
@@ -242,7 +258,7 @@ impl Agreement {
             if let Some(members) = self.read::<Members>(&self.key(epoch, "membership"))? {
                 let refused = members.refused.iter().find(|(refused, _)| *refused == number);
                 if let Some((_, reason)) = refused {
-                    return Err(system(self.rank(), format!("cannot join the job: {reason}")));
+                    return Err(system(self.seat(), format!("cannot join the job: {reason}")));
                 }
                 if members.processes.iter().any(|process| process.is(&self.own)) {
                     return Ok(members);
@@ -251,28 +267,27 @@ impl Agreement {
                 last = Some(members);
                 continue;
             }
-            self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?;
+            if self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?.is_empty() {
+                continue;
+            }
             if is_interrupted() {
-                return Err(join_failed(self.rank(), JoinError::Interrupted));
+                return Err(join_failed(self.seat(), JoinError::Interrupted));
             }
             if Instant::now() >= next_look {
                 if self.is_over(last.as_ref())? {
                     let reason = "cannot join the job: all its ranks have ended".into();
-                    return Err(system(self.rank(), reason));
+                    return Err(system(self.seat(), reason));
                 }
                 next_look = Instant::now() + LOOK_INTERVAL;
             }
             let waited = self.begin.elapsed();
-            if let Some(stall) = &mut stall {
-                stall.check(waited, &"joining a running job", Vec::new);
-            }
             if waited >= self.timeout {
                 let reason = format!(
                     "the job has not taken this process in within {:?}: its ranks call \
                      ProcessGroup::reconfigure for that",
                     self.timeout
                 );
-                return Err(system(self.rank(), reason));
+                return Err(system(self.seat(), reason));
             }
         }
     }
@@ -302,21 +317,34 @@ impl Agreement {
         if members.processes.iter().any(|process| process.is(&self.own)) {
             return Ok(members);
         }
-        Err(system(self.rank(), "the other ranks go on without this one, as it had ended".into()))
+        Err(system(self.seat(), "the other ranks go on without this one, as it had ended".into()))
+    }
+
+    /// Returns the seats of those that have ended, and tells the other members.
+    fn ended(&self, processes: &[&Process], epoch: u64) -> Result<Vec<usize>> {
+        let mut ended = Vec::new();
+        for process in processes {
+            if self.has_ended(process, epoch)? {
+                self.set(&self.lost_key(epoch, process.seat.number), b"")?;
+                ended.push(process.seat.number);
+            }
+        }
+        Ok(ended)
     }
 
     /// Whether a member of before has ended, as far as this process, flow-launch, or another member
-    /// has seen.
+    /// has seen. On its own host a process is seen itself: flow-launch may have started another program
+    /// that started it.
     fn has_ended(&self, process: &Process, epoch: u64) -> Result<bool> {
-        if process.has_ended() {
-            return Ok(true);
+        if process.host_id == self.own.host_id {
+            return Ok(process.has_ended());
         }
         let is_lost = self.is_set(&self.lost_key(epoch, process.seat.number))?;
         Ok(is_lost || self.lineage.launched && self.is_set(&process.seat.exit_key())?)
     }
 
-    /// Returns this process' rank for errors: the launcher's.
-    fn rank(&self) -> usize {
+    /// Returns this process' number as the launcher knows it, for errors.
+    fn seat(&self) -> usize {
         self.own.seat.number
     }
 
@@ -357,11 +385,11 @@ impl Agreement {
     fn read<T: serde::de::DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
         let value = self.store.try_get(key).map_err(|error| self.failed(error))?;
         let Some(value) = value else { return Ok(None) };
-        from_json(&value, key).map(Some).map_err(|reason| system(self.rank(), reason))
+        from_json(&value, key).map(Some).map_err(|reason| system(self.seat(), reason))
     }
 
     fn failed(&self, error: StoreError) -> Error {
-        system(self.rank(), format!("the rendezvous store does not answer: {error}"))
+        system(self.seat(), format!("the rendezvous store does not answer: {error}"))
     }
 }
 

@@ -66,6 +66,15 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_was_started_for_a_member_has_its_place() {
+        let present = vec![process(0, 100), process(1, 101), process(2, 102)];
+        let mut newcomer = process(1, 7);
+        newcomer.seat.replacement = 1;
+        let next = next_members(&before(), present, &[newcomer]);
+        assert_eq!((pids(&next), next.refused.len()), (vec![100, 7, 102], 0));
+    }
+
+    #[test]
     fn no_two_members_have_one_seat() {
         let present = vec![process(0, 100), process(2, 102)];
         let newcomers = [process(2, 7), process(1, 8), process(1, 9)];

@@ -25,9 +25,9 @@ pub fn own_process(lineage: &Lineage, seat: Seat, arena: Option<&Arc<Arena>>) ->
 /// Returns the place of an arena; None if there is none that others can map.
 fn memory_place(arena: &Arena) -> Option<MemoryPlace> {
     let file = arena.file()?;
-    let id = fstat(file).ok()?.st_ino;
+    let inode = fstat(file).ok()?.st_ino;
     Some(MemoryPlace {
-        id,
+        inode,
         fd: file.as_raw_fd(),
         regions: arena.regions(),
         region_bytes: arena.region_bytes(),

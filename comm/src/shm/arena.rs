@@ -10,7 +10,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_store::fork::ForkSafe;
@@ -18,6 +18,7 @@ use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::block_allocator::BlockAllocator;
+use crate::liveness::has_ended;
 
 /// The most that a process maps, all mappings together: a quarter of the address space.
 const ADDRESS_SPACE: usize = 1 << 45;
@@ -125,12 +126,25 @@ impl Arena {
         let base = NonNull::new(base.cast()).ok_or("mmap returned a null address")?;
         let mut arena =
             Self::over(base, len, index * region..(index + 1) * region, Some(Arc::clone(file)));
+        let page = rustix::param::page_size();
         let marks = arena.marks(index);
-        // What a process that had the region before has handed out may still be in use.
-        let start = first_offset(index, region, regions).max(marks.end.load(Ordering::SeqCst));
-        let blocks = BlockAllocator::new(start, rustix::param::page_size());
-        marks.base.store(start, Ordering::SeqCst);
+        let before = marks.base.load(Ordering::SeqCst);
+        let mut base = first_offset(index, region, regions).next_multiple_of(page);
+        if before != 0 {
+            // What the process before has handed out may still be in use.
+            let end = marks.end.load(Ordering::SeqCst).max(before + arena.head_bytes());
+            base = end.next_multiple_of(page);
+        }
+        let start = base + arena.head_bytes();
+        if !arena.holds(index, base, arena.head_bytes()) {
+            return Err(no_room("another process", index));
+        }
+        marks.base.store(base, Ordering::SeqCst);
         marks.end.store(start, Ordering::SeqCst);
+        if before != 0 {
+            arena.head(before).next.store(base, Ordering::SeqCst);
+        }
+        let blocks = BlockAllocator::new(start, page);
         arena.blocks = ForkSafe::new(Mutex::new(blocks));
         Ok(arena)
     }
@@ -218,23 +232,66 @@ impl Arena {
         end - index * self.region.len() <= self.region.len() / 2
     }
 
-    /// Gives the pages of a region back to the system, up to those of a process that has taken it
-    /// over since it began at `base`. Nobody uses them any more.
-    pub fn free_region(&self, index: usize, base: usize) {
+    /// Notes that this process uses what the process whose memory begins at `base` may have shared, or
+    /// for the last time that it does not.
+    pub fn hold(&self, base: usize, change: i32) {
         if self.file.is_none() {
             return;
         }
-        let marks = self.marks(index);
-        // In this order: a newcomer that is not seen below has not raised this mark either.
-        let end = marks.end.load(Ordering::SeqCst);
-        let new_base = marks.base.load(Ordering::SeqCst);
-        let end = if new_base == base { end } else { new_base };
-        let start = first_offset(index, self.region.len(), self.regions())
-            .next_multiple_of(rustix::param::page_size());
-        let end = end / rustix::param::page_size() * rustix::param::page_size();
-        if start < end {
-            self.discard(start, end - start);
+        let holder = self.holder(base, self.own_region());
+        let pid = std::process::id();
+        let _ = holder.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
+            // Another process has had this one's region.
+            let count = if (held >> 32) as u32 == pid { held as u32 } else { 0 };
+            let count = count.saturating_add_signed(change);
+            Some(u64::from(pid) << 32 | u64::from(count))
+        });
+    }
+
+    /// Gives the pages of a process that has ended back to the system, if no process that lives holds
+    /// them. Its memory began at `base`.
+    pub fn free_ended(&self, index: usize, base: usize) {
+        if self.file.is_none() {
+            return;
         }
+        for region in 0..self.regions() {
+            let held = self.holder(base, region).load(Ordering::SeqCst);
+            let (pid, count) = ((held >> 32) as u32, held as u32);
+            if count > 0 && region != index && !has_ended(pid) {
+                return;
+            }
+        }
+        // In this order: a process that takes the region over and is not seen by `next` has not raised
+        // this mark either.
+        let end = self.marks(index).end.load(Ordering::SeqCst);
+        let next = self.head(base).next.load(Ordering::SeqCst);
+        let end = if next == 0 { end } else { next };
+        let page = rustix::param::page_size();
+        let start = base + self.head_bytes();
+        if start + page <= end {
+            self.discard(start, (end - start) / page * page);
+        }
+    }
+
+    /// Returns the bytes before the blocks of each process that has a region: whole pages.
+    fn head_bytes(&self) -> usize {
+        let bytes = size_of::<MemoryHead>() + self.regions() * size_of::<AtomicU64>();
+        bytes.next_multiple_of(rustix::param::page_size())
+    }
+
+    /// Returns the head of the memory that begins at `base`.
+    fn head(&self, base: usize) -> &MemoryHead {
+        // SAFETY: each process' memory begins with a head, page aligned and zeros at first, which
+        // consists of atomics; it lies in the mapping.
+        unsafe { &*self.at(base).cast() }
+    }
+
+    /// Returns which process holds the memory that begins at `base`, of those that have had this
+    /// region, and how often.
+    fn holder(&self, base: usize, region: usize) -> &AtomicU64 {
+        let first = self.at(base + size_of::<MemoryHead>()).cast::<AtomicU64>();
+        // SAFETY: the head is followed by a word for each region.
+        unsafe { &*first.add(region) }
     }
 
     /// Returns what all processes see of a region.
@@ -380,6 +437,14 @@ struct RegionMarks {
     end: AtomicUsize,
 }
 
+/// The beginning of the memory of a process that has, or has had, a region. A word for each region
+/// follows: who holds this memory.
+#[repr(C, align(64))]
+struct MemoryHead {
+    /// Where the memory of the next process begins that has this region; 0 while there is none.
+    next: AtomicUsize,
+}
+
 /// Returns where the first block of a region can begin: the first one begins with all marks.
 fn first_offset(index: usize, region: usize, regions: usize) -> usize {
     let marks = if index == 0 { regions * size_of::<RegionMarks>() } else { 0 };
@@ -464,37 +529,79 @@ mod tests {
         Arc::new(Arena::map(&Arc::new(file), 1, region, 0).unwrap())
     }
 
-    /// The first process that has region 1 ends, and the memory that it used is freed before or after
-    /// another one takes the region over.
+    /// A process of this number that has ended: that of no process.
+    const ENDED: u64 = (i32::MAX as u64) << 32;
+
+    /// Region 1 has one process after the other; each writes, or not, and ends.
     #[test]
     fn a_region_is_taken_over_behind_what_was_used() {
-        for is_freed_before in [true, false] {
-            let (file, region) = Arena::create_file(2, 1).unwrap();
-            let file = Arc::new(file);
-            let map = |index| Arc::new(Arena::map(&file, 2, region, index).unwrap());
-            let survivor = map(0);
-            let ended = map(1);
+        let (file, region) = Arena::create_file(2, 1).unwrap();
+        let file = Arc::new(file);
+        let map = |index| Arc::new(Arena::map(&file, 2, region, index).unwrap());
+        let survivor = map(0);
+        let read = |offset| {
+            // SAFETY: it lies in the mapping, and nobody writes there.
+            unsafe { *survivor.at(offset) }
+        };
+        let mut ended = Vec::new();
+        for value in 1..7 {
+            let process = map(1);
             let base = survivor.base(1);
-            assert_eq!(base, region);
-            let mut block = ended.allocate(100_000).unwrap();
-            block.as_mut().fill(7);
-            let offset = block.offset();
-            block.leak();
-            drop(ended);
-            if is_freed_before {
-                survivor.free_region(1, base);
+            let mut offset = None;
+            if value % 3 != 0 {
+                let mut block = process.allocate(100_000).unwrap();
+                block.as_mut().fill(value);
+                offset = Some(block.offset());
+                block.leak();
             }
-            let newcomer = map(1);
-            let mut other = newcomer.allocate(100_000).unwrap();
-            other.as_mut().fill(8);
-            assert!(other.offset() >= offset + 100_000, "{} {offset}", other.offset());
-            survivor.free_region(1, base);
-            // SAFETY: both lie in the mapping, and nobody writes there.
-            let bytes = unsafe { (*survivor.at(offset), *survivor.at(other.offset())) };
-            let freed = if survivor.takes_pages { 0 } else { 7 };
-            assert_eq!(bytes, (freed, 8));
-            assert!(survivor.has_room(1));
+            assert!(ended.iter().all(|&(_, other, _)| other < base), "{ended:?} {base}");
+            ended.push((value, base, offset));
         }
+        let check = |freed: &[u8]| {
+            for &(value, _, offset) in &ended {
+                let Some(offset) = offset else { continue };
+                let is_free = freed.contains(&value) && survivor.takes_pages;
+                assert_eq!(read(offset), if is_free { 0 } else { value }, "{freed:?}");
+            }
+        };
+        check(&[]);
+        for freed in [4, 1, 3, 2] {
+            survivor.free_ended(1, ended[freed - 1].1);
+            let all = [4, 1, 3, 2];
+            let count = all.iter().position(|&other| other == freed).unwrap() + 1;
+            check(&all.map(|value| value as u8)[..count]);
+        }
+        // The last is there still: another process would come behind it.
+        survivor.free_ended(1, ended[5].1);
+        check(&[1, 2, 3, 4]);
+        assert!(survivor.has_room(1));
+    }
+
+    #[test]
+    fn memory_that_a_process_holds_is_not_freed() {
+        let (file, region) = Arena::create_file(3, 1).unwrap();
+        let file = Arc::new(file);
+        let map = |index| Arc::new(Arena::map(&file, 3, region, index).unwrap());
+        let [zero, one, two] = [0, 1, 2].map(map);
+        let base = zero.base(2);
+        let mut block = two.allocate(100_000).unwrap();
+        block.as_mut().fill(7);
+        let offset = block.offset();
+        block.leak();
+        // SAFETY: it lies in the mapping, and nobody writes there.
+        let read = || unsafe { *zero.at(offset) };
+        zero.hold(base, 1);
+        one.hold(base, 2);
+        // That process has ended, and holds it as often.
+        zero.holder(base, 2).store(ENDED | 1, Ordering::SeqCst);
+        for (arena, change) in [(&zero, -1), (&one, -1)] {
+            arena.hold(base, change);
+            zero.free_ended(2, base);
+            assert_eq!(read(), 7);
+        }
+        one.hold(base, -1);
+        zero.free_ended(2, base);
+        assert_eq!(read(), if zero.takes_pages { 0 } else { 7 });
     }
 
     #[test]

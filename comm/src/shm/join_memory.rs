@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::thread::CpuSet;
 
-use super::arena::Arena;
+use super::arena::{Arena, Block};
 use super::control::{Control, Counter, Note};
 
 /// The beginning of the memory. A [`LocalRank`] for each rank of the node follows, and from the next
@@ -32,6 +32,7 @@ pub struct LocalRank {
 const ALIGNMENT: usize = 4096;
 
 /// The memory of a join of `size` ranks, `locals` of them on this node, at an offset of the arena.
+#[derive(Clone)]
 pub struct JoinMemory {
     pub arena: Arc<Arena>,
     pub offset: usize,
@@ -40,16 +41,15 @@ pub struct JoinMemory {
 }
 
 impl JoinMemory {
-    /// Makes the memory, in the first rank of the node. It goes with the arena, or with the last rank
-    /// that leaves: see [`Tenancy`](super::tenancy::Tenancy).
-    pub fn create(arena: &Arc<Arena>, size: usize, locals: usize) -> Result<Self, String> {
+    /// Makes the memory, in the first rank of the node, which keeps the block until all have left: see
+    /// [`Tenancy`](super::tenancy::Tenancy).
+    pub fn create(arena: &Arc<Arena>, size: usize, locals: usize) -> Result<(Self, Block), String> {
         let block = arena
             .allocate_zeroed(control_offset(locals) + Control::bytes(size, locals))
             .ok_or_else(|| format!("no shared memory for the control block of {size} ranks"))?;
         let memory = Self { arena: Arc::clone(arena), offset: block.offset(), size, locals };
         memory.control().header().attached.store(locals as u32, Ordering::SeqCst);
-        block.leak();
-        Ok(memory)
+        Ok((memory, block))
     }
 
     /// Opens the memory that another rank has made.

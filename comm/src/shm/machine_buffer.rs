@@ -32,8 +32,6 @@ pub struct MachinePart {
 
 /// A rank's share in the buffer.
 struct Attachment {
-    /// The memory may be another rank's, and stays there while this does.
-    tenancy: Arc<Tenancy>,
     offset: usize,
     len: usize,
     /// The memory itself, on the first rank of the machine.
@@ -42,22 +40,35 @@ struct Attachment {
 }
 
 /// Blocks of dropped buffers that other ranks have not yet left.
-#[derive(Default)]
-pub struct RetiredBuffers(Mutex<Vec<Block>>);
+pub struct RetiredBuffers {
+    blocks: Mutex<Vec<Block>>,
+    /// The memory of a buffer may be another rank's, and stays there while this does.
+    tenancy: Arc<Tenancy>,
+}
 
 impl RetiredBuffers {
+    /// Returns none, of the ranks that share this memory.
+    pub fn new(tenancy: &Arc<Tenancy>) -> Self {
+        Self { blocks: Mutex::default(), tenancy: Arc::clone(tenancy) }
+    }
+
+    fn arena(&self) -> &Arena {
+        &self.tenancy.memory.arena
+    }
+
     /// Frees the block of a buffer as soon as its last rank has left.
     fn retire(&self, block: Block) {
-        let mut blocks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
         blocks.push(block);
         blocks.retain(|block| users(block.arena(), block.offset()).load(Ordering::SeqCst) != 0);
     }
 }
 
 impl Drop for RetiredBuffers {
+    /// A rank that has ended never leaves its buffers.
     fn drop(&mut self) {
-        let blocks = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
-        blocks.drain(..).for_each(Block::leak);
+        let blocks = self.blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
+        blocks.drain(..).for_each(|block| self.tenancy.retire(block));
     }
 }
 
@@ -65,14 +76,12 @@ impl MachineBuffer {
     /// Returns this rank's handle of the buffer of `len` bytes whose block begins at `offset`. `block`:
     /// that block, where it is this rank's.
     pub(crate) fn attach(
-        tenancy: &Arc<Tenancy>,
         retired: &Arc<RetiredBuffers>,
         offset: usize,
         len: usize,
         block: Option<Block>,
     ) -> Self {
         Self(Arc::new(ForkSafe::new(Attachment {
-            tenancy: Arc::clone(tenancy),
             offset,
             len,
             block,
@@ -135,7 +144,7 @@ pub(crate) fn users(arena: &Arena, offset: usize) -> &AtomicU32 {
 
 impl Attachment {
     fn arena(&self) -> &Arena {
-        &self.tenancy.memory.arena
+        self.retired.arena()
     }
 }
 

@@ -1,47 +1,74 @@
 //! Who uses which region of the arena, and when the memory of a process that has ended is free.
 //!
 //! A process that is killed leaves its region as it was. Others may have mapped parts of it: control
-//! blocks, machine buffers. When none of them uses the join any more, the pages go back to the
-//! system. A newcomer may have taken the region over before: it allocates behind what was there.
+//! blocks, machine buffers. Its pages go back to the system when none of them uses a join that it was
+//! in. A newcomer may have taken the region over before: it allocates behind what was there.
+//!
+//! What a rank has itself allocated for all of them is free when all others have left the join, or have
+//! ended.
 
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use flow_store::fork::PerProcess;
+
+use super::arena::Block;
 use super::join_memory::JoinMemory;
 use crate::liveness::has_ended;
 
-/// A rank's use of the memory that it shares with the ranks of a join on its node. The last one to
-/// drop it frees the memory of those that have ended, and the join's own.
+/// A rank's use of the memory that it shares with the ranks of a join on its node.
 pub struct Tenancy {
     pub memory: JoinMemory,
     /// This rank's number among those of the node.
     index: usize,
     /// The ranks of the node.
-    tenants: Vec<Tenant>,
+    tenants: Arc<[Tenant]>,
+    /// This rank's blocks that others may use until they leave.
+    blocks: Mutex<Vec<Block>>,
 }
 
 /// A rank of the node.
-pub struct Tenant {
+struct Tenant {
     /// The number of its region.
-    pub region: usize,
+    region: usize,
     /// The offset at which its memory begins.
     base: usize,
     pid: u32,
 }
 
+/// Blocks of this process that ranks of a join which it has left may still use.
+struct RetiredBlocks {
+    memory: JoinMemory,
+    tenants: Arc<[Tenant]>,
+    _blocks: Vec<Block>,
+}
+
+static RETIRED: PerProcess<Mutex<Vec<RetiredBlocks>>> = PerProcess::empty();
+
 impl Tenancy {
-    /// Begins the use, once all ranks of the node have attached; `regions` are theirs.
-    pub fn new(memory: JoinMemory, index: usize, regions: &[usize]) -> Self {
+    /// Begins the use, once all ranks of the node have attached; `regions` are theirs. `block` is that
+    /// of the join's memory, in the rank that has made it.
+    pub fn new(memory: JoinMemory, index: usize, regions: &[usize], block: Option<Block>) -> Self {
+        free_retired();
         let mut tenants = Vec::with_capacity(regions.len());
         for (local, &region) in regions.iter().enumerate() {
             let pid = memory.local(local).pid.load(Ordering::Acquire);
-            tenants.push(Tenant { region, base: memory.arena.base(region), pid });
+            let base = memory.arena.base(region);
+            memory.arena.hold(base, 1);
+            tenants.push(Tenant { region, base, pid });
         }
-        Self { memory, index, tenants }
+        let blocks = Mutex::new(block.into_iter().collect());
+        Self { memory, index, tenants: tenants.into(), blocks }
     }
 
     /// Returns the region of the rank with this index among those of the node.
     pub fn region(&self, index: usize) -> usize {
         self.tenants[index].region
+    }
+
+    /// Keeps a block of this rank until no other rank can use it.
+    pub fn retire(&self, block: Block) {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner).push(block);
     }
 }
 
@@ -49,19 +76,43 @@ impl Drop for Tenancy {
     fn drop(&mut self) {
         let memory = &self.memory;
         memory.local(self.index).left.store(1, Ordering::SeqCst);
-        let mut ended = Vec::new();
-        for (index, tenant) in self.tenants.iter().enumerate() {
-            if memory.local(index).left.load(Ordering::SeqCst) != 0 {
-                continue;
+        let own = std::process::id();
+        for tenant in self.tenants.iter() {
+            memory.arena.hold(tenant.base, -1);
+            if tenant.pid != own && has_ended(tenant.pid) {
+                memory.arena.free_ended(tenant.region, tenant.base);
             }
-            if !has_ended(tenant.pid) {
-                return;
-            }
-            ended.push(tenant);
         }
-        for tenant in ended {
-            memory.arena.free_region(tenant.region, tenant.base);
+        let blocks = self.blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !blocks.is_empty() {
+            let retired = RetiredBlocks {
+                memory: self.memory.clone(),
+                tenants: Arc::clone(&self.tenants),
+                _blocks: std::mem::take(blocks),
+            };
+            RETIRED.get().lock().unwrap_or_else(PoisonError::into_inner).push(retired);
         }
-        memory.arena.discard(memory.offset, memory.bytes());
+        free_retired();
     }
+}
+
+impl RetiredBlocks {
+    /// Whether all ranks have left or ended. Once the memory of the join is used for something else
+    /// they have, whatever is read there.
+    fn is_over(&self) -> bool {
+        self.tenants.iter().enumerate().all(|(index, tenant)| {
+            self.memory.local(index).left.load(Ordering::SeqCst) != 0
+                || tenant.pid != std::process::id() && has_ended(tenant.pid)
+        })
+    }
+}
+
+/// Frees the blocks of this process that nobody uses any more.
+fn free_retired() {
+    let mut retired = RETIRED.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let (over, left): (Vec<_>, Vec<_>) =
+        std::mem::take(&mut *retired).into_iter().partition(RetiredBlocks::is_over);
+    *retired = left;
+    drop(retired);
+    drop(over);
 }

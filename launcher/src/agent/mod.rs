@@ -316,7 +316,9 @@ impl Agent {
         spec.environment.push((plan::REPLACEMENT, replacement.to_string().into()));
         let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };
         let Some(group) = &mut self.group else { return false };
-        if let Err(error) = group.replace(index, spec, &console, &mut self.reaper) {
+        if let Err(error) =
+            group.replace(index, spec, own.restart_count, &console, &mut self.reaper)
+        {
             self.sinks.say(&error);
             return false;
         }

@@ -88,20 +88,24 @@ impl WorkerGroup {
         Ok(group)
     }
 
-    /// Starts a worker in place of the one with this index, which has failed. Returns the error if it
+    /// Starts a worker in place of the one with this index, which has failed; `attempt` is the number
+    /// of starts before. Returns the error if it
     /// cannot be started; the failed one then stays.
     pub fn replace(
         &mut self,
         index: usize,
         spec: WorkerSpec,
+        attempt: u32,
         console: &Console,
         reaper: &mut Reaper,
     ) -> Result<(), String> {
         let rank = spec.rank;
         let replacement = self.workers[index].replacement + 1;
+        // What it has started may have its ports and its devices.
+        self.workers[index].process.kill();
         // Its output has files, and an order, of its own.
         let number = self.workers.len();
-        let mut worker = Worker::start(number, spec, replacement, console, reaper)
+        let mut worker = Worker::start(number, spec, attempt, console, reaper)
             .map_err(|error| cannot_start(rank, &error))?;
         worker.replacement = replacement;
         log::debug!("rank {rank} is process {} now", worker.process.pid);

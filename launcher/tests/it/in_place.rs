@@ -62,12 +62,19 @@ fn when_no_restart_is_left_the_job_fails() {
     }
 }
 
+/// The first worker ends when flow-launch has seen both others end.
 #[test]
 fn fewer_workers_go_on_if_they_are_enough() {
-    let fails = "[ $RANK = 0 ] || exit $RANK; sleep 0.5; echo well";
+    let fails = r#"[ $RANK = 0 ] || exit $RANK
+        while [ $(grep -c '"event":"exit"' $0) -lt 2 ]; do sleep 0.02; done; echo well"#;
     let job = |min: usize| {
-        let flags = "--nproc_per_node 3 --grace 0.5 --elastic in-place";
-        run(&mut script(&format!("{flags} --min-workers {min}"), fails))
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("events");
+        let flags = format!(
+            "--nproc_per_node 3 --grace 0.5 --elastic in-place --min-workers {min} --events {}",
+            file.display()
+        );
+        run(script(&flags, fails).arg(file))
     };
     let finished = job(1);
     assert_eq!((finished.code, &finished.stdout[..]), (Some(0), "well\n"), "{finished:?}");

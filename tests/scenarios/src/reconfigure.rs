@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use flow_comm::env::Membership;
 use flow_comm::nccl::Device;
 use flow_comm::store::{Address, Server};
-use flow_comm::{Error, ProcessGroup, ReduceOp, SharedBuffer};
+use flow_comm::{Error, MachineBuffer, ProcessGroup, ReduceOp, SharedBuffer};
 use flow_harness::cli::until;
 use flow_harness::{Process, TEST_TIMEOUT, assert_contains, free_port};
 use rustix::process::{Signal, getpid, kill_process};
@@ -36,7 +37,15 @@ pub const SCENARIOS: &[Scenario] = &[
     )
     .checked_by(are_replaced_by_hand),
     process("ranks_on_gpus_are_replaced", on_gpus, &[launched(3).flags(IN_PLACE).on_fake_cuda()])
-        .checked_by(ends_on_gpus),
+        .checked_by(|test| ends_with(test, 3, 1)),
+    process("memory_of_before_stays_while_it_is_used", kept, &[launched(3).flags(IN_PLACE)])
+        .checked_by(|test| ends_with(test, 3, 3)),
+    process(
+        "when_all_that_had_joined_have_ended_the_job_fails",
+        nobody,
+        &[launched(2).flags(IN_PLACE)],
+    )
+    .checked_by(all_have_ended),
     scenario("a_group_that_is_whole_goes_on_as_it_is", whole, &[launched(3), launched(1)]),
     scenario("a_rank_that_does_not_come_is_named", absent, &[launched(2)]),
     scenario("what_runs_beside_the_program_ends", under_way, &[launched(3)]),
@@ -293,20 +302,18 @@ fn whole(group: &ProcessGroup) -> Result<()> {
 
 /// Rank 1 comes only when rank 0 has given up once.
 fn absent(group: &ProcessGroup) -> Result<()> {
-    let other = group.duplicate()?;
+    // Of another join, which goes on.
+    let beside = ProcessGroup::join_named(&Membership::from_env()?, "beside", TEST_TIMEOUT)?;
     if group.rank() == 0 {
         let Err(error) = group.with_timeout(Duration::from_millis(700)).reconfigure() else {
             bail!("rank 1 does not come")
         };
         let text = error.to_string();
         assert_contains(&text, &["rank 0: reconfigure timed out after 700ms", "process 1 (pid "]);
-    } else {
-        // Rank 0 ends it when it begins.
-        ensure!(other.barrier().is_err());
-        std::thread::sleep(Duration::from_millis(1000));
     }
+    beside.barrier()?;
     let changed = group.reconfigure()?;
-    ensure!(changed.world_size() == 2);
+    ensure!(changed.world_size() == 2 && changed.timeout() == group.timeout());
     Ok(changed.barrier()?)
 }
 
@@ -378,9 +385,105 @@ fn reduce_on(group: &ProcessGroup, device: &Arc<Device>) -> Result<()> {
     check_type::<_, f32>(&check, &[1000])
 }
 
-fn ends_on_gpus(test: &Test) {
+fn ends_with(test: &Test, ranks: usize, replaced: usize) {
     let finished = test.launcher().finish_unless_silent(TEST_TIMEOUT);
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    assert_eq!(finished.stdout.matches("ends\n").count(), 3, "{finished:?}");
-    assert_eq!(finished.stderr.matches("is started again alone").count(), 1, "{finished:?}");
+    assert_eq!(finished.stdout.matches("ends\n").count(), ranks, "{finished:?}");
+    assert_eq!(finished.stderr.matches("is started again alone").count(), replaced, "{finished:?}");
+}
+
+/// Ranks keep memory of those that end, and see it unchanged; what they have dropped is freed. Rank 1
+/// ends before it has allocated anything, rank 0 after it has made memory that all use.
+fn kept() -> Result<()> {
+    const BYTES: usize = 64 << 20;
+    let seat = seat()?;
+    let mut group = ProcessGroup::from_env()?;
+    let mut kept: Vec<(MachineBuffer, u8)> = Vec::new();
+    let mut own = None;
+    loop {
+        let step = keep(&group, seat, BYTES, &mut kept, &mut own);
+        for (buffer, value) in &kept {
+            let is_same = buffer.part(0..BYTES).as_mut().iter().all(|byte| byte == value);
+            ensure!(is_same, "{seat:?}: memory that begins with {value}");
+        }
+        match step {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) if is_loss(&error) => {}
+            Err(error) => return Err(error),
+        }
+        group = group.reconfigure()?;
+    }
+    kept.clear();
+    group.barrier()?;
+    let file = group.arena().file().context("processes have a file")?;
+    // All have dropped all buffers; a barrier of before may end later on others.
+    until("the memory is free", || {
+        let bytes = rustix::fs::fstat(file).map_or(0, |stat| stat.st_blocks as usize * 512);
+        bytes < 3 * BYTES
+    });
+    println!("ends");
+    Ok(group.barrier()?)
+}
+
+/// Makes memory in common, whose values are known, and ends if it is this process' turn. True when all
+/// have ended whose turn it is.
+fn keep(
+    group: &ProcessGroup,
+    seat: [i64; 2],
+    bytes: usize,
+    kept: &mut Vec<(MachineBuffer, u8)>,
+    own: &mut Option<SharedBuffer<f32>>,
+) -> Result<bool> {
+    let mut all = vec![0; 2 * group.world_size()];
+    group.all_gather(&seat, &mut all)?;
+    let present = |victim: &[i64; 2]| all.chunks(2).any(|other| other == victim);
+    let next = [[1, 0], [0, 0], [1, 1]].into_iter().find(|victim| present(victim));
+    if group.world_size() < 3 {
+        return Ok(false);
+    }
+    if next == Some([1, 0]) && seat == [1, 0] {
+        kill_process(getpid(), Signal::KILL)?;
+    }
+    let buffer = group.alloc_on_machine(bytes)?;
+    let value = kept.len() as u8 + 10 * seat[1] as u8 + 1;
+    let mut values = [value as i64];
+    group.broadcast(&mut values, 0)?;
+    if group.rank() == 0 {
+        buffer.part(0..bytes).as_mut().fill(values[0] as u8);
+    }
+    group.barrier()?;
+    kept.push((buffer, values[0] as u8));
+    // Live memory of a process that has come in another's place.
+    let own = own.insert(group.alloc_shared::<f32>(ELEMENTS)?);
+    own.fill(seat[0] as f32);
+    group.barrier()?;
+    if next == Some(seat) {
+        kill_process(getpid(), Signal::KILL)?;
+    }
+    group.barrier()?;
+    ensure!(own.iter().all(|&element| element == seat[0] as f32));
+    Ok(next.is_none())
+}
+
+fn is_loss(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<Error>();
+    matches!(error, Some(Error::PeerLost { .. } | Error::Poisoned { .. }))
+}
+
+/// Rank 1 ends, and then rank 0, before it takes in another.
+fn nobody() -> Result<()> {
+    let seat = seat()?;
+    let group = ProcessGroup::from_env()?;
+    if seat == [0, 0] {
+        until("another waits to join", || group.newcomers().is_ok_and(|count| count > 0));
+    }
+    kill_process(getpid(), Signal::KILL)?;
+    bail!("a process that is killed ends")
+}
+
+fn all_have_ended(test: &Test) {
+    let finished = test.launcher().finish_unless_silent(TEST_TIMEOUT);
+    assert!(!matches!(finished.code, Some(0) | None), "{finished:?}");
+    assert_contains(&finished.stderr, &["cannot join the job: all its ranks have ended"]);
 }
