@@ -12,6 +12,11 @@ pub fn next_members(before: &Members, present: Vec<Process>, newcomers: &[Proces
         let number = before.newcomers + index;
         let is_last =
             newcomers[index + 1..].iter().all(|later| later.seat.number != newcomer.seat.number);
+        // Its launcher knows that the one before has ended.
+        processes.retain(|member| {
+            member.seat.number != newcomer.seat.number
+                || member.seat.replacement >= newcomer.seat.replacement
+        });
         if let Some(member) =
             processes.iter().find(|member| member.seat.number == newcomer.seat.number)
         {

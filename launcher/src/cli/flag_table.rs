@@ -36,9 +36,9 @@ flags! {
         .without_variable()
         .default("restart")
         .meaning(
-            "after a failure: `restart` starts all workers again; `in-place` starts the failed one \
-             again alone, as often as `--max-restarts` says in all, and the others go on, see \
-             [elastic.md](elastic.md). On one node only",
+            "after a failure: `restart` starts all workers again. `in-place` starts the failed one \
+             again alone, and the others go on: [elastic.md](elastic.md). `--max-restarts` counts \
+             all of these. On one node only",
         )
         .differs("not in torchrun");
     Valued MIN_WORKERS = option(WORKERS, "min-workers", "N", "In place: fewest workers to go on with")
