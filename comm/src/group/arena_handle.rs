@@ -32,7 +32,10 @@ impl ProcessGroup {
     /// same on all ranks. It may be of any join of the same processes. All ranks call this.
     pub fn duplicate_in(&self, handle: Option<&ArenaHandle>) -> Result<Self> {
         const NONE: u64 = 0;
-        let own = handle.filter(|handle| handle.0.has_ranks_of(&self.core().world));
+        let world = &self.core().world;
+        // Groups of this join are in the memory of the job's epochs before already.
+        let other = handle.filter(|handle| !Arc::ptr_eq(handle.arena(), &world.arena));
+        let own = other.filter(|handle| handle.0.has_ranks_of(world));
         let digest = own.map_or(NONE, |handle| handle.0.digest());
         let digests = exchange_words(self, &[digest])?;
         let all: Vec<usize> = (0..self.world_size()).collect();

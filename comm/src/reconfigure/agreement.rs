@@ -108,7 +108,13 @@ impl Agreement {
             let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
             let reason = match joined {
                 Ok(world) => match self.group_of(world, deadline, local_rank) {
-                    Ok(group) => return Ok(group),
+                    Ok(group) => {
+                        // All ranks have come so far: nothing of the groups of before is under way.
+                        if let Some(arena) = &self.arena {
+                            arena.lift_quarantine();
+                        }
+                        return Ok(group);
+                    }
                     Err(error @ Error::Interrupted { .. }) => return Err(error),
                     Err(error) => error.to_string(),
                 },

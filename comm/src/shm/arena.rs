@@ -26,8 +26,6 @@ const ADDRESS_SPACE: usize = 1 << 45;
 const MIN_REGION: usize = 64 << 20;
 /// The number of ranks that one process can have if each maps the memory of all.
 pub const MAX_MAPPINGS: usize = (ADDRESS_SPACE / MIN_REGION).isqrt();
-/// Alignment of the beginning of a region's blocks.
-const CACHE_LINE: usize = 64;
 /// Freed blocks keep their pages up to this many bytes, or as many as are in use: allocations of a
 /// training step then never fault. Beyond that, those that were freed longest ago give theirs back.
 const MIN_CACHE: usize = 256 << 20;
@@ -50,6 +48,8 @@ pub struct Arena {
     /// Raised when a collective failed: a peer may still write into blocks that were in use then,
     /// so these are not used again.
     quarantine: AtomicU32,
+    /// The quarantine that is over: no peer writes into blocks of before any more.
+    lifted: AtomicU32,
 }
 
 // SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the
@@ -139,11 +139,12 @@ impl Arena {
         if !arena.holds(index, base, arena.head_bytes()) {
             return Err(no_room("another process", index));
         }
-        marks.base.store(base, Ordering::SeqCst);
-        marks.end.store(start, Ordering::SeqCst);
         if before != 0 {
+            // First: whoever frees what was there before looks at this last.
             arena.head(before).next.store(base, Ordering::SeqCst);
         }
+        marks.base.store(base, Ordering::SeqCst);
+        marks.end.store(start, Ordering::SeqCst);
         let blocks = BlockAllocator::new(start, page);
         arena.blocks = ForkSafe::new(Mutex::new(blocks));
         Ok(arena)
@@ -164,6 +165,7 @@ impl Arena {
             blocks: ForkSafe::new(Mutex::new(blocks)),
             takes_pages: true,
             quarantine: AtomicU32::new(0),
+            lifted: AtomicU32::new(0),
         };
         arena.takes_pages = arena.finds_pages_taken();
         arena
@@ -382,6 +384,14 @@ impl Arena {
         self.quarantine.fetch_add(1, Ordering::AcqRel);
     }
 
+    /// Has the blocks be used again that [`Arena::quarantine`] keeps from that: nothing that failed is
+    /// under way on any rank.
+    pub fn lift_quarantine(&self) {
+        let Some(mut blocks) = self.blocks() else { return };
+        self.lifted.store(self.quarantine.load(Ordering::Acquire), Ordering::Release);
+        blocks.release_quarantined();
+    }
+
     /// Returns the bytes handed out and not yet freed, and the bytes of freed blocks whose pages
     /// are kept; none of a forked child.
     pub fn usage(&self) -> (usize, usize) {
@@ -391,8 +401,10 @@ impl Arena {
     fn free(&self, offset: usize, size: usize, born: u32) {
         let Some(mut blocks) = self.blocks() else { return };
         blocks.live_bytes -= size;
-        if born != self.quarantine.load(Ordering::Acquire) {
+        let quarantine = self.quarantine.load(Ordering::Acquire);
+        if born != quarantine && quarantine != self.lifted.load(Ordering::Acquire) {
             self.clear(offset, size);
+            blocks.add_quarantined(size, offset);
             return;
         }
         blocks.add_warm(size, offset);
@@ -413,7 +425,7 @@ impl Arena {
 
     /// Gives the pages of a block back to the system: they read as zeros afterwards. False where it
     /// has no pages of its own, or the system does not take them.
-    pub fn discard(&self, offset: usize, size: usize) -> bool {
+    fn discard(&self, offset: usize, size: usize) -> bool {
         let start = self.at(offset).cast::<c_void>();
         // SAFETY: the range is of whole pages (blocks of a page and more are), inside the mapping and
         // unused.
@@ -448,7 +460,7 @@ struct MemoryHead {
 /// Returns where the first block of a region can begin: the first one begins with all marks.
 fn first_offset(index: usize, region: usize, regions: usize) -> usize {
     let marks = if index == 0 { regions * size_of::<RegionMarks>() } else { 0 };
-    (index * region + marks).next_multiple_of(CACHE_LINE)
+    index * region + marks
 }
 
 /// Says that a rank's region is full, for the error of an operation that needs memory for `what`.
@@ -662,7 +674,14 @@ mod tests {
         let offset = block.offset();
         arena.quarantine();
         drop(block);
-        assert_ne!(arena.allocate(100_000).unwrap().offset(), offset);
+        let other = arena.allocate(100_000).unwrap();
+        assert_ne!(other.offset(), offset);
+        arena.lift_quarantine();
+        assert_eq!(arena.allocate(100_000).unwrap().offset(), offset);
+        // Nor do those of before matter any more.
+        let offset = other.offset();
+        drop(other);
+        assert_eq!(arena.allocate(100_000).unwrap().offset(), offset);
     }
 
     #[test]

@@ -13,6 +13,8 @@ pub struct BlockAllocator {
     pub page: usize,
     /// Free blocks by size.
     free: BTreeMap<usize, FreeList>,
+    /// Freed blocks that nobody may use yet: sizes and offsets.
+    quarantined: Vec<(usize, usize)>,
     /// The number of blocks that were ever freed: the time by which they age.
     frees: u64,
     /// End of the part of the region that was ever handed out.
@@ -38,6 +40,7 @@ impl BlockAllocator {
         Self {
             page,
             free: BTreeMap::new(),
+            quarantined: Vec::new(),
             frees: 0,
             used: start.next_multiple_of(page),
             live_bytes: 0,
@@ -99,6 +102,18 @@ impl BlockAllocator {
             if size >= self.page { self.used.next_multiple_of(self.page) } else { self.used };
         self.used = offset.checked_add(size).filter(|&used| used <= end)?;
         Some((size, offset))
+    }
+
+    /// Keeps a freed block, which has given its pages back, from being used.
+    pub fn add_quarantined(&mut self, size: usize, offset: usize) {
+        self.quarantined.push((size, offset));
+    }
+
+    /// Makes all blocks free that were kept from being used.
+    pub fn release_quarantined(&mut self) {
+        for (size, offset) in std::mem::take(&mut self.quarantined) {
+            self.add_cold(size, offset);
+        }
     }
 
     /// Makes the warm block that was freed longest ago a cold one: its size and offset.

@@ -13,7 +13,7 @@ use crate::reducer::Reducer;
 
 impl<M> Ddp<M> {
     /// Returns the virtual ranks of this rank, in the order in which it runs them: see
-    /// [`DdpBuilder::virtual_ranks`]. Without that, the rank itself.
+    /// [`DdpBuilder::virtual_ranks`](crate::DdpBuilder::virtual_ranks). Without that, the rank itself.
     pub fn virtual_ranks(&self) -> Range<usize> {
         let own = self.reducer.as_ref().and_then(|reducer| reducer.virtual_ranks());
         let rank = self.group.rank();
