@@ -15,8 +15,8 @@ const MAX: usize = 65_536;
 /// use flow_comm::VirtualRanks;
 ///
 /// let ranks = VirtualRanks::new(4, 3).unwrap();
-/// assert_eq!([0, 1, 2].map(|rank| ranks.of_rank(rank)), [0..2, 2..3, 3..4]);
-/// assert_eq!(VirtualRanks::sums(&ranks.of_rank(0)), [0, 1]);
+/// assert_eq!([0, 1, 2].map(|rank| ranks.of_rank(rank)), [0..1, 1..2, 2..4]);
+/// assert_eq!(VirtualRanks::sums(&ranks.of_rank(2)), [0, 1]);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VirtualRanks {

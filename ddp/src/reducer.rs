@@ -207,9 +207,10 @@ impl Reducer {
         look(&self.state().parameters)
     }
 
-    /// Lets go of all gradients.
+    /// Lets go of all gradients, also of parameters that were frozen since they got one.
     pub fn drop_grads(&self) -> Result<()> {
-        for parameter in &self.state().parameters {
+        let state = self.state();
+        for parameter in state.parameters.iter().chain(&state.frozen) {
             flow_autograd::set_grad(&parameter.tensor, None)
                 .map_err(|error| self.torch_error(error))?;
         }

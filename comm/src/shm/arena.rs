@@ -50,6 +50,14 @@ pub struct Arena {
     quarantine: AtomicU32,
     /// The quarantine that is over: no peer writes into blocks of before any more.
     lifted: AtomicU32,
+    retired: Mutex<Vec<RetiredBlocks>>,
+}
+
+/// Blocks that are free when their condition holds; without the arena, which they must not keep.
+struct RetiredBlocks {
+    is_unused: Box<dyn Fn(&Arena) -> bool + Send>,
+    /// Offsets, sizes, and the quarantine in which they were born.
+    blocks: Vec<(usize, usize, u32)>,
 }
 
 // SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the
@@ -166,6 +174,7 @@ impl Arena {
             takes_pages: true,
             quarantine: AtomicU32::new(0),
             lifted: AtomicU32::new(0),
+            retired: Mutex::default(),
         };
         arena.takes_pages = arena.finds_pages_taken();
         arena
@@ -273,6 +282,29 @@ impl Arena {
         if start + page <= end {
             self.discard(start, (end - start) / page * page);
         }
+    }
+
+    /// Frees blocks when nobody uses them any more.
+    pub fn retire(&self, blocks: Vec<Block>, is_unused: impl Fn(&Arena) -> bool + Send + 'static) {
+        let parts = blocks.iter().map(|block| (block.offset, block.size, block.born)).collect();
+        blocks.into_iter().for_each(Block::leak);
+        let retired = RetiredBlocks { is_unused: Box::new(is_unused), blocks: parts };
+        self.retired.lock().unwrap_or_else(PoisonError::into_inner).push(retired);
+    }
+
+    /// Frees the retired blocks that nobody uses any more.
+    pub fn free_retired(&self) {
+        let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
+        retired.retain(|retired| {
+            let is_unused = (retired.is_unused)(self);
+            if is_unused {
+                retired
+                    .blocks
+                    .iter()
+                    .for_each(|&(offset, size, born)| self.free(offset, size, born));
+            }
+            !is_unused
+        });
     }
 
     /// Returns the bytes before the blocks of each process that has a region: whole pages.

@@ -29,10 +29,19 @@ pub struct LocalRank {
     pub left: AtomicU32,
 }
 
+impl LocalRank {
+    /// Returns the rank with this index in the memory of a join at `offset`.
+    pub fn of(arena: &Arena, offset: usize, index: usize) -> &Self {
+        let first = arena.at(offset + size_of::<JoinHeader>()).cast::<LocalRank>();
+        // SAFETY: the header is followed by an entry for each of them, of atomics; the memory lies in
+        // the mapping.
+        unsafe { &*first.add(index) }
+    }
+}
+
 const ALIGNMENT: usize = 4096;
 
 /// The memory of a join of `size` ranks, `locals` of them on this node, at an offset of the arena.
-#[derive(Clone)]
 pub struct JoinMemory {
     pub arena: Arc<Arena>,
     pub offset: usize,
@@ -84,9 +93,7 @@ impl JoinMemory {
 
     /// Returns the rank with this index among those of the node.
     pub fn local(&self, index: usize) -> &LocalRank {
-        let first = self.arena.at(self.offset + size_of::<JoinHeader>()).cast::<LocalRank>();
-        // SAFETY: the header is followed by an entry for each of them, of atomics.
-        unsafe { &*first.add(index) }
+        LocalRank::of(&self.arena, self.offset, index)
     }
 
     /// Returns the control block of the group of all ranks.

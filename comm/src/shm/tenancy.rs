@@ -10,10 +10,8 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flow_store::fork::PerProcess;
-
-use super::arena::Block;
-use super::join_memory::JoinMemory;
+use super::arena::{Arena, Block};
+use super::join_memory::{JoinMemory, LocalRank};
 use crate::liveness::has_ended;
 
 /// A rank's use of the memory that it shares with the ranks of a join on its node.
@@ -36,20 +34,11 @@ struct Tenant {
     pid: u32,
 }
 
-/// Blocks of this process that ranks of a join which it has left may still use.
-struct RetiredBlocks {
-    memory: JoinMemory,
-    tenants: Arc<[Tenant]>,
-    _blocks: Vec<Block>,
-}
-
-static RETIRED: PerProcess<Mutex<Vec<RetiredBlocks>>> = PerProcess::empty();
-
 impl Tenancy {
     /// Begins the use, once all ranks of the node have attached; `regions` are theirs. `block` is that
     /// of the join's memory, in the rank that has made it.
     pub fn new(memory: JoinMemory, index: usize, regions: &[usize], block: Option<Block>) -> Self {
-        free_retired();
+        memory.arena.free_retired();
         let mut tenants = Vec::with_capacity(regions.len());
         for (local, &region) in regions.iter().enumerate() {
             let pid = memory.local(local).pid.load(Ordering::Acquire);
@@ -84,35 +73,20 @@ impl Drop for Tenancy {
             }
         }
         let blocks = self.blocks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if !blocks.is_empty() {
-            let retired = RetiredBlocks {
-                memory: self.memory.clone(),
-                tenants: Arc::clone(&self.tenants),
-                _blocks: std::mem::take(blocks),
-            };
-            RETIRED.get().lock().unwrap_or_else(PoisonError::into_inner).push(retired);
-        }
-        free_retired();
+        let offset = memory.offset;
+        let tenants = Arc::clone(&self.tenants);
+        memory
+            .arena
+            .retire(std::mem::take(blocks), move |arena| has_ended_for(arena, offset, &tenants));
+        memory.arena.free_retired();
     }
 }
 
-impl RetiredBlocks {
-    /// Whether all ranks have left or ended. Once the memory of the join is used for something else
-    /// they have, whatever is read there.
-    fn is_over(&self) -> bool {
-        self.tenants.iter().enumerate().all(|(index, tenant)| {
-            self.memory.local(index).left.load(Ordering::SeqCst) != 0
-                || tenant.pid != std::process::id() && has_ended(tenant.pid)
-        })
-    }
-}
-
-/// Frees the blocks of this process that nobody uses any more.
-fn free_retired() {
-    let mut retired = RETIRED.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let (over, left): (Vec<_>, Vec<_>) =
-        std::mem::take(&mut *retired).into_iter().partition(RetiredBlocks::is_over);
-    *retired = left;
-    drop(retired);
-    drop(over);
+/// Whether all ranks have left the join whose memory is there, or have ended. Once that memory is used
+/// for something else they have, whatever is read there.
+fn has_ended_for(arena: &Arena, offset: usize, tenants: &[Tenant]) -> bool {
+    tenants.iter().enumerate().all(|(index, tenant)| {
+        LocalRank::of(arena, offset, index).left.load(Ordering::SeqCst) != 0
+            || tenant.pid != std::process::id() && has_ended(tenant.pid)
+    })
 }

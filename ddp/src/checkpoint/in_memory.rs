@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::agree::{agree, from_rank_0};
 use super::error::{CheckpointError, Result};
 use super::files::lock_file;
-use super::memory::{Block, Generation, Memory, Record, Stamp};
+use super::memory::{Block, Generation, Held, Memory, Record, Stamp};
 use super::saved_file::{Extent, SavedFile};
 use super::sharers::{failed_to_receive, send};
 use super::state::FORMAT;
@@ -47,11 +47,12 @@ pub struct FoundInMemory {
     /// This rank's part.
     own: Option<Record>,
     memory: PathBuf,
+    pub held: Arc<Held>,
 }
 
 /// A rank's part, as it tells the others of it.
 #[derive(Serialize, Deserialize)]
-struct Held {
+struct Place {
     memory: PathBuf,
     record: Record,
 }
@@ -86,7 +87,13 @@ fn over(path: PathBuf) -> Result<(InMemory, Memory)> {
         Ok((open_writable(&path)?, open_writable(&path)?))
     });
     let (file, lock) = opened.map_err(failed)?;
-    lock_file(&lock, Path::new(NAME))?;
+    lock_file(&lock, Path::new(NAME)).map_err(|error| match error {
+        CheckpointError::Locked(_) => {
+            let reason = "another Checkpoints of this rank has the memory: drop that before";
+            CheckpointError::unfit("keep", "checkpoints in memory", reason)
+        }
+        error => error,
+    })?;
     let in_memory = InMemory { folder: None, number: 0, is_read: false, _lock: lock };
     Ok((in_memory, Memory::of(file, path)))
 }
@@ -166,6 +173,12 @@ impl InMemory {
         memory.keep(None);
         for (stamp, holders) in found.into_values().rev() {
             if holders.len() < stamp.holders {
+                log::warn!(
+                    "the checkpoint {} is not whole: {} of {} ranks have their parts",
+                    name(stamp.step).display(),
+                    holders.len(),
+                    stamp.holders
+                );
                 continue;
             }
             let part = own.iter().find(|own| own.record.stamp == stamp);
@@ -181,8 +194,9 @@ impl InMemory {
             }
             memory.keep(part.cloned());
             let own = part.map(|part| part.record.clone());
+            let held = Arc::new(memory.hold());
             let memory = memory.path.clone();
-            return Ok(Some(FoundInMemory { step: stamp.step, stamp, own, memory }));
+            return Ok(Some(FoundInMemory { step: stamp.step, stamp, own, memory, held }));
         }
         Ok(None)
     }
@@ -192,13 +206,13 @@ impl FoundInMemory {
     /// Opens the files of the checkpoint. What is in the memory of another machine is sent. All ranks call
     /// this.
     pub fn open(self, group: &ProcessGroup) -> Result<Vec<SavedFile>> {
-        let held = self.own.map(|record| Held { memory: self.memory, record });
+        let held = self.own.map(|record| Place { memory: self.memory, record });
         let texts = gather_texts(group, &serde_json::to_string(&held).unwrap_or_default())?;
         let mut files: Vec<Vec<Extent>> = self.stamp.names.iter().map(|_| Vec::new()).collect();
         let name = name(self.step);
         for (rank, text) in texts.iter().enumerate() {
-            let held: Option<Held> = serde_json::from_str(text).unwrap_or_default();
-            let Some(Held { memory, record }) = held else { continue };
+            let held: Option<Place> = serde_json::from_str(text).unwrap_or_default();
+            let Some(Place { memory, record }) = held else { continue };
             let length = record.blocks.iter().map(|block| block.length).sum();
             let sharers = group.ranks_on_machine_of(rank);
             let sees = sharers.contains(&group.rank());

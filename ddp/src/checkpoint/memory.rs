@@ -15,6 +15,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use flow_comm::MappedFile;
@@ -40,6 +41,21 @@ pub struct Memory {
     kept: Option<Generation>,
     /// What is copied now.
     copied: Range<u64>,
+    /// The copies that have begun.
+    begun: Arc<AtomicU64>,
+}
+
+/// Bytes that stay in a memory until two more copies have begun.
+pub struct Held {
+    begun: Arc<AtomicU64>,
+    at: u64,
+}
+
+impl Held {
+    /// Whether the bytes may be others now.
+    pub fn may_be_replaced(&self) -> bool {
+        self.begun.load(Ordering::Acquire) - self.at >= 2
+    }
 }
 
 /// What all ranks have saved at a time: the same on all of them.
@@ -101,7 +117,14 @@ impl Memory {
 
     /// Returns the memory `file`, which other ranks open by `path`.
     pub fn of(file: File, path: PathBuf) -> Self {
-        Self { file: Arc::new(file), path, mapped: None, kept: None, copied: FIRST..FIRST }
+        Self {
+            file: Arc::new(file),
+            path,
+            mapped: None,
+            kept: None,
+            copied: FIRST..FIRST,
+            begun: Arc::default(),
+        }
     }
 
     /// Returns the generations that are there.
@@ -199,6 +222,7 @@ impl Memory {
     /// # Errors
     /// There is too little memory.
     pub fn begin(&mut self, bytes: u64) -> io::Result<()> {
+        self.begun.fetch_add(1, Ordering::AcqRel);
         let kept = self.kept.as_ref().map(|kept| kept.slot);
         for slot in (0..SLOTS).filter(|slot| Some(*slot) != kept) {
             self.file.write_all_at(&[0; 48], (slot * HEADER) as u64)?;
@@ -212,6 +236,11 @@ impl Memory {
         }
         self.copied = start..start;
         Ok(())
+    }
+
+    /// Returns what tells whether the generation that is kept now is there still.
+    pub fn hold(&self) -> Held {
+        Held { begun: Arc::clone(&self.begun), at: self.begun.load(Ordering::Acquire) }
     }
 
     /// Copies bytes behind those before. There is [room](Self::begin) for them.

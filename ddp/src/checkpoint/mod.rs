@@ -177,7 +177,8 @@ impl Checkpoints {
         let folder = Folder::open(path, &self.group, &[SUMS, STATE])?;
         self.folder = Some(Arc::new(Mutex::new(folder)));
         if let Some(in_memory) = &mut self.writer.in_memory {
-            in_memory.folder = Some(path.to_owned());
+            let absolute = std::path::absolute(path);
+            in_memory.folder = Some(absolute.unwrap_or_else(|_| path.to_owned()));
         }
         Ok(self)
     }
@@ -442,6 +443,7 @@ impl Checkpoints {
                 Ok(sums)
             })
         });
+        let mut held = None;
         let (path, files) = match (in_folder?, in_memory) {
             (Some((step, sums)), _) => {
                 let path = self.path(step);
@@ -449,10 +451,13 @@ impl Checkpoints {
                 let files = sharers::open(&self.group, &path, &names)?;
                 (path, files)
             }
-            (None, Some(found)) => (in_memory::name(found.step), found.open(&self.group)?),
+            (None, Some(found)) => {
+                held = Some(Arc::clone(&found.held));
+                (in_memory::name(found.step), found.open(&self.group)?)
+            }
             (None, None) => return Ok(None),
         };
-        let read = Checkpoint::read(&self.group, &path, files);
+        let read = Checkpoint::read(&self.group, &path, files, held);
         agree(&self.group, read).map(Some)
     }
 }

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
@@ -13,6 +14,7 @@ use tch::nn::VarStore;
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::layout::is_of;
+use super::memory::Held;
 use super::saved::{SavedOptimizer, SavedTensors};
 use super::saved_file::SavedFile;
 use super::state::{MODEL, OPTIMIZER, STATE, SavedState};
@@ -34,11 +36,18 @@ pub struct Checkpoint<S> {
     parameters: Vec<String>,
     model: SavedTensors,
     optimizer: SavedTensors,
+    /// Of a checkpoint in memory.
+    held: Option<Arc<Held>>,
 }
 
 impl<S> Checkpoint<S> {
     /// Reads the checkpoint at `path` from its files.
-    pub(super) fn read(group: &ProcessGroup, path: &Path, mut files: Vec<SavedFile>) -> Result<Self>
+    pub(super) fn read(
+        group: &ProcessGroup,
+        path: &Path,
+        mut files: Vec<SavedFile>,
+        held: Option<Arc<Held>>,
+    ) -> Result<Self>
     where
         S: DeserializeOwned,
     {
@@ -57,7 +66,18 @@ impl<S> Checkpoint<S> {
         let optimizer = SavedTensors::open(take(&mut files, |name| is_of(OPTIMIZER, name)))?;
         let path = path.to_owned();
         let group = group.clone();
-        Ok(Self { state, path, group, world_size, threads, sampler, parameters, model, optimizer })
+        Ok(Self {
+            state,
+            path,
+            group,
+            world_size,
+            threads,
+            sampler,
+            parameters,
+            model,
+            optimizer,
+            held,
+        })
     }
 
     /// Gives the model, the optimizer and the sampler what they had. The number of ranks may be
@@ -85,7 +105,8 @@ impl<S> Checkpoint<S> {
         });
         agree(&self.group, checked)?;
         agree(&self.group, self.load_model(&mut variables))?;
-        agree(&self.group, self.load_optimizer(optimizer))?;
+        let loaded = self.load_optimizer(optimizer);
+        agree(&self.group, loaded.and_then(|()| self.check_held()))?;
 
         let here = (self.group.world_size(), tch::get_num_threads());
         if self.group.rank() == 0 && here != (self.world_size, self.threads) {
@@ -98,6 +119,15 @@ impl<S> Checkpoint<S> {
                 here.0,
                 here.1
             );
+        }
+        Ok(())
+    }
+
+    /// Checks that nothing has been saved over what was read.
+    fn check_held(&self) -> Result<()> {
+        if self.held.as_ref().is_some_and(|held| held.may_be_replaced()) {
+            let reason = "two checkpoints were saved since latest has returned it";
+            return Err(CheckpointError::damaged(self.path.clone(), reason));
         }
         Ok(())
     }

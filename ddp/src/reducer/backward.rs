@@ -12,6 +12,7 @@ use crate::backward_state::BackwardState;
 use crate::bucket::BackwardEvent;
 use crate::error::{Error, Result};
 use crate::static_graph::StaticGraph;
+use crate::virtual_ranks::own::OwnVirtualRanks;
 
 /// A callback at the end of a backward, queued in its first hook. If backward fails before its end,
 /// the group fails too.
@@ -79,6 +80,12 @@ impl Reducer {
             return Err(Backward::new(self, &mut state).graph_changed(index, change));
         }
         if state.local > 0 {
+            if self.virtual_ranks.as_ref().is_some_and(OwnVirtualRanks::has_reduced) {
+                drop(state);
+                let reason =
+                    "a backward under no_sync after the one that reduces, with virtual_ranks";
+                return Err(Error::model(&self.group, reason.to_owned()));
+            }
             return Ok(());
         }
         if state.unusable {

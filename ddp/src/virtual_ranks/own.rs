@@ -56,6 +56,11 @@ impl OwnVirtualRanks {
         !progress.is_running && progress.next == self.own.start
     }
 
+    /// Returns whether the backward of the virtual rank that runs has begun to reduce gradients.
+    pub fn has_reduced(&self) -> bool {
+        self.progress().reduces
+    }
+
     /// Notes that a backward begins, which reduces gradients. The error says why it must not.
     pub fn begin_backward(&self) -> Result<(), String> {
         let mut progress = self.progress();
@@ -76,7 +81,7 @@ impl OwnVirtualRanks {
         let mut sum: Option<Tensor> = None;
         for before in waiting.into_iter().rev() {
             let after = sum.as_ref().unwrap_or(gradient);
-            sum = Some(tch::no_grad(|| before + after));
+            sum = Some(add(&before, after));
         }
         sum
     }
@@ -100,9 +105,11 @@ impl OwnVirtualRanks {
             // What is to be computed when it is read becomes `.grad`.
             parameter.resolved(&gradient).map(drop)?;
             let mut sum = parameter.tensor.grad().detach();
+            // What the program does to `.grad` does nothing to it.
+            flow_autograd::set_grad(&parameter.tensor, None).map_err(|error| error.to_string())?;
             for _ in 0..self.sums[part - self.own.start] {
                 let Some(before) = waiting.pop() else { break };
-                sum = tch::no_grad(|| before + &sum);
+                sum = add(&before, &sum);
             }
             waiting.push(sum);
         }
@@ -112,4 +119,15 @@ impl OwnVirtualRanks {
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Adds up gradients as the buckets do: complex numbers by their real and imaginary parts.
+fn add(before: &Tensor, after: &Tensor) -> Tensor {
+    tch::no_grad(|| {
+        if !before.is_complex() {
+            return before + after;
+        }
+        let [before, after] = [before, after].map(|sum| sum.resolve_conj().view_as_real());
+        (before + after).view_as_complex()
+    })
 }

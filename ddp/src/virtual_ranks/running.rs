@@ -95,10 +95,7 @@ impl<'a, M> Running<'a, M> {
         progress.reduces = false;
         if part == own.start {
             progress.waiting.clear();
-            progress.buffers.clear();
-            if !is_last {
-                progress.buffers = model.copies_of_buffers();
-            }
+            progress.buffers = model.copies_of_buffers();
         } else {
             model.set_buffers(&progress.buffers);
         }
@@ -138,7 +135,11 @@ impl<'a, M> Running<'a, M> {
             }
             drop(progress);
             self.is_over = true;
-            return self.model.sync_buffers();
+            let synced = self.model.sync_buffers();
+            if synced.is_err() {
+                self.model.set_buffers(&self.virtual_ranks.progress().buffers);
+            }
+            return synced;
         }
         self.is_over = true;
         Ok(())
@@ -150,6 +151,8 @@ impl<'a, M> Running<'a, M> {
 
     fn abort(&mut self, cause: &str) {
         self.is_over = true;
+        // The step may be repeated, by other processes.
+        self.model.set_buffers(&self.virtual_ranks.progress().buffers);
         self.reducer.abort(cause);
     }
 }

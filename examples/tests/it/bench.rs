@@ -139,7 +139,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, virtual-ranks, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

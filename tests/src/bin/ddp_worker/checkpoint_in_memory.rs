@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{CheckpointModel, Checkpoints, Ddp, DistributedSampler, Fsdp};
+use flow_ddp::{Checkpoint, CheckpointModel, Checkpoints, Ddp, DistributedSampler, Fsdp};
 use flow_tests::net::Net;
 use flow_tests::registry::{Job, Scenario, Test, launched, machines, scenario};
 use flow_tests::{Process, TEST_TIMEOUT};
@@ -205,7 +205,10 @@ impl Steps<'_> {
         let latest = checkpoints.latest::<i64>()?;
         let found = latest.as_ref().map(|latest| latest.state);
         ensure!(found == expected, "{found:?} is found, not {expected:?}");
-        let Some(latest) = latest else { return Ok(()) };
+        latest.map_or(Ok(()), |latest| self.resumes(&latest))
+    }
+
+    fn resumes(&self, latest: &Checkpoint<i64>) -> Result<()> {
         let (store, mut sampler) = (filled(0), DistributedSampler::new(1, self.group));
         let mut optimizer = Adam::default().build(&store, 0.01)?;
         latest.resume(&store, &mut optimizer, &mut sampler)?;
@@ -267,6 +270,13 @@ fn newest(group: &ProcessGroup) -> Result<()> {
     steps.finds(&mut alone, None)?;
     steps.save(&mut alone, 1)?;
     steps.finds(&mut alone, Some(1))?;
+    // What was found stays while one more is saved.
+    let found = alone.latest::<i64>()?.context("the first")?;
+    steps.save(&mut alone, 2)?;
+    steps.resumes(&found)?;
+    steps.save(&mut alone, 3)?;
+    let replaced = steps.resumes(&found).err().context("it is gone")?.to_string();
+    ensure!(replaced.contains("two checkpoints were saved"), "{replaced}");
     drop(alone);
     steps.finds(&mut steps.in_both()?, Some(6))
 }
