@@ -342,8 +342,12 @@ fn the_words_of_a_flag_are_valid() {
     for flag in flag_table::FLAGS.iter().filter(|flag| flag.name != "completions") {
         for word in flag.words {
             let line = format!("--{} {word} train", flag.name);
-            let nodes = if *word == "c10d" { "--rdzv-endpoint host " } else { "" };
-            parse(&format!("{nodes}{line}"))
+            let needed = match *word {
+                "c10d" => "--rdzv-endpoint host ",
+                "in-place" => "--nproc-per-node 2 ",
+                _ => "",
+            };
+            parse(&format!("{needed}{line}"))
                 .unwrap_or_else(|Usage(error)| panic!("{line}: {error}"));
         }
         let Some(word) = flag.words.last() else { continue };
