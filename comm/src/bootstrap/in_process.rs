@@ -40,10 +40,11 @@ impl World {
             let memory = JoinMemory::open(&arenas[0], offset, size, size)?;
             memory.local(index).pid.store(std::process::id(), Ordering::Release);
         }
-        let mut world = |(rank, arena): (usize, Arc<Arena>)| -> Result<World, String> {
+        let mut worlds = Vec::with_capacity(size);
+        for (rank, arena) in arenas.into_iter().enumerate() {
             let memory = JoinMemory::open(&arena, offset, size, size)?;
             let tenancy = Arc::new(Tenancy::new(memory, rank, &regions, block.take()));
-            Ok(World {
+            worlds.push(World {
                 rank,
                 size,
                 seats: regions.iter().copied().map(Seat::first).collect(),
@@ -64,9 +65,9 @@ impl World {
                 server: None,
                 groups: Mutex::default(),
                 retired_blocks: Mutex::default(),
-            })
-        };
-        arenas.into_iter().enumerate().map(&mut world).collect()
+            });
+        }
+        Ok(worlds)
     }
 }
 

@@ -80,8 +80,9 @@ impl BootstrapMonitor<'_> {
             self.next_warning = now + FIRST_WARNING;
         }
         if let Some(long) = &mut self.long {
-            let seats = || absent.iter().map(|&rank| self.seats[rank].number).collect();
-            long.check(self.begin.elapsed(), &"joining the process group", seats);
+            long.check(self.begin.elapsed(), &"joining the process group", || {
+                absent.iter().map(|&rank| self.seats[rank].number).collect()
+            });
         }
         if now < self.next_poll {
             return Ok(());

@@ -368,9 +368,11 @@ impl Hierarchical {
                 let mut sources: Vec<*const u8> = Vec::with_capacity(addends.nodes.len());
                 for (index, &node) in addends.nodes.iter().enumerate() {
                     let own = if node == here { own.next() } else { None };
-                    let own = own.and_then(Iterator::next).map(|(own, _)| own);
-                    let arrived = || incoming.slice(block, index).wrapping_add(offset);
-                    sources.push(own.unwrap_or_else(arrived).cast_const());
+                    let source = match own.and_then(Iterator::next) {
+                        Some((own, _)) => own,
+                        None => incoming.slice(block, index).wrapping_add(offset),
+                    };
+                    sources.push(source.cast_const());
                 }
                 // SAFETY: this node's parts and what has come from the others are that long, and
                 // nobody else uses them.

@@ -54,11 +54,11 @@ impl Member {
         lengths: Vec<usize>,
         virtual_ranks: usize,
     ) -> Result<Segments> {
-        let refused = |reason| self.caller().argument("virtual_segments", reason);
+        let mut ranks = VirtualRanks::new(virtual_ranks, self.world_size());
         if !matches!(dtype, DType::F32 | DType::F64) {
-            return Err(refused(format!("virtual ranks add up f32 or f64, and this is {dtype}")));
+            ranks = Err(format!("virtual ranks add up f32 or f64, and this is {dtype}"));
         }
-        let ranks = VirtualRanks::new(virtual_ranks, self.world_size()).map_err(refused)?;
+        let ranks = ranks.map_err(|reason| self.caller().argument("virtual_segments", reason))?;
         let tree = NodeTree::new(&ranks, &self.core().nodes);
         Ok(self.new_segments(bucket, dtype, lengths, None)?.in_tree(tree))
     }

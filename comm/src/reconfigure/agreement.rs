@@ -102,7 +102,8 @@ impl Agreement {
     fn meet(mut self, mut members: Members, local_rank: usize) -> Result<ProcessGroup> {
         self.begin = Instant::now();
         let deadline = self.begin + self.timeout;
-        for attempt in 1.. {
+        let mut attempts = 0;
+        loop {
             self.check_state_is_left(&members)?;
             let arena = self.arena.as_ref();
             let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
@@ -126,13 +127,13 @@ impl Agreement {
             // For those that still wait.
             let key = self.key(members.epoch, "failure");
             let _ = self.store.compare_and_set(&key, None, reason.as_bytes());
-            if attempt == MAX_ATTEMPTS || Instant::now() >= deadline {
+            attempts += 1;
+            if attempts == MAX_ATTEMPTS || Instant::now() >= deadline {
                 return Err(system(self.seat(), reason));
             }
             log::info!("rank {}: reconfigure once more: {reason}", self.seat());
             members = self.agree(&members)?;
         }
-        unreachable!("the attempts end by a return")
     }
 
     /// Returns the group of all ranks, when all have it.
@@ -169,7 +170,6 @@ impl Agreement {
                 .iter()
                 .filter(|process| !lost.contains(&process.seat.number))
                 .collect();
-            let here_first = here.first().map_or(0, |process| process.seat.number);
             let keys: Vec<String> =
                 here.iter().map(|process| self.present_key(epoch, process.seat.number)).collect();
             let missing = self.missing(&keys, POLL_INTERVAL)?;
@@ -187,7 +187,7 @@ impl Agreement {
                     continue;
                 }
                 // One proposal is enough, unless the first process ends just now.
-                let is_first = here_first == self.own.seat.number;
+                let is_first = here.first().is_some_and(|process| process.is(&self.own));
                 if is_first
                     || !self.missing(std::slice::from_ref(&members_key), POLL_INTERVAL)?.is_empty()
                 {

@@ -30,20 +30,21 @@ use agreement::Agreement;
 use membership::{OPERATION, own_process};
 
 impl ProcessGroup {
-    /// Makes a group of those ranks of this one that are left, and of processes that have come since:
-    /// see [`ProcessGroup::join_running`]. The ranks keep their order; a newcomer that was started for
-    /// a rank that has ended has its place. All ranks that live call this, whether the group has
-    /// failed or not. Operations that are under way in it, or in groups made from it, end with an error,
-    /// and nothing of them arrives later. Sub-groups, meshes and the use of GPUs are made anew from the new group, as a
-    /// newcomer does.
+    /// Makes a group of those ranks of this one that are left, and of processes that have come
+    /// since: see [`ProcessGroup::join_running`]. The ranks keep their order; a newcomer that was
+    /// started for a rank that has ended has its place. All ranks that live call this, whether the
+    /// group has failed or not. Collectives that are under way in it, or in groups made from it, end
+    /// with an error, and nothing of them arrives later. No thread of the program is in `send` or
+    /// `recv` meanwhile. Sub-groups, meshes and the use of GPUs are made anew from the new group, as
+    /// a newcomer does.
     ///
     /// Waits for all ranks that live, as long as the group's timeout. If a rank ends meanwhile, the
     /// others go on without it.
     ///
-    /// The shared memory stays as it is, so that tensors in it are reduced in place as before. That of
-    /// a process that has ended is free when all ranks have dropped the groups that it was in. If the
-    /// job has more ranks on a machine than it began with, its groups get other shared memory, and
-    /// tensors of before are copied when they are reduced.
+    /// The shared memory stays as it is, so that tensors in it are reduced in place as before. That
+    /// of a process that has ended is free when all ranks have dropped the groups that it was in. If
+    /// the job has more ranks on a machine than it began with, its groups get other shared memory,
+    /// and tensors of before are copied when they are reduced.
     ///
     /// Works for the group of all ranks that [`ProcessGroup::from_env`] or this makes, where the
     /// rendezvous store has survived: flow-launch's does.
@@ -63,10 +64,10 @@ impl ProcessGroup {
         agreement.go_on(lineage.members.clone(), self.local_rank())
     }
 
-    /// Joins a job that runs already, when its ranks call [`ProcessGroup::reconfigure`] next. The
-    /// environment is that of a rank; where the rank that had this number has ended, this process
-    /// takes its place. [`ProcessGroup::from_env`] does this in a process that flow-launch has started
-    /// for one that has ended.
+    /// Joins a job that runs already, when its ranks call [`ProcessGroup::reconfigure`] next. Where
+    /// the rank that had this number has ended, this process takes its place.
+    /// [`ProcessGroup::from_env`] does this in a process that flow-launch has started for one that
+    /// has ended.
     ///
     /// # Errors
     ///

@@ -17,7 +17,6 @@
 //! `collectives`, `p2p` and `internode` are built on these.
 
 pub mod arena;
-mod block_allocator;
 pub mod bytes;
 pub mod contribution;
 pub mod control;

@@ -6,6 +6,7 @@
 //! | `mod.rs` | [`Checkpoints`]: save, find the latest |
 //! | `model.rs` | [`CheckpointModel`] |
 //! | `resume.rs` | [`Checkpoint`]: resume |
+//! | `variables.rs` | the variables that a rank has, and its parts of those that ranks share |
 //! | `parts.rs` | what each rank writes |
 //! | `saving.rs` | a checkpoint that is written at once, or beside the training |
 //! | `memory.rs` | the memory of a copy |
@@ -42,22 +43,20 @@ mod saving;
 mod sharers;
 mod state;
 pub mod sums;
+mod variables;
 pub mod write;
 
-use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts, identity};
+use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts};
 use flow_comm::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tch::nn::VarStore;
 
 use crate::data::sampler_state::Stateful;
-use crate::fsdp::shared_parameters::is_fully_sharded;
-use crate::fully_shard::parts::{self as sharded_parts, OwnElements};
 pub use crate::model_check::gather_texts;
 use agree::{agree, from_rank_0};
 pub use error::{CheckpointError, Result};
@@ -72,6 +71,7 @@ use saving::{BackgroundWriter, Partial, Saving, lock};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
+use variables::variables;
 
 /// Bytes of tensors in a file: as many as Hugging Face's files have.
 pub const FILE_BYTES: u64 = 5_000_000_000;
@@ -468,45 +468,6 @@ struct Parts {
     parameters: Vec<String>,
     /// The parts of the tensors of each kind of files.
     files: [(&'static str, Vec<Part>); 2],
-}
-
-/// Returns the variables that ranks have whole, by name: the same order on all ranks. And this rank's parts
-/// of the others, unless rank 0 is to write all.
-fn variables(
-    group: &ProcessGroup,
-    model: &impl CheckpointModel,
-    vs: &VarStore,
-    all_write: bool,
-) -> Result<(Vec<Whole>, Vec<StatePart>)> {
-    let are_of_group = model.group().ranks() == group.ranks();
-    let mut variables = Vec::new();
-    let mut parts = Vec::new();
-    let all = vs.variables();
-    let mut gathered = if all_write || !are_of_group {
-        HashMap::new()
-    } else {
-        sharded_parts::gathered(all.values())?
-    };
-    for (name, tensor) in all {
-        if let Some(own) = sharded_parts::saved_elements(&tensor) {
-            if !are_of_group {
-                let reason = "its model is sharded over other ranks than save this checkpoint: open the \
-                              checkpoints with the model's group";
-                return Err(CheckpointError::unfit("save", name, reason));
-            }
-            if let Some(tensor) = gathered.remove(&identity(&tensor)) {
-                variables.push(Whole { name, tensor, is_common: false });
-            } else if let Some(OwnElements { start, elements }) = own {
-                let shape = tensor.size();
-                parts.push(StatePart { name, shape, start, tensor: elements });
-            }
-            continue;
-        }
-        let is_common = are_of_group && is_fully_sharded(&tensor);
-        variables.push(Whole { name, tensor, is_common });
-    }
-    variables.sort_by(|one, other| one.name.cmp(&other.name));
-    Ok((variables, parts))
 }
 
 /// Checks that the checkpoint is of this format, if it says which it has. The rest may be of another

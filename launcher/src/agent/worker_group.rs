@@ -89,8 +89,7 @@ impl WorkerGroup {
     }
 
     /// Starts a worker in place of the one with this index, which has failed; `attempt` is the number
-    /// of starts before. Returns the error if it
-    /// cannot be started; the failed one then stays.
+    /// of starts before. The error says why it cannot be started; the failed one then stays.
     pub fn replace(
         &mut self,
         index: usize,

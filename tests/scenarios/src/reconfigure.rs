@@ -38,6 +38,7 @@ pub const SCENARIOS: &[Scenario] = &[
     .checked_by(are_replaced_by_hand),
     process("ranks_on_gpus_are_replaced", on_gpus, &[launched(3).flags(IN_PLACE).on_fake_cuda()])
         .checked_by(|test| ends_with(test, 3, 1)),
+    process("a_job_takes_in_more_ranks", grows, &[by_hand(&[2])]).checked_by(takes_one_in),
     process("memory_of_before_stays_while_it_is_used", kept, &[launched(3).flags(IN_PLACE)])
         .checked_by(|test| ends_with(test, 3, 3)),
     process(
@@ -122,6 +123,10 @@ fn random() -> Result<()> {
                 group = group.reconfigure()?;
             }
         }
+    }
+    if program.seat[1] > 0 {
+        let error = ProcessGroup::from_env().expect_err("it has joined").to_string();
+        assert_contains(&error, &["joins its running job once"]);
     }
     println!("seat {:?} ends after step {}", program.seat, program.step);
     Ok(())
@@ -280,6 +285,53 @@ fn are_replaced_by_hand(test: &Test) {
     for process in processes {
         let output = process.finish_unless_silent(TEST_TIMEOUT).success();
         assert_contains(&output, &["ends after step", "passed"]);
+    }
+}
+
+/// A third rank comes, for which the memory of the others has no region.
+fn grows() -> Result<()> {
+    let mut group = ProcessGroup::from_env()?;
+    let first = group.arena().clone();
+    let mut before = group.alloc_shared::<f32>(100_000)?;
+    println!("joined");
+    while group.world_size() < 3 {
+        let mut waiting = [group.newcomers()? as i64];
+        group.all_reduce(&mut waiting, ReduceOp::Max)?;
+        if waiting[0] > 0 {
+            group = group.reconfigure()?;
+        }
+    }
+    for round in 0..3 {
+        let mut after = group.alloc_shared::<f32>(100_000)?;
+        ensure!(group.rank() == 2 || !Arc::ptr_eq(group.arena(), &first), "it is new memory");
+        for buffer in [&mut before, &mut after] {
+            buffer.fill((group.rank() + round) as f32);
+            group.all_reduce(buffer, ReduceOp::Sum)?;
+            ensure!(buffer.iter().all(|&element| element == (3 + 3 * round) as f32));
+        }
+        machine_memory(&group, round as i64)?;
+        group = group.reconfigure()?;
+    }
+    println!("ends");
+    Ok(group.barrier()?)
+}
+
+fn takes_one_in(test: &Test) {
+    let address = Address::Tcp(format!("127.0.0.1:{}", free_port()));
+    let _server = Server::start(&address, "token").unwrap();
+    let start = |mut command: Command| {
+        command.env("FLOW_STORE", address.to_string()).env("FLOW_TOKEN", "token");
+        Process::start(command)
+    };
+    let mut processes: Vec<Process> = test.commands().into_iter().map(start).collect();
+    processes[0].wait_for("joined\n");
+    let mut third = test.commands().swap_remove(1);
+    third.env("RANK", "2").env("WORLD_SIZE", "3").env("LOCAL_RANK", "2");
+    third.env("LOCAL_WORLD_SIZE", "3").env("FLOW_REPLACEMENT", "1");
+    processes.push(start(third));
+    for process in processes {
+        let output = process.finish_unless_silent(TEST_TIMEOUT).success();
+        assert_contains(&output, &["ends\n", "passed"]);
     }
 }
 

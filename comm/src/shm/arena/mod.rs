@@ -5,20 +5,27 @@
 //! so growing needs no protocol between ranks. An offset means the same bytes in every process. A
 //! memfd has no name and is not bound by the size of `/dev/shm`. When the last process that maps it
 //! ends, however it ends, it is gone.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `regions` | the processes that have a region one after the other, and who holds their memory |
+//! | `block_allocator` | which blocks of a region are free |
+
+mod block_allocator;
+mod regions;
 
 use std::ffi::c_void;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flow_store::fork::ForkSafe;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use super::block_allocator::BlockAllocator;
-use crate::liveness::has_ended;
+use block_allocator::BlockAllocator;
 
 /// The most that a process maps, all mappings together: a quarter of the address space.
 const ADDRESS_SPACE: usize = 1 << 45;
@@ -51,13 +58,6 @@ pub struct Arena {
     /// The quarantine that is over: no peer writes into blocks of before any more.
     lifted: AtomicU32,
     retired: Mutex<Vec<RetiredBlocks>>,
-}
-
-/// Blocks that are free when their condition holds; without the arena, which they must not keep.
-struct RetiredBlocks {
-    is_unused: Box<dyn Fn(&Arena) -> bool + Send>,
-    /// Offsets, sizes, and the quarantine in which they were born.
-    blocks: Vec<(usize, usize, u32)>,
 }
 
 // SAFETY: `base` is a plain shared mapping, valid in all threads until `Arena` is dropped; the
@@ -134,26 +134,8 @@ impl Arena {
         let base = NonNull::new(base.cast()).ok_or("mmap returned a null address")?;
         let mut arena =
             Self::over(base, len, index * region..(index + 1) * region, Some(Arc::clone(file)));
-        let page = rustix::param::page_size();
-        let marks = arena.marks(index);
-        let before = marks.base.load(Ordering::SeqCst);
-        let mut base = first_offset(index, region, regions).next_multiple_of(page);
-        if before != 0 {
-            // What the process before has handed out may still be in use.
-            let end = marks.end.load(Ordering::SeqCst).max(before + arena.head_bytes());
-            base = end.next_multiple_of(page);
-        }
-        let start = base + arena.head_bytes();
-        if !arena.holds(index, base, arena.head_bytes()) {
-            return Err(no_room("another process", index));
-        }
-        if before != 0 {
-            // First: whoever frees what was there before looks at this last.
-            arena.head(before).next.store(base, Ordering::SeqCst);
-        }
-        marks.base.store(base, Ordering::SeqCst);
-        marks.end.store(start, Ordering::SeqCst);
-        let blocks = BlockAllocator::new(start, page);
+        let start = arena.take_region(index)?;
+        let blocks = BlockAllocator::new(start, rustix::param::page_size());
         arena.blocks = ForkSafe::new(Mutex::new(blocks));
         Ok(arena)
     }
@@ -229,61 +211,6 @@ impl Arena {
         self.region.start / self.region.len()
     }
 
-    /// Returns the offset at which the memory of the process begins that has a region now.
-    pub fn base(&self, index: usize) -> usize {
-        match &self.file {
-            Some(_) => self.marks(index).base.load(Ordering::SeqCst),
-            None => index * self.region.len(),
-        }
-    }
-
-    /// Whether a newcomer has room in the region of a process that has ended: half of it.
-    pub fn has_room(&self, index: usize) -> bool {
-        let end = self.marks(index).end.load(Ordering::SeqCst);
-        end - index * self.region.len() <= self.region.len() / 2
-    }
-
-    /// Notes that this process uses what the process whose memory begins at `base` may have shared, or
-    /// for the last time that it does not.
-    pub fn hold(&self, base: usize, change: i32) {
-        if self.file.is_none() {
-            return;
-        }
-        let holder = self.holder(base, self.own_region());
-        let pid = std::process::id();
-        let _ = holder.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |held| {
-            // Another process has had this one's region.
-            let count = if (held >> 32) as u32 == pid { held as u32 } else { 0 };
-            let count = count.saturating_add_signed(change);
-            Some(u64::from(pid) << 32 | u64::from(count))
-        });
-    }
-
-    /// Gives the pages of a process that has ended back to the system, if no process that lives holds
-    /// them. Its memory began at `base`.
-    pub fn free_ended(&self, index: usize, base: usize) {
-        if self.file.is_none() {
-            return;
-        }
-        for region in 0..self.regions() {
-            let held = self.holder(base, region).load(Ordering::SeqCst);
-            let (pid, count) = ((held >> 32) as u32, held as u32);
-            if count > 0 && region != index && !has_ended(pid) {
-                return;
-            }
-        }
-        // In this order: a process that takes the region over and is not seen by `next` has not raised
-        // this mark either.
-        let end = self.marks(index).end.load(Ordering::SeqCst);
-        let next = self.head(base).next.load(Ordering::SeqCst);
-        let end = if next == 0 { end } else { next };
-        let page = rustix::param::page_size();
-        let start = base + self.head_bytes();
-        if start + page <= end {
-            self.discard(start, (end - start) / page * page);
-        }
-    }
-
     /// Frees blocks when nobody uses them any more.
     pub fn retire(&self, blocks: Vec<Block>, is_unused: impl Fn(&Arena) -> bool + Send + 'static) {
         let parts = blocks.iter().map(|block| (block.offset, block.size, block.born)).collect();
@@ -305,34 +232,6 @@ impl Arena {
             }
             !is_unused
         });
-    }
-
-    /// Returns the bytes before the blocks of each process that has a region: whole pages.
-    fn head_bytes(&self) -> usize {
-        let bytes = size_of::<MemoryHead>() + self.regions() * size_of::<AtomicU64>();
-        bytes.next_multiple_of(rustix::param::page_size())
-    }
-
-    /// Returns the head of the memory that begins at `base`.
-    fn head(&self, base: usize) -> &MemoryHead {
-        // SAFETY: each process' memory begins with a head, page aligned and zeros at first, which
-        // consists of atomics; it lies in the mapping.
-        unsafe { &*self.at(base).cast() }
-    }
-
-    /// Returns which process holds the memory that begins at `base`, of those that have had this
-    /// region, and how often.
-    fn holder(&self, base: usize, region: usize) -> &AtomicU64 {
-        let first = self.at(base + size_of::<MemoryHead>()).cast::<AtomicU64>();
-        // SAFETY: the head is followed by a word for each region.
-        unsafe { &*first.add(region) }
-    }
-
-    /// Returns what all processes see of a region.
-    fn marks(&self, index: usize) -> &RegionMarks {
-        // SAFETY: the file begins with the marks of its regions, zeros at first, which consist of
-        // atomics. An arena without a file has none, and does not come here.
-        unsafe { &*self.base.as_ptr().cast::<RegionMarks>().add(index) }
     }
 
     /// Returns the address of `offset`, which must be inside the mapping.
@@ -377,10 +276,7 @@ impl Arena {
             .or_else(|| blocks.take_unused(size, self.region.end))
             .or_else(|| self.split_free(&mut blocks, size))?;
         blocks.live_bytes += size;
-        if self.file.is_some() {
-            let end = &self.marks(self.own_region()).end;
-            end.store(blocks.used, Ordering::SeqCst);
-        }
+        self.publish_end(blocks.used);
         drop(blocks);
         let born = self.quarantine.load(Ordering::Acquire);
         Some(Block { arena: Arc::clone(self), offset, size, born })
@@ -472,29 +368,6 @@ impl Arena {
     }
 }
 
-/// The state of a region.
-#[repr(C)]
-struct RegionMarks {
-    /// The offset at which the memory begins of the process that has it.
-    base: AtomicUsize,
-    /// The end of what that process has ever handed out.
-    end: AtomicUsize,
-}
-
-/// The beginning of the memory of a process that has, or has had, a region. A word for each region
-/// follows: who holds this memory.
-#[repr(C, align(64))]
-struct MemoryHead {
-    /// Where the memory of the next process begins that has this region; 0 while there is none.
-    next: AtomicUsize,
-}
-
-/// Returns where the first block of a region can begin: the first one begins with all marks.
-fn first_offset(index: usize, region: usize, regions: usize) -> usize {
-    let marks = if index == 0 { regions * size_of::<RegionMarks>() } else { 0 };
-    index * region + marks
-}
-
 /// Says that a rank's region is full, for the error of an operation that needs memory for `what`.
 pub fn no_room(what: &str, rank: usize) -> String {
     format!(
@@ -564,210 +437,12 @@ impl Drop for Block {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn arena() -> Arc<Arena> {
-        let (file, region) = Arena::create_file(1, 1).unwrap();
-        Arc::new(Arena::map(&Arc::new(file), 1, region, 0).unwrap())
-    }
-
-    /// A process of this number that has ended: that of no process.
-    const ENDED: u64 = (i32::MAX as u64) << 32;
-
-    /// Region 1 has one process after the other; each writes, or not, and ends.
-    #[test]
-    fn a_region_is_taken_over_behind_what_was_used() {
-        let (file, region) = Arena::create_file(2, 1).unwrap();
-        let file = Arc::new(file);
-        let map = |index| Arc::new(Arena::map(&file, 2, region, index).unwrap());
-        let survivor = map(0);
-        let read = |offset| {
-            // SAFETY: it lies in the mapping, and nobody writes there.
-            unsafe { *survivor.at(offset) }
-        };
-        let mut ended = Vec::new();
-        for value in 1..7 {
-            let process = map(1);
-            let base = survivor.base(1);
-            let mut offset = None;
-            if value % 3 != 0 {
-                let mut block = process.allocate(100_000).unwrap();
-                block.as_mut().fill(value);
-                offset = Some(block.offset());
-                block.leak();
-            }
-            assert!(ended.iter().all(|&(_, other, _)| other < base), "{ended:?} {base}");
-            ended.push((value, base, offset));
-        }
-        let check = |freed: &[u8]| {
-            for &(value, _, offset) in &ended {
-                let Some(offset) = offset else { continue };
-                let is_free = freed.contains(&value) && survivor.takes_pages;
-                assert_eq!(read(offset), if is_free { 0 } else { value }, "{freed:?}");
-            }
-        };
-        check(&[]);
-        for freed in [4, 1, 3, 2] {
-            survivor.free_ended(1, ended[freed - 1].1);
-            let all = [4, 1, 3, 2];
-            let count = all.iter().position(|&other| other == freed).unwrap() + 1;
-            check(&all.map(|value| value as u8)[..count]);
-        }
-        // The last is there still: another process would come behind it.
-        survivor.free_ended(1, ended[5].1);
-        check(&[1, 2, 3, 4]);
-        assert!(survivor.has_room(1));
-    }
-
-    #[test]
-    fn memory_that_a_process_holds_is_not_freed() {
-        let (file, region) = Arena::create_file(3, 1).unwrap();
-        let file = Arc::new(file);
-        let map = |index| Arc::new(Arena::map(&file, 3, region, index).unwrap());
-        let [zero, one, two] = [0, 1, 2].map(map);
-        let base = zero.base(2);
-        let mut block = two.allocate(100_000).unwrap();
-        block.as_mut().fill(7);
-        let offset = block.offset();
-        block.leak();
-        // SAFETY: it lies in the mapping, and nobody writes there.
-        let read = || unsafe { *zero.at(offset) };
-        zero.hold(base, 1);
-        one.hold(base, 2);
-        // That process has ended, and holds it as often.
-        zero.holder(base, 2).store(ENDED | 1, Ordering::SeqCst);
-        for (arena, change) in [(&zero, -1), (&one, -1)] {
-            arena.hold(base, change);
-            zero.free_ended(2, base);
-            assert_eq!(read(), 7);
-        }
-        one.hold(base, -1);
-        zero.free_ended(2, base);
-        assert_eq!(read(), if zero.takes_pages { 0 } else { 7 });
-    }
-
-    #[test]
-    fn freed_blocks_serve_again() {
-        let arena = arena();
-        let first = arena.allocate(100_000).unwrap();
-        let offset = first.offset();
-        drop(first);
-        let second = arena.allocate(99_000).unwrap();
-        assert_eq!(second.offset(), offset);
-        assert_ne!(arena.allocate(100_000).unwrap().offset(), offset);
-    }
-
-    #[test]
-    fn blocks_do_not_overlap() {
-        let arena = arena();
-        let mut blocks: Vec<Block> = Vec::new();
-        for round in 0..4 {
-            for i in 0..200 {
-                let block = arena.allocate(1 + (i * 7919 + round * 104_729) % 300_000).unwrap();
-                for other in &blocks {
-                    assert!(
-                        block.offset() + block.size() <= other.offset()
-                            || other.offset() + other.size() <= block.offset()
-                    );
-                }
-                blocks.push(block);
-            }
-            let mut index = 0;
-            blocks.retain(|_| {
-                index += 1;
-                index % 2 == 0
-            });
-        }
-        drop(blocks);
-        assert_eq!(arena.usage().0, 0);
-    }
-
-    #[test]
-    fn zeroed_blocks_are_zero_after_use() {
-        let arena = arena();
-        for bytes in [100, 5_000, 2 << 20] {
-            let block = arena.allocate(bytes).unwrap();
-            // SAFETY: the block is ours and at least `bytes` long.
-            unsafe { std::ptr::write_bytes(block.as_ptr(), 0xAB, bytes) };
-            drop(block);
-            let block = arena.allocate_zeroed(bytes).unwrap();
-            // SAFETY: as above.
-            let content = unsafe { std::slice::from_raw_parts(block.as_ptr(), bytes) };
-            assert!(content.iter().all(|&b| b == 0));
-        }
-    }
-
-    #[test]
-    fn quarantined_blocks_are_not_used_again() {
-        let arena = arena();
-        let block = arena.allocate(100_000).unwrap();
-        let offset = block.offset();
-        arena.quarantine();
-        drop(block);
-        let other = arena.allocate(100_000).unwrap();
-        assert_ne!(other.offset(), offset);
-        arena.lift_quarantine();
-        assert_eq!(arena.allocate(100_000).unwrap().offset(), offset);
-        // Nor do those of before matter any more.
-        let offset = other.offset();
-        drop(other);
-        assert_eq!(arena.allocate(100_000).unwrap().offset(), offset);
-    }
-
-    #[test]
-    fn a_full_region_says_so() {
-        let arena = arena();
-        assert!(arena.allocate(usize::MAX / 4).is_none());
-        assert!(arena.allocate(arena.len + 1).is_none());
-    }
-
-    #[test]
-    fn a_large_free_block_serves_small_ones_when_the_region_is_full() {
-        let arena = arena();
-        let large = arena.allocate(arena.len / 16 * 13).unwrap();
-        assert!(arena.allocate(arena.len / 4).is_none());
-        drop(large);
-        let blocks: Vec<Block> = (0..3).map(|_| arena.allocate(arena.len / 4).unwrap()).collect();
-        let offsets: Vec<usize> = blocks.iter().map(Block::offset).collect();
-        assert!(offsets.windows(2).all(|pair| pair[0] + blocks[0].size() <= pair[1]));
-        assert!(arena.allocate(arena.len / 4).is_none());
-        assert!(arena.allocate(100).is_some());
-        // And the small ones a large one again, when they are free.
-        drop(blocks);
-        assert!(arena.allocate(arena.len / 4 * 3).is_some());
-    }
-
-    #[test]
-    fn pages_beyond_the_cache_are_given_back() {
-        let arena = arena();
-        let bytes = MIN_CACHE / 4;
-        let blocks: Vec<Block> = (0..8).map(|_| arena.allocate(bytes).unwrap()).collect();
-        drop(blocks);
-        let (live, warm) = arena.usage();
-        assert_eq!(live, 0);
-        assert!(warm <= MIN_CACHE, "{warm} bytes kept");
-    }
-
-    #[test]
-    fn blocks_freed_long_ago_make_room_in_the_cache() {
-        let arena = arena();
-        let write = |block: &Block| {
-            // SAFETY: the block is ours.
-            unsafe { block.as_ptr().write(7) };
-        };
-        let small: Vec<Block> =
-            (0..2 * MIN_CACHE / (512 << 10)).map(|_| arena.allocate(512 << 10).unwrap()).collect();
-        small.iter().for_each(write);
-        drop(small);
-        assert!(arena.usage().1 <= MIN_CACHE);
-        let large = arena.allocate(MIN_CACHE / 4).unwrap();
-        write(&large);
-        drop(large);
-        assert!(arena.usage().1 <= MIN_CACHE);
-        let large = arena.allocate(MIN_CACHE / 4).unwrap();
-        // SAFETY: the block is ours. Had it given its pages back, they would read as zeros.
-        assert_eq!(unsafe { large.as_ptr().read() }, 7);
-    }
+/// Blocks that are free when their condition holds; without the arena, which they must not keep.
+struct RetiredBlocks {
+    is_unused: Box<dyn Fn(&Arena) -> bool + Send>,
+    /// Offsets, sizes, and the quarantine in which they were born.
+    blocks: Vec<(usize, usize, u32)>,
 }
+
+#[cfg(test)]
+mod tests;
