@@ -93,6 +93,8 @@ fn sums_of(subtree: &Range<usize>, parts: &[Range<usize>]) -> Vec<usize> {
 /// The tree of virtual ranks over the nodes of a group.
 #[derive(Debug)]
 pub(crate) struct NodeTree {
+    /// The nodes of the ranks.
+    pub nodes: Vec<usize>,
     /// The number of virtual ranks.
     pub count: usize,
     /// The largest subtrees that have ranks of one node only, in order.
@@ -120,7 +122,7 @@ impl NodeTree {
         for Subtree { members, .. } in &subtrees {
             parts.push(ranks.parts[members.start].start..ranks.parts[members.end - 1].end);
         }
-        Self { count: whole.end, sums: sums_of(&whole, &parts), subtrees }
+        Self { nodes: nodes.to_vec(), count: whole.end, sums: sums_of(&whole, &parts), subtrees }
     }
 
     /// Returns the subtrees of a node, in order.

@@ -86,8 +86,15 @@ impl Member {
             let reason = "was made by a group of another job; make it with this one's segments()";
             return Err(self.refused(segments, reason));
         }
-        if segments.tree.is_some() && !matches!(op, ReduceOp::Sum | ReduceOp::Avg) {
-            return Err(self.refused(segments, "is of virtual ranks: sum or average it"));
+        if let Some(tree) = &segments.tree {
+            if !matches!(op, ReduceOp::Sum | ReduceOp::Avg) {
+                return Err(self.refused(segments, "is of virtual ranks: sum or average it"));
+            }
+            if tree.nodes != self.core().nodes {
+                let reason = "is of virtual ranks of another group: make it with this one's \
+                              virtual_segments()";
+                return Err(self.refused(segments, reason));
+            }
         }
         let operation = segments.operation(op);
         // Before anything is said of the state in which a failure has left the bucket.

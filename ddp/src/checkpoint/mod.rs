@@ -120,6 +120,8 @@ pub const FILE_BYTES: u64 = 5_000_000_000;
 pub struct Checkpoints {
     folder: Option<Arc<Mutex<Folder>>>,
     group: ProcessGroup,
+    /// How many the folder keeps, if that is chosen.
+    keep: Option<usize>,
     file_bytes: u64,
     writer: BackgroundWriter,
 }
@@ -135,6 +137,7 @@ impl Checkpoints {
         Ok(Self {
             folder: Some(Arc::new(Mutex::new(folder))),
             group: group.clone(),
+            keep: None,
             file_bytes: FILE_BYTES,
             writer: BackgroundWriter::default(),
         })
@@ -161,6 +164,7 @@ impl Checkpoints {
         Ok(Self {
             folder: None,
             group: group.clone(),
+            keep: None,
             file_bytes: FILE_BYTES,
             writer: BackgroundWriter::in_memory(in_memory, memory),
         })
@@ -174,7 +178,8 @@ impl Checkpoints {
     /// Those of [`open`](Self::open).
     pub fn and_folder(mut self, folder: impl AsRef<Path>) -> Result<Self> {
         let path = folder.as_ref();
-        let folder = Folder::open(path, &self.group, &[SUMS, STATE])?;
+        let mut folder = Folder::open(path, &self.group, &[SUMS, STATE])?;
+        folder.keep = self.keep.unwrap_or(folder.keep);
         self.folder = Some(Arc::new(Mutex::new(folder)));
         if let Some(in_memory) = &mut self.writer.in_memory {
             let absolute = std::path::absolute(path);
@@ -183,8 +188,9 @@ impl Checkpoints {
         Ok(self)
     }
 
-    /// Keeps the last `count` checkpoints, one at least (default: 2).
-    pub fn keep(self, count: usize) -> Self {
+    /// Keeps the last `count` checkpoints in the folder, one at least (default: 2).
+    pub fn keep(mut self, count: usize) -> Self {
+        self.keep = Some(count);
         if let Some(folder) = &self.folder {
             lock(folder).keep = count;
         }

@@ -19,7 +19,7 @@ impl CheckpointMemory {
             .map(|_| memfd_create(c"flow-checkpoint", MemfdFlags::CLOEXEC))
             .collect::<Result<_, _>>();
         CheckpointMemory(files.unwrap_or_else(|error| {
-            log::debug!("no memory for checkpoints: memfd_create: {error}");
+            log::warn!("no memory for checkpoints: memfd_create: {error}");
             Vec::new()
         }))
     }

@@ -168,6 +168,19 @@ fn virtual_ranks(group: &ProcessGroup) -> Result<()> {
     ensure!(refused.to_string().contains("virtual_ranks("), "{refused}");
     let halves = group.virtual_segments(0, DType::BF16, lengths, group.world_size());
     ensure!(halves.err().context("bf16")?.to_string().contains("f32 or f64"));
+    refuse_another_tree(group)
+}
+
+/// A bucket of virtual ranks is for sums and means of the group that has made it.
+fn refuse_another_tree(group: &ProcessGroup) -> Result<()> {
+    let segments = Arc::new(group.virtual_segments(0, DType::F32, vec![1], group.world_size())?);
+    let refused = group.launch_bucket(&segments, ReduceOp::Max).err().context("a maximum")?;
+    ensure!(refused.to_string().contains("sum or average it"), "{refused}");
+    let Some(part) = group.new_group(&[0])? else { return Ok(()) };
+    if group.world_size() > 1 {
+        let refused = part.launch_bucket(&segments, ReduceOp::Sum).err().context("of a part")?;
+        ensure!(refused.to_string().contains("of another group"), "{refused}");
+    }
     Ok(())
 }
 
