@@ -64,14 +64,15 @@ pub fn name(step: usize) -> PathBuf {
 
 /// Opens this rank's memory.
 pub fn open() -> Result<(InMemory, Memory)> {
-    let path = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).ok_or_else(|| {
-        let reason = format!(
-            "{VARIABLE} is not set; start the program with flow-launch, or keep checkpoints in a folder \
-             with Checkpoints::open"
-        );
-        CheckpointError::unfit("keep", "checkpoints in memory", reason)
-    })?;
-    over(PathBuf::from(path))
+    let problem = match std::env::var_os(VARIABLE) {
+        Some(path) if !path.is_empty() => return over(PathBuf::from(path)),
+        Some(_) => {
+            "flow-launch could not make memory for them (RUST_LOG=info flow-launch says why); mend that"
+        }
+        None => "FLOW_CHECKPOINT_MEMORY is not set; start the program with flow-launch",
+    };
+    let reason = format!("{problem}, or keep checkpoints in a folder with Checkpoints::open");
+    Err(CheckpointError::unfit("keep", "checkpoints in memory", reason))
 }
 
 fn over(path: PathBuf) -> Result<(InMemory, Memory)> {

@@ -19,7 +19,8 @@ impl CheckpointMemory {
             .map(|_| memfd_create(c"flow-checkpoint", MemfdFlags::CLOEXEC))
             .collect::<Result<_, _>>();
         CheckpointMemory(files.unwrap_or_else(|error| {
-            log::warn!("no memory for checkpoints: memfd_create: {error}");
+            // Most programs keep nothing there. One that does is told by its first call.
+            log::info!("no memory for checkpoints: memfd_create: {error}");
             Vec::new()
         }))
     }
