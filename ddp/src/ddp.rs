@@ -154,6 +154,22 @@ impl<M> Ddp<M> {
         self.model
     }
 
+    /// Returns this wrapper around another model of the same variables.
+    pub(crate) fn with_model<N>(self, model: N) -> Ddp<N> {
+        Ddp {
+            model,
+            group: self.group,
+            reducer: self.reducer,
+            hooks: self.hooks,
+            _allocator: self._allocator,
+            forward_sync_buffers: self.forward_sync_buffers,
+            buffers: self.buffers,
+            all_buffers: self.all_buffers,
+            low_precision: self.low_precision,
+            ignored: self.ignored,
+        }
+    }
+
     /// Gives all ranks rank 0's buffers, or in [`Ddp::join_with`] another rank's, as `forward_t` does
     /// in training mode; or calls the [hook](crate::DdpBuilder::buffer_comm_hook) that shares them. A
     /// step with several forwards under [`Ddp::no_sync`], which leave buffers alone, calls this once

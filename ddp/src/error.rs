@@ -1,6 +1,7 @@
 //! Errors of data-parallel training.
 
 use std::collections::VecDeque;
+use std::error::Error as StdError;
 use std::sync::{Mutex, PoisonError};
 
 use flow_autograd::BoxError;
@@ -138,6 +139,22 @@ pub enum Error {
         /// The ranks that have not.
         active: Vec<usize>,
     },
+    /// A training with [`Elastic`](crate::Elastic) cannot go on, or a use of it is wrong.
+    #[error("rank {rank}: Elastic: {reason}")]
+    Elastic {
+        /// This rank.
+        rank: usize,
+        /// The fault, and what would be right.
+        reason: String,
+    },
+    /// Others wait to join: [`Elastic::run`](crate::Elastic::run) takes them in when it gets this.
+    #[error("rank {rank}: {count} processes wait to join: return this error to Elastic::run")]
+    Newcomers {
+        /// This rank.
+        rank: usize,
+        /// The number of them.
+        count: usize,
+    },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(
         "rank {rank}: Ddp: some parameters got no gradient in this backward: {missing}; {advice}"
@@ -150,6 +167,12 @@ pub enum Error {
         /// The remedy.
         advice: &'static str,
     },
+}
+
+impl AsRef<dyn StdError + Send + Sync> for Error {
+    fn as_ref(&self) -> &(dyn StdError + Send + Sync + 'static) {
+        self
+    }
 }
 
 impl From<flow_tensor::Error> for Error {

@@ -13,6 +13,7 @@
 //! | [`DiLoCo`] | torchft's `DiLoCo` |
 //! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` |
 //! | [`DdpBuilder::mixed_precision`], [`MixedPrecision`] | `DistributedDataParallel`'s `mixed_precision`, `_MixedPrecision` |
+//! | [`Elastic`] | Horovod's `elastic.run`, torchft's `Manager` |
 //! | [`GradScaler`] | `torch.amp.GradScaler` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
@@ -46,6 +47,7 @@ pub mod comm_hooks;
 mod data;
 mod ddp;
 mod diloco;
+mod elastic;
 mod error;
 mod fsdp;
 mod fully_shard;
@@ -96,6 +98,7 @@ pub use data::token_file::{TokenDataset, TokenError, TokenFile, TokenKind};
 pub use data::weighted::WeightedRandomSampler;
 pub use ddp::{Ddp, NoSync};
 pub use diloco::{DiLoCo, DiLoCoOptions};
+pub use elastic::{Elastic, Training};
 pub use error::{Error, Result};
 pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};

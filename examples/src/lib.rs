@@ -5,6 +5,7 @@ pub mod cifar10;
 pub mod fashion;
 pub mod idx;
 pub mod images;
+pub mod lenet;
 pub mod options;
 pub mod program;
 pub mod progress;

@@ -89,6 +89,23 @@ impl ProcessGroup {
         agreement::count_newcomers(world, &lineage)
     }
 
+    /// Returns whether the job can [`reconfigure`](Self::reconfigure) this group: it is the group of all
+    /// ranks, and the job has a store that survives them.
+    pub fn can_reconfigure(&self) -> bool {
+        self.parts(&OPERATION)
+            .is_ok_and(|parts| self.check_reconfigurable(&parts.core.world).is_ok())
+    }
+
+    /// Returns whether this process has come to a job that ran already: it was no member of the group
+    /// before this one.
+    pub fn is_newcomer(&self) -> bool {
+        let Ok(parts) = self.parts(&OPERATION) else { return false };
+        let world = &parts.core.world;
+        let Some(lineage) = &world.lineage else { return false };
+        let own = lineage.members.processes.get(world.rank);
+        lineage.members.epoch > 0 && own.is_some_and(|process| process.memory.is_none())
+    }
+
     fn check_reconfigurable(&self, world: &World) -> Result<Lineage> {
         let reason = match &world.lineage {
             _ if self.world_size() < world.size => {

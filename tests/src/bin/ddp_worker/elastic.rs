@@ -1,179 +1,379 @@
 //! Trainings that go on when ranks are killed and others come in their place.
 
+use std::cell::Cell;
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use flow_ddp::{CommError, Ddp, Error, ProcessGroup, ReduceOp, TensorCollectives, TryBackwardStep};
+use anyhow::{Result, bail, ensure};
+use flow_ddp::{
+    BoxError, DataLoader, Dataset, Ddp, DistributedSampler, Elastic, Error, OptimizerState,
+    ProcessGroup, SamplerState, TryBackwardStep,
+};
 use flow_tests::registry::{Scenario, Test, launched, process};
 use flow_tests::{TEST_TIMEOUT, assert_contains};
 use rustix::process::{Signal, getpid, kill_process};
-use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
-use tch::{Device, Kind, Tensor};
+use serde::{Deserialize, Serialize};
+use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
+use tch::{Kind, Tensor};
+
+use crate::helpers::{Draws, error, own_group, says, values};
+use crate::models::{batchnorm, device, store};
+use crate::random_options::model::{Layer, Net, Operation, WIDTH, When};
+use crate::virtual_ranks::bits;
 
 const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "4"];
 
-pub const SCENARIOS: &[Scenario] = &[process(
-    "a_training_whose_ranks_are_killed_has_the_weights_of_one_process",
-    train,
-    &[
-        launched(2).flags(IN_PLACE),
-        launched(2).flags(IN_PLACE).mode("copies", "FLOW_DDP_COPY", "1"),
-        launched(2).flags(IN_PLACE).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
-    ],
-)
-.checked_by(ends_well)];
+pub const SCENARIOS: &[Scenario] = &[
+    process(
+        "killed_ranks_leave_the_bits_of_one_process",
+        same_bits,
+        &[
+            launched(2).flags(IN_PLACE),
+            launched(3).flags(IN_PLACE),
+            launched(2).flags(IN_PLACE).mode("copies", "FLOW_DDP_COPY", "1"),
+            launched(3).flags(IN_PLACE).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
+        ],
+    )
+    .checked_by(ends_well),
+    process(
+        "killed_ranks_lose_no_sample",
+        every_sample,
+        &[launched(2).flags(IN_PLACE), launched(3).flags(IN_PLACE)],
+    )
+    .checked_by(ends_well),
+];
 
-/// Small enough that the weights stay finite for any number of steps.
-const LEARNING_RATE: f64 = 1e-3;
 /// The fewest steps.
-const STEPS: i64 = 16;
-/// The ranks and how many processes had them before, of those that kill themselves one after the other.
-const VICTIMS: [[i64; 2]; 4] = [[1, 0], [0, 0], [1, 1], [0, 1]];
+const STEPS: u64 = 16;
+const VIRTUAL_RANKS: usize = 4;
+/// Ranks, and how many processes had them before, that kill themselves at once: one such group after the other.
+const VICTIMS_OF_2: &[&[[i64; 2]]] = &[&[[1, 0]], &[[0, 0]], &[[1, 1]], &[[0, 1]]];
+const VICTIMS_OF_3: &[&[[i64; 2]]] = &[&[[0, 0]], &[[1, 0], [2, 0]], &[[0, 1]]];
 
-enum Next {
-    Step,
-    Grow,
-    End,
+/// Which process this is, among those that are to be killed.
+struct Fate {
+    own: [i64; 2],
+    victims: &'static [&'static [[i64; 2]]],
+    ranks: usize,
+    is_doomed: Cell<bool>,
 }
 
-struct Training {
-    store: VarStore,
-    net: Option<nn::SequentialT>,
-    /// The steps that are done; none in a newcomer, which has no weights yet.
-    step: i64,
-}
-
-impl Training {
-    fn new(step: i64) -> Self {
-        tch::manual_seed(7);
-        let store = VarStore::new(Device::Cpu);
-        let net = nn::seq_t()
-            .add(nn::linear(store.root() / "one", 64, 600, Default::default()))
-            .add_fn(|x| x.tanh())
-            .add(nn::linear(store.root() / "two", 600, 300, Default::default()))
-            .add_fn(|x| x.tanh())
-            .add(nn::linear(store.root() / "three", 300, 3, Default::default()));
-        Self { store, net: Some(net), step }
-    }
-
-    /// Sorted by name.
-    fn weights(&self) -> Vec<Tensor> {
-        let mut variables: Vec<_> = self.store.variables().into_iter().collect();
-        variables.sort_by(|a, b| a.0.cmp(&b.0));
-        variables.into_iter().map(|(_, tensor)| tensor).collect()
-    }
-
-    /// Trains until all that are to be killed were, or others wait to join.
-    fn train(&mut self, group: &ProcessGroup, seat: [i64; 2]) -> Result<Next> {
-        self.take_over(group)?;
-        let net = self.net.take().expect("it is there between trainings");
-        let model = Ddp::builder(group).bucket_cap_mb(0.1).wrap(net, &self.store)?;
-        let mut optimizer = nn::Sgd::default().build(&self.store, LEARNING_RATE)?;
-        let result = loop {
-            match self.train_step(group, seat, &model, &mut optimizer) {
-                Ok(Next::Step) => {}
-                other => break other,
-            }
-        };
-        self.net = Some(model.into_inner());
-        result
-    }
-
-    /// All ranks take the weights of the one that is farthest.
-    fn take_over(&mut self, group: &ProcessGroup) -> Result<()> {
-        let mut steps = vec![0; group.world_size()];
-        group.all_gather(&[self.step], &mut steps)?;
-        let farthest = (0..steps.len()).max_by_key(|&rank| steps[rank]).unwrap_or(0);
-        for mut tensor in self.weights() {
-            tch::no_grad(|| group.broadcast_tensor(&mut tensor, farthest))?;
+impl Fate {
+    fn from_env() -> Self {
+        let number =
+            |name| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+        let ranks = number("WORLD_SIZE") as usize;
+        Self {
+            own: [number("RANK"), number("FLOW_REPLACEMENT")],
+            victims: if ranks == 2 { VICTIMS_OF_2 } else { VICTIMS_OF_3 },
+            ranks,
+            is_doomed: Cell::new(false),
         }
-        self.step = steps[farthest];
-        Ok(())
     }
 
-    fn train_step(
-        &mut self,
-        group: &ProcessGroup,
-        seat: [i64; 2],
-        model: &Ddp<nn::SequentialT>,
-        optimizer: &mut nn::Optimizer,
-    ) -> Result<Next> {
-        let mut waiting = [group.newcomers()? as i64];
-        group.all_reduce(&mut waiting, ReduceOp::Max)?;
-        if waiting[0] > 0 {
-            return Ok(Next::Grow);
-        }
-        let mut seats = vec![0; 2 * group.world_size()];
-        group.all_gather(&seat, &mut seats)?;
-        let next = VICTIMS.iter().find(|victim| seats.chunks(2).any(|other| other == *victim));
-        let is_whole = group.world_size() == 2;
-        if self.step >= STEPS && is_whole && next.is_none() {
-            return Ok(Next::End);
-        }
-        if self.step % 3 == 1 && is_whole && next == Some(&seat) {
+    /// Kills this process soon, if it is its turn. Returns whether all are there and none is to be killed any
+    /// more. All ranks call this.
+    fn is_over(&self, group: &ProcessGroup) -> Result<bool, Error> {
+        let mut present = vec![0; 2 * group.world_size()];
+        group.all_gather(&self.own, &mut present)?;
+        let is_whole = group.world_size() == self.ranks;
+        let next = self.victims.iter().find(|victims| {
+            victims.iter().any(|victim| present.chunks(2).any(|own| own == victim))
+        });
+        let Some(next) = next else { return Ok(is_whole) };
+        if is_whole && next.contains(&self.own) && !self.is_doomed.replace(true) {
             kill_soon();
         }
-        optimizer.try_backward_step(&loss(model, self.step))?;
-        self.step += 1;
-        Ok(Next::Step)
+        Ok(false)
     }
-}
-
-/// The same on all ranks, so that any number of them gets the gradients of one process.
-fn loss(model: &impl ModuleT, step: i64) -> Tensor {
-    let x = Tensor::arange(16 * 64, (Kind::Float, Device::Cpu)).view([16, 64]);
-    model.forward_t(&(x * (step + 1) * 0.01).sin(), true).square().mean(Kind::Float)
 }
 
 fn kill_soon() {
-    let delay = Duration::from_micros(u64::from(std::process::id()) * 7919 % 3000);
+    let delay = Duration::from_micros(u64::from(std::process::id()) * 7919 % 9000);
     std::thread::spawn(move || {
         std::thread::sleep(delay);
         let _ = kill_process(getpid(), Signal::KILL);
     });
 }
 
-/// Whether a rank was lost, here or before.
-fn is_loss(error: &anyhow::Error) -> bool {
-    let comm = match error.downcast_ref::<Error>() {
-        Some(Error::Comm(error)) => Some(error),
-        _ => error.downcast_ref(),
-    };
-    matches!(comm, Some(CommError::PeerLost { .. } | CommError::Poisoned { .. }))
+/// A random model of many layers, and its optimizer.
+#[derive(Debug)]
+struct Drawn {
+    layers: Vec<Layer>,
+    kind: Kind,
+    cap: f64,
+    backwards: usize,
+    is_adam: bool,
+    clips: bool,
 }
 
-fn train() -> Result<()> {
-    let number = |name| std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-    let seat = [number("RANK"), number("FLOW_REPLACEMENT")];
-    let mut training = Training::new(if seat[1] == 0 { 0 } else { -1 });
-    let mut group = ProcessGroup::from_env()?;
-    loop {
-        match training.train(&group, seat) {
-            Ok(Next::End) => break,
-            Ok(_) => {}
-            Err(error) if is_loss(&error) => {}
-            Err(error) => return Err(error),
+impl Drawn {
+    /// `seed` is the same on all ranks and in each process that comes.
+    fn new(seed: u64) -> Self {
+        let draws = &mut Draws(seed);
+        let kind = if draws.below(2) == 0 { Kind::Double } else { Kind::Float };
+        let mut operations = vec![
+            Operation::Linear,
+            Operation::BatchNorm,
+            Operation::Dropout,
+            Operation::Empty,
+            Operation::One,
+            Operation::Count,
+            Operation::Average,
+            Operation::Large,
+            Operation::Conv,
+            Operation::Scalar,
+        ];
+        let mut layers = Vec::new();
+        while !operations.is_empty() {
+            let operation = operations.swap_remove(draws.below(operations.len() as u64) as usize);
+            let frozen = draws.below(8) == 0 && operation == Operation::Conv;
+            let (when, permuted) = (When::Always, draws.below(3) == 0);
+            let (recomputed, tied_to) = (false, None);
+            layers.push(Layer { operation, when, kind, permuted, frozen, recomputed, tied_to });
         }
-        group = group.reconfigure()?;
+        Self {
+            layers,
+            kind,
+            cap: [0.00001, 0.05, 25.0][draws.below(3) as usize],
+            backwards: 1 + draws.below(2) as usize,
+            is_adam: draws.below(2) == 0,
+            clips: draws.below(2) == 0,
+        }
     }
-    let mut alone = Training::new(0);
-    let net = alone.net.take().expect("it is new");
-    let mut optimizer = nn::Sgd::default().build(&alone.store, LEARNING_RATE)?;
-    for step in 0..training.step {
-        optimizer.backward_step(&loss(&net, step));
+
+    fn optimizer(&self, store: &VarStore) -> Result<Optimizer> {
+        let optimizer = if self.is_adam {
+            nn::Adam::default().build(store, 0.01)
+        } else {
+            nn::sgd(0.9, 0.0, 0.0, false).build(store, 0.01)
+        };
+        Ok(optimizer?)
     }
-    let pairs = training.weights().into_iter().zip(alone.weights());
-    for (ours, expected) in pairs {
-        let difference = (&ours - &expected).abs().max().double_value(&[]);
-        ensure!(difference == 0.0, "after {} steps they differ by {difference}", training.step);
+
+    fn options(&self, group: &ProcessGroup) -> flow_ddp::DdpBuilder {
+        Ddp::builder(group).virtual_ranks(VIRTUAL_RANKS).bucket_cap_mb(self.cap)
     }
-    println!("same weights");
+
+    /// Computes the gradients of a step.
+    fn gradients(
+        &self,
+        model: &Ddp<Net>,
+        optimizer: &mut Optimizer,
+        step: u64,
+    ) -> Result<(), Error> {
+        for part in model.virtual_ranks() {
+            model.in_virtual_rank(part, step, || self.backward(model))?;
+        }
+        if self.clips {
+            optimizer.clip_grad_norm(0.3);
+        }
+        Ok(())
+    }
+
+    fn backward(&self, model: &Ddp<Net>) -> Result<(), Error> {
+        for number in 0..self.backwards {
+            let _guard = (number + 1 < self.backwards).then(|| model.no_sync());
+            let input = Tensor::randn([3, WIDTH], (self.kind, device()));
+            let loss = model.try_forward_t(&input, true)?.square().mean(self.kind);
+            loss.f_backward().map_err(Error::from_backward)?;
+        }
+        Ok(())
+    }
+}
+
+/// The weights, buffers and optimizer's state are the bits of one process that nothing happened to.
+fn same_bits() -> Result<()> {
+    let fate = Fate::from_env();
+    let group = ProcessGroup::from_env()?;
+    let drawn = Drawn::new(fate.ranks as u64 + 100);
+    let own = store();
+    let rank = fate.own[0] as usize;
+    // Each process begins with other weights.
+    let net = Net::new(&own, &drawn.layers, drawn.kind, rank + 7 * fate.own[1] as usize);
+    let start = snapshot(&own, &drawn.optimizer(&own)?)?;
+    let mut elastic = Elastic::new(net, &own, drawn.optimizer(&own)?, 0, &group)
+        .options(|group| drawn.options(group));
+    drop(group);
+    elastic.run(|training| -> Result<(), Error> {
+        while *training.state < STEPS || !fate.is_over(training.group())? {
+            let step = *training.state;
+            ensure_steps(training.steps(), step)?;
+            training.step(|model, optimizer| drawn.gradients(model, optimizer, step))?;
+            *training.state += 1;
+        }
+        Ok(())
+    })?;
+    let steps = *elastic.state();
+    let trained = snapshot(&own, elastic.optimizer())?;
+
+    let alone = own_group(elastic.group())?;
+    let other = store();
+    let net = Net::new(&other, &drawn.layers, drawn.kind, 0);
+    let mut optimizer = drawn.optimizer(&other)?;
+    let model = drawn.options(&alone).wrap(net, &other)?;
+    for step in 0..steps {
+        drawn.gradients(&model, &mut optimizer, step)?;
+        optimizer.step();
+    }
+    let expected = snapshot(&other, &optimizer)?;
+    ensure!(trained.len() == expected.len(), "{} of {}", trained.len(), expected.len());
+    for ((name, trained), (_, expected)) in trained.iter().zip(&expected) {
+        ensure!(trained == expected, "{drawn:?}: after {steps} steps {name} has other bits");
+    }
+    ensure!(start[..] != trained[..start.len()], "nothing was trained");
+    println!("all is well");
+    Ok(())
+}
+
+/// The number of the step is part of the program's state, and of the job's.
+fn ensure_steps(of_the_job: u64, of_the_program: u64) -> Result<(), Error> {
+    if of_the_job == of_the_program {
+        return Ok(());
+    }
+    let reason = format!("{of_the_job} steps of the job, {of_the_program} of the program");
+    Err(Error::Backward { reason })
+}
+
+/// The weights, the buffers and the optimizer's state.
+fn snapshot(store: &VarStore, optimizer: &Optimizer) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut all = variables(store)?;
+    for (name, tensor) in optimizer.state()?.tensors {
+        all.push((name, bits(&tensor)?));
+    }
+    Ok(all)
+}
+
+fn variables(store: &VarStore) -> Result<Vec<(String, Vec<u8>)>> {
+    values(store).into_iter().map(|(name, tensor)| Ok((name, bits(&tensor)?))).collect()
+}
+
+const SAMPLES: usize = 1003;
+const EPOCHS: u64 = 3;
+
+/// The samples are their own numbers.
+struct Numbers;
+
+impl Dataset for Numbers {
+    type Batch = Tensor;
+
+    fn len(&self) -> usize {
+        SAMPLES
+    }
+
+    fn batch(&self, indices: &[usize]) -> Result<Tensor, BoxError> {
+        let indices: Vec<i64> = indices.iter().map(|&index| index as i64).collect();
+        Ok(Tensor::from_slice(&indices))
+    }
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Progress {
+    epoch: u64,
+    /// None at the beginning of an epoch.
+    sampler: Option<SamplerState>,
+}
+
+/// Each weight counts how often its sample was taken. An epoch takes all samples, and none twice, but for those
+/// that make the last places of the ranks even.
+fn every_sample() -> Result<()> {
+    let fate = Fate::from_env();
+    let group = ProcessGroup::from_env()?;
+    let vs = store();
+    let counts = vs.root().zeros("counts", &[SAMPLES as i64]);
+    let optimizer = nn::Sgd::default().build(&vs, 1.0)?;
+    let mut elastic = Elastic::new((), &vs, optimizer, Progress::default(), &group);
+    drop(group);
+    let data = Arc::new(Numbers);
+    elastic.run(|training| -> Result<()> {
+        let ranks = training.group().world_size() as f64;
+        let mut sampler = DistributedSampler::new(SAMPLES, training.group());
+        if let Some(position) = &training.state.sampler {
+            sampler.resume(position)?;
+        }
+        while training.state.sampler.is_some()
+            || training.state.epoch < EPOCHS
+            || !fate.is_over(training.group())?
+        {
+            sampler.set_epoch(training.state.epoch);
+            for batch in DataLoader::new(&data, &sampler, 7) {
+                let taken = batch?;
+                // Gradients are averaged.
+                training.step(|_, _| {
+                    let loss = counts.index_select(0, &taken).sum(Kind::Float) * -ranks;
+                    loss.f_backward().map_err(Error::from_backward)
+                })?;
+                training.state.sampler = Some(sampler.state());
+            }
+            training.state.sampler = None;
+            training.state.epoch += 1;
+        }
+        Ok(())
+    })?;
+    let epochs = elastic.state().epoch as f64;
+    let least = counts.min().double_value(&[]);
+    ensure!(least == epochs, "a sample was taken {least} times in {epochs} epochs");
+    let more = counts.sum(Kind::Double).double_value(&[]) - epochs * SAMPLES as f64;
+    let places = epochs * (fate.ranks - 1) as f64;
+    ensure!(more <= places, "{more} were taken once more, there are {places} places at most");
+    println!("all is well");
     Ok(())
 }
 
 fn ends_well(test: &Test) {
     let finished = test.launcher().finish_unless_silent(TEST_TIMEOUT);
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    assert_eq!(finished.stdout.matches("same weights\n").count(), 2, "{finished:?}");
+    let ranks: usize = test.job.nodes().iter().sum();
+    assert_eq!(finished.stdout.matches("all is well\n").count(), ranks, "{finished:?}");
     assert_contains(&finished.stderr, &["is started again alone (4 of 4)"]);
+}
+
+/// Wrong uses are told in one line, and change nothing.
+pub fn misused(group: &ProcessGroup) -> Result<()> {
+    let vs = store();
+    let net = batchnorm(&vs.root());
+    let sgd = |vs: &VarStore| nn::Sgd::default().build(vs, 0.1);
+    let mut elastic = Elastic::new(net, &vs, sgd(&vs)?, 0, group);
+    let input = Tensor::ones([2, 3, 8, 8], (Kind::Float, device()));
+    elastic.run(|training| {
+        let stepped = training.step(|model, optimizer| {
+            optimizer
+                .try_backward_step(&model.try_forward_t(&input, true)?.square().mean(Kind::Float))
+        });
+        let text = error(stepped)?;
+        ensure!(text.lines().count() == 1, "{text}");
+        says(&text, &["Elastic", "changed parameters", "computes gradients"])?;
+        ensure!(training.steps() == 0);
+        Ok(())
+    })?;
+    fails_between(group)?;
+    let not_a_number =
+        Elastic::new((), &vs, sgd(&vs)?, f64::NAN, group).run(|_| Ok::<_, Error>(()));
+    says(&error(not_a_number)?, &["the program's state"])?;
+    let other = store();
+    let rows = if group.rank() == 1 { 3 } else { 4 };
+    let _ = nn::linear(other.root(), 3, rows, Default::default());
+    let differs = Elastic::new((), &other, sgd(&other)?, 0, group).run(|_| Ok::<_, Error>(()));
+    says(&error(differs)?, &["differs between ranks", "bias", "rank 1"])
+}
+
+/// A step that fails after its forward leaves parameters and buffers as they were.
+fn fails_between(group: &ProcessGroup) -> Result<()> {
+    let vs = store();
+    let net = batchnorm(&vs.root());
+    let optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+    let input = Tensor::ones([2, 3, 8, 8], (Kind::Float, device()));
+    let mut before = Vec::new();
+    let mut elastic = Elastic::new(net, &vs, optimizer, 0, group);
+    let result: Result<()> = elastic.run(|training| {
+        before = variables(&vs)?;
+        training.step(|model, _| {
+            let _ = model.try_forward_t(&input, true)?;
+            ensure!(variables(&vs)? != before, "forward changes no buffer");
+            bail!("no more data")
+        })
+    });
+    says(&error(result)?, &["no more data"])?;
+    ensure!(variables(&vs)? == before, "a buffer or a parameter has changed");
+    Ok(())
 }

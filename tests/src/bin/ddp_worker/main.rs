@@ -134,6 +134,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("static_graph_random", static_graph::random, ALL_AND_NODES),
     scenario("static_graph_changed", static_graph::changed, ALL),
     scenario("static_graph_unused", static_graph::unused, ALL),
+    scenario("elastic_misused", elastic::misused, ALL),
     scenario("virtual_ranks_random", virtual_ranks::random, VIRTUAL_RANKS),
     scenario("virtual_ranks_as_plain", virtual_ranks::as_plain, CPU),
     scenario("virtual_ranks_refused", virtual_ranks::refused, EACH_TRANSPORT),

@@ -178,7 +178,8 @@ impl Training {
     }
 }
 
-fn bits(tensor: &Tensor) -> Result<Vec<u8>> {
+/// The bytes of a tensor.
+pub fn bits(tensor: &Tensor) -> Result<Vec<u8>> {
     let tensor = tensor.detach();
     let real = if tensor.is_complex() { tensor.view_as_real() } else { tensor };
     Ok(flow_autograd::bytes(&real.contiguous())?.to_vec())

@@ -1,0 +1,39 @@
+//! The errors that a change of the ranks causes.
+
+use std::error::Error as StdError;
+
+use flow_comm::Error as CommError;
+
+use crate::checkpoint::CheckpointError;
+use crate::error::Error;
+
+/// Whether the ranks have to change: one was lost, here or before, or others wait to join.
+pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
+    let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if matches!(error.downcast_ref(), Some(Error::Newcomers { .. })) {
+            return true;
+        }
+        if let Some(error) = comm_error(error) {
+            return matches!(
+                error,
+                CommError::PeerLost { .. } | CommError::Poisoned { is_mismatch: false, .. }
+            );
+        }
+        cause = error.source();
+    }
+    false
+}
+
+fn comm_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a CommError> {
+    if let Some(Error::Comm(error)) = error.downcast_ref() {
+        return Some(error);
+    }
+    if let Some(flow_tensor::Error::Comm(error)) = error.downcast_ref() {
+        return Some(error);
+    }
+    if let Some(CheckpointError::Training(error)) = error.downcast_ref() {
+        return comm_error(error);
+    }
+    error.downcast_ref()
+}
