@@ -39,7 +39,7 @@ def _create(options, _):
     is_mixed = replaced.is_mixed()
     if world is not None and not (is_mixed and isinstance(world, dist.ProcessGroup)):
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        return world.new_group_of(ranks=ranks, timeout=options.timeout)._get_backend(_CPU)
+        return world.new_group_of(ranks, options.timeout, options.store)._get_backend(_CPU)
     try:
         # In Python a group cannot have other backends as well.
         return rendezvous.join(options, None if is_mixed else _join_in_python)._get_backend(_CPU)

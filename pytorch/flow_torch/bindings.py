@@ -20,6 +20,12 @@ def join(place, name, timeout):
     return dist.ProcessGroup.unbox(extension.load().join(numbers, address, token, name, timeout.total_seconds()))
 
 
+def keep_store(group, store):
+    """The same group: in this store those meet that follow from it."""
+    extension.load().keep_store(group.boxed(), dist.ProcessGroup(store, 0, 1).boxed())
+    return group
+
+
 class Backend:
     """flow's backend of a process group."""
 
@@ -27,9 +33,9 @@ class Backend:
         self.group = group.boxed()
         self._backend = group._get_backend(_CPU)
 
-    def new_group_of(self, ranks, timeout):
+    def new_group_of(self, ranks, timeout, store):
         """A group of these ranks, which all of them make."""
-        return dist.ProcessGroup.unbox(extension.load().new_group_of(self.group, ranks, timeout.total_seconds()))
+        return keep_store(dist.ProcessGroup.unbox(extension.load().new_group_of(self.group, ranks, timeout.total_seconds())), store)
 
     def is_shared(self, tensor):
         return extension.load().is_shared(self.group, tensor)

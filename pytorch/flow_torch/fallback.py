@@ -61,16 +61,21 @@ class ProcessGroup(dist.ProcessGroup):
         self._group, self._timeout, self._process = group, timeout, os.getpid()
         self._lanes, self._groups, self._name, self._lock = {}, collections.Counter(), "", threading.Lock()
 
-    def new_group_of(self, ranks, timeout):
+    def new_group_of(self, ranks, timeout, _):
         key = f"{','.join(map(str, ranks))}#{self._groups[tuple(ranks)]}"
         self._groups[tuple(ranks)] += 1
         group = made("new_group_of", within(self._group, timeout), list_of(ranks), len(ranks), key.encode())
         return ProcessGroup(group, timeout)
 
     def merge_remote_group(self, store, size, timeout, group_name=None, group_desc=None):
-        group = rendezvous.merge(store, store.add("mergeGroupRank", 1) - 1, size, timeout, join)
+        group = rendezvous.meet(store, store.add("mergeGroupRank", 1) - 1, size, timeout, "merge_remote_group", join)
         group._set_group_name(group_name or f"{self._name}:merge")
         return group
+
+    supports_shrinking = True
+
+    def shrink(self, *_):
+        raise NotImplementedError("flow: shrink_group needs flow_torch's C++ part on all ranks: rank 0 says at the start what is missing")
 
     def is_shared(self, tensor):
         return is_shared()(self._group, tensor.data_ptr(), tensor.nbytes)

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import threading
 from datetime import timedelta
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 _library = torch.library.Library("flow", "FRAGMENT")
 _python = ctypes.PyDLL(None)
-_merging = threading.local()
+GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 
 
 def install():
@@ -18,11 +17,10 @@ def install():
     own = {
         "check_signals() -> ()": _check_signals,
         "is_called_complex(Tensor tensor) -> bool": _is_called_complex,
-        "merge(int rank, int size, float timeout) -> __torch__.torch.classes.c10d.ProcessGroup": _merge,
+        f"meet({GROUP} place, float timeout, str call) -> {GROUP}": _meet,
     }
     for schema, function in own.items():
         _define(schema, function, "CompositeImplicitAutograd")
-    dist.ProcessGroup.merge_remote_group = _with_store(dist.ProcessGroup.merge_remote_group)
 
 
 @functools.cache
@@ -56,18 +54,9 @@ def _is_called_complex(tensor):
     return hasattr(tensor, "flow_called_type")
 
 
-def _with_store(original):
-    def merge_remote_group(group, store, *arguments, **options):
-        _merging.store = store
-        try:
-            return original(group, store, *arguments, **options)
-        finally:
-            del _merging.store
-
-    return merge_remote_group
-
-
-def _merge(rank, size, timeout):
+def _meet(place, timeout, call):
+    """The group of this place: see boxed_place in the C++ part."""
     from . import rendezvous
 
-    return rendezvous.merge(_merging.store, rank, size, timedelta(seconds=timeout)).boxed()
+    place = dist.ProcessGroup.unbox(place)
+    return rendezvous.meet(place.get_group_store(), place.rank(), place.size(), timedelta(seconds=timeout), call).boxed()

@@ -23,17 +23,15 @@ HOST = "flow/host"
 def join(options, join_in_python):
     """A group for the backend that is being made."""
     launcher = launcher_store(options.group_rank, options.group_size)
-    return meet(options.store, options.group_rank, options.group_size, options.timeout, join_in_python, launcher)
+    return meet(
+        options.store, options.group_rank, options.group_size, options.timeout, "init_process_group", join_in_python, launcher
+    )
 
 
-def merge(store, rank, size, timeout, join_in_python=None):
-    """A group that processes of other groups make by a store of their own: ProcessGroup.merge_remote_group."""
-    return meet(store, rank, size, timeout, join_in_python)
-
-
-def meet(store, rank, size, timeout, join_in_python, launcher=None):
+def meet(store, rank, size, timeout, call, join_in_python=None, launcher=None):
     """A group, on all its ranks: the C++ part's, or, if some rank does not have that, the one that `join_in_python` makes.
-    None: it must be the C++ part's. `launcher`: the address of flow-launch's store, if that has started this rank.
+    None: it must be the C++ part's. `call`: the function of PyTorch's that asks for it, for errors. `launcher`: the address of flow-launch's
+    store, if that has started this rank.
 
     Rank 0 says that it is there, under a name that it has for this attempt only. The others answer to that name, with names of their own, by
     which it invites them when it has seen all. So what earlier attempts have left in the store, on any rank and however many, is nobody's
@@ -47,10 +45,10 @@ def meet(store, rank, size, timeout, join_in_python, launcher=None):
         "machine": machine(),
         "launcher": launcher,
     }
-    meeting = Meeting(store, rank, size, timeout)
+    meeting = Meeting(store, rank, size, timeout, call)
     try:
         invited = invite(meeting, own) if rank == 0 else answer(meeting, own)
-        group = accept(invited, rank, timeout, join_in_python)
+        group = accept(invited, store, rank, timeout, join_in_python)
     except BaseException:
         # Nothing more can be said where the store is gone with its process.
         with contextlib.suppress(RuntimeError):
@@ -107,8 +105,8 @@ def invitation_of(attempt):
 class Meeting:
     """One rank's place in the store where the ranks meet, until the timeout."""
 
-    def __init__(self, store, rank, size, timeout):
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store, rank, size, timeout, call):
+        self.store, self.rank, self.size, self._call = store, rank, size, call
         self._seconds = timeout.total_seconds()
         self._end = time.monotonic() + self._seconds
         self._pause = PAUSES[0]
@@ -145,15 +143,13 @@ class Meeting:
         if time.monotonic() >= self._end:
             absent = missing() or [0]
             ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, absent))
-            raise dist.DistStoreError(
-                f"flow: {ranks} of {self.size} did not join within {self._seconds:g} s, the timeout of init_process_group"
-            )
+            raise dist.DistStoreError(f"flow: {ranks} of {self.size} did not join within {self._seconds:g} s, the timeout of {self._call}")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, PAUSES[1])
 
 
-def accept(invited, rank, timeout, join_in_python):
-    """Joins, with the ranks that are invited."""
+def accept(invited, store, rank, timeout, join_in_python):
+    """Joins, with the ranks that are invited. Groups that follow from the group meet in the same store."""
     ranks, token = invited["ranks"], invited["token"]
     for other, found in enumerate(ranks):
         missing = found["library"] or join_in_python is None and found["extension"]
@@ -162,7 +158,6 @@ def accept(invited, rank, timeout, join_in_python):
     reasons = [f"rank {other}: {found['extension']}" for other, found in enumerate(ranks) if found["extension"]]
     if rank == 0 and reasons:
         say_once(f"flow_torch: all ranks use the slower part in Python: {reasons[0]}")
-    join_part = join_in_python if reasons else bindings.join
 
     if ranks[0]["launcher"] and len({found["launcher"] for found in ranks}) == 1:
         place = None  # flow-launch's store, in which it says how ranks end
@@ -178,7 +173,9 @@ def accept(invited, rank, timeout, join_in_python):
             "address": invited["address"],
             "token": token,
         }
-    return join_part(place, token, timeout)
+    if reasons:
+        return join_in_python(place, token, timeout)
+    return bindings.keep_store(bindings.join(place, token, timeout), store)
 
 
 @functools.cache

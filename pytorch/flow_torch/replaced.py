@@ -18,6 +18,7 @@ def install(backend_of):
     """`backend_of`: flow's backend of a group, if it has one."""
     _replace("monitored_barrier", _monitored_barrier, backend_of)
     _replace("split_group", _split_group, backend_of)
+    _replace("shrink_group", _shrink_group, backend_of)
     # These are not in each version of PyTorch.
     _replace("_set_pg_timeout", _set_pg_timeout, backend_of)
     _replace("_maybe_attach_flight_recorder", _maybe_attach_flight_recorder)
@@ -159,6 +160,23 @@ def _monitored_barrier(original, backend_of):
         return group.monitored_barrier(*(() if timeout is None else (timeout,)), wait_all_ranks=wait_all_ranks)
 
     return barrier
+
+
+def _shrink_group(original, backend_of):
+    """torch's own, up to 2.15, keeps wrong ranks of the new group: it looks for the excluded ranks, which are the group's, among those of the
+    world. And the ranks of a new world are no longer those of the one before."""
+
+    def shrink_group(ranks_to_exclude, group=None, *arguments, **options):
+        is_world = group in (None, dist.distributed_c10d._get_default_group())
+        members = dist.get_process_group_ranks(group)
+        made = original(ranks_to_exclude, group, *arguments, **options)
+        if backend_of(made) is not None:
+            left = [member for rank, member in enumerate(members) if rank not in ranks_to_exclude]
+            ranks = range(len(left)) if is_world else left
+            dist.distributed_c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}
+        return made
+
+    return shrink_group
 
 
 def _split_group(original, backend_of):

@@ -252,7 +252,7 @@ def store_that_nobody_else_comes_to():
         return True
     store = dist.FileStore(str(FOLDER / "store"), 2)
     in_python = None if is_cpp() else fallback.join
-    return all(is_interrupted(lambda rank=rank: rendezvous.merge(store, rank, 2, LONG, in_python)) for rank in (0, 1))
+    return all(is_interrupted(lambda rank=rank: rendezvous.meet(store, rank, 2, LONG, "a test", in_python)) for rank in (0, 1))
 
 
 def compilation_that_another_process_does():
@@ -280,7 +280,7 @@ def group_that_is_dropped():
     """The end of its last owner waits, where Python prints exceptions: the wait is over all the same. In Python nobody waits there."""
     if not is_cpp():
         return True
-    groups = [flow_torch._backend().new_group_of(ranks=[0, 1], timeout=LONG)]
+    groups = [flow_torch._backend().new_group_of([0, 1], LONG, None)]
     if dist.get_rank() == 1:
         dist.barrier()
         return "interrupted" in error_of(lambda: groups[0].allreduce([torch.ones(3)], dist.AllreduceOptions()).wait())

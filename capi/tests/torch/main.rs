@@ -7,9 +7,11 @@
 //! | `parts` | ranks that lack something; programs that ask for gloo |
 //! | `several` | programs that share a job |
 //! | `machines` | how ranks on several machines meet |
+//! | `changing` | groups whose ranks change |
 //! | `from_others` | the programs of docs/from-others.md |
 //! | `wheel` | the wheel, installed, under each launcher and library |
 
+mod changing;
 mod from_others;
 mod machines;
 mod parts;

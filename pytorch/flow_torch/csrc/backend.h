@@ -2,16 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <map>
-#include <numeric>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "bucket.h"
 #include "called_type.h"
-#include "lane.h"
-#include "memory.h"
+#include "meeting.h"
+#include "membership.h"
 #include "monitored_barrier.h"
 #include "sparse.h"
 #include "tensors.h"
@@ -21,11 +19,6 @@ namespace flow {
 using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// The time that a helper leaves a collective, and a message, to whoever waits for it. Two ranks that send to each other first both need
-// their helpers.
-constexpr std::chrono::milliseconds kPatience(20);
-constexpr std::chrono::microseconds kPatienceForMessages(50);
-
 inline void check_tag(int tag) {
     TORCH_CHECK_VALUE(tag >= 0, "flow: a tag must not be negative: ", tag);
 }
@@ -34,12 +27,8 @@ class FlowBackend final : public c10d::Backend {
 public:
     FlowBackend(Group group, Milliseconds timeout)
         : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
-          group_(std::move(group)),
           options_(c10::make_intrusive<Options>("flow", timeout)),
-          collectives_(Lane::make(group_, kPatience)),
-          all_gather_(with_label(group_, "all_gather", "")),
-          reduce_scatter_(with_label(group_, "reduce_scatter", "")),
-          all_to_all_(with_label(group_, "all_to_all", "")) {
+          membership_(std::make_unique<Membership>(std::move(group))) {
         init();
     }
 
@@ -56,23 +45,16 @@ public:
 
     // destroy_process_group calls this; programs may still have the group.
     void shutdown() override {
-        collectives_->close();
-        std::unique_lock<std::mutex> lock(messages_mutex_, std::defer_lock);
-        if (!collectives_->is_forked()) lock.lock();
-        for (const auto& [_, lane] : messages_) lane->close();
+        if (membership_) membership_->close();
     }
 
-    const Group& group() const { return group_; }
+    Group group() const { return membership().group; }
 
     // Another group of the same ranks, which all make in the same order.
-    Group duplicate() {
-        std::vector<size_t> ranks(size_);
-        std::iota(ranks.begin(), ranks.end(), 0);
-        const auto key = c10::str("duplicate ", duplicates_++);
-        flow_group* made = nullptr;
-        check(flow_new_group_of(within(group_, options_->timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
-        return own(made);
-    }
+    Group duplicate() { return membership().duplicate(options_->timeout); }
+
+    // Keeps the store for groups that follow from this one.
+    void keep_store(StorePtr store) { store_ = std::move(store); }
 
     const std::string getBackendName() const override { return "flow"; }
     // PyTorch changes those of a group that is to be split, for its parts.
@@ -87,33 +69,41 @@ public:
     // Makes the group unusable, on all ranks.
     void fail(const std::string& cause) { check(flow_abort(get(), cause.c_str())); }
     void setSequenceNumberForGroup() override {}
-    uint64_t getSequenceNumberForGroup() override { return sequence_; }
+    uint64_t getSequenceNumberForGroup() override { return membership().sequence; }
     bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
 
     bool supportsSplitting() const override { return true; }
 
-    c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+    c10::intrusive_ptr<Backend> split(const StorePtr& store, const std::vector<int>& ranks,
                                       const c10::intrusive_ptr<Options>& opts) override {
         if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
-        return new_group_of({ranks.begin(), ranks.end()}, opts->timeout);
+        const auto made = new_group_of({ranks.begin(), ranks.end()}, opts->timeout);
+        made->keep_store(store);
+        return made;
     }
 
     // A group of some of this group's ranks, which only they make: several of the same ranks in one order.
     c10::intrusive_ptr<FlowBackend> new_group_of(const std::vector<size_t>& ranks, Milliseconds timeout) {
-        std::unique_lock<std::mutex> lock(groups_mutex_);
-        const auto key = c10::str(c10::Join(",", ranks), "#", groups_[ranks]++);
-        lock.unlock();
-        flow_group* made = nullptr;
-        check(flow_new_group_of(within(group_, timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
-        return c10::make_intrusive<FlowBackend>(own(made), timeout);
+        return c10::make_intrusive<FlowBackend>(membership().new_group_of(ranks, timeout), timeout);
     }
 
-    // The processes find each other as those of a first group do, in Python, which has the store.
-    c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>& opts, const int& rank,
+    c10::intrusive_ptr<Backend> merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
                                       const int& size) override {
-        using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
-        const auto made = call_python<GroupPtr, int64_t, int64_t, double>("flow::merge", rank, size, seconds(opts->timeout));
-        return made->getBackend(c10::DeviceType::CPU);
+        return meet(store, rank, size, opts->timeout, "merge_remote_group");
+    }
+
+    bool supportsShrinking() const override { return true; }
+
+    // A group of the ranks that are left meets anew: the others may have been killed, and this group's own store with them.
+    c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                       const c10::intrusive_ptr<Options>& opts) override {
+        const auto left = ranks_without(excluded, size_);
+        const auto place = std::find(left.begin(), left.end(), rank_);
+        TORCH_CHECK_VALUE(place != left.end(), "flow: shrink_group is for the ranks that are left: rank ", rank_, " is excluded");
+        if (flags != 0) abort();  // SHRINK_ABORT
+        const auto store = apart(store_, c10::str("flow/shrink/", c10::Join(",", excluded)));
+        const auto timeout = opts ? opts->timeout : options_->timeout;
+        return meet(store, static_cast<int>(place - left.begin()), static_cast<int>(left.size()), timeout, "shrink_group");
     }
 
     Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -153,8 +143,8 @@ public:
         if (!tensor.has_storage() || !tensor.is_contiguous()) return false;
         const auto code = reducible(tensor.scalar_type(), op);
         if (!code || !label(called_type(tensor), op).empty()) return false;
-        return collectives_->run_at_once([&](const flow_group* group) {
-            ++sequence_;
+        return membership().collectives->run_at_once([&](const flow_group* group) {
+            ++membership().sequence;
             check(flow_all_reduce(group, elements(tensor, *code), flow_op(op)));
         });
     }
@@ -385,16 +375,12 @@ public:
 
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
         const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-        monitored_barrier(group_, rank_, size_, timeout, wait_all_ranks);
+        monitored_barrier(group(), rank_, size_, timeout, wait_all_ranks);
     }
 
 private:
-    // A lane of messages: the other rank, and the tag of what comes from there.
-    using Peer = std::pair<int, int>;
-    static constexpr int kAnyRank = -1;
-    static constexpr int kToRank = -1;
-
-    const flow_group* get() const { return group_.get(); }
+    Membership& membership() const { return *membership_; }
+    const flow_group* get() const { return membership().group.get(); }
 
     OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
         return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results));
@@ -403,12 +389,12 @@ private:
     // Begins a collective, which is over when this returns, if it is not asynchronous.
     template <typename Options>
     WorkPtr begin(const OperationPtr& operation, const Options& opts, Job job) {
-        ++sequence_;
+        ++membership().sequence;
         job.timeout = opts.timeout;
         if (opts.asyncOp) {
-            collectives_->submit(operation, std::move(job));
+            membership().collectives->submit(operation, std::move(job));
         } else {
-            collectives_->run(operation, std::move(job));
+            membership().collectives->run(operation, std::move(job));
         }
         return operation;
     }
@@ -426,10 +412,10 @@ private:
     // The group for an operation that flow-comm calls something else: ranks may have blocks of different lengths in it.
     Group renamed(OpType type) const {
         switch (type) {
-            case OpType::ALLGATHER: return all_gather_;
-            case OpType::REDUCE_SCATTER: return reduce_scatter_;
+            case OpType::ALLGATHER: return membership().all_gather;
+            case OpType::REDUCE_SCATTER: return membership().reduce_scatter;
             case OpType::ALLTOALL:
-            case OpType::ALLTOALL_BASE: return all_to_all_;
+            case OpType::ALLTOALL_BASE: return membership().all_to_all;
             default: return nullptr;
         }
     }
@@ -467,33 +453,21 @@ private:
         const auto operation = this->operation(type, tensors, tensors);
         Job job{[run, own = operation.get()](const flow_group* group) { run(group, *own); }};
         job.elements = label(called_type(tensors[0]), std::nullopt);
-        if (collectives_->is_forked()) {
-            collectives_->run(operation, std::move(job));
-            return operation;
+        auto& own = membership();
+        if (own.collectives->is_forked()) {
+            own.collectives->run(operation, std::move(job));
+        } else {
+            own.submit_message(peer, type != OpType::SEND, operation, std::move(job));
         }
-        std::lock_guard<std::mutex> lock(messages_mutex_);
-        if (!messages_.count(peer)) close_idle_lanes();
-        auto& lane = messages_[peer];
-        if (!lane) lane = Lane::make(group_, kPatienceForMessages, type != OpType::SEND);
-        lane->submit(operation, std::move(job));
         return operation;
     }
 
-    // Closes idle lanes of messages with tags: programs may use any number of these, each for a short time.
-    void close_idle_lanes() {
-        for (auto lane = messages_.begin(); lane != messages_.end();) {
-            const bool is_over = lane->first.second > 0 && lane->second->is_idle();
-            if (is_over) lane->second->close();
-            lane = is_over ? messages_.erase(lane) : std::next(lane);
-        }
-    }
-
     WorkPtr reduce_bucket(Tensors& tensors, flow_dtype code, RedOp op, const c10d::AllreduceOptions& opts) {
-        const auto number = static_cast<uint32_t>(sequence_++);
-        auto job = bucket_job(get(), staging_, tensors[0], code, op, number);
+        const auto number = static_cast<uint32_t>(membership().sequence++);
+        auto job = bucket_job(get(), membership().staging, tensors[0], code, op, number);
         job.timeout = opts.timeout;
         const auto own = operation(OpType::ALLREDUCE, tensors, tensors);
-        collectives_->submit(own, std::move(job));
+        membership().collectives->submit(own, std::move(job));
         return own;
     }
 
@@ -513,17 +487,9 @@ private:
         reduce_rows(op, received, own);
     }
 
-    const Group group_;
     const c10::intrusive_ptr<Options> options_;
-    std::atomic<uint64_t> sequence_{0};
-    std::atomic<uint64_t> duplicates_{0};
-    const std::shared_ptr<Lane> collectives_;
-    const Group all_gather_, reduce_scatter_, all_to_all_;
-    Staging staging_;  // of the operations in collectives_
-    std::mutex messages_mutex_;
-    std::map<Peer, std::shared_ptr<Lane>> messages_;
-    std::mutex groups_mutex_;
-    std::map<std::vector<size_t>, size_t> groups_;  // how many of these ranks were made
+    std::unique_ptr<Membership> membership_;
+    StorePtr store_;
 };
 
 }  // namespace flow

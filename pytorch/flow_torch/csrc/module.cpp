@@ -14,7 +14,6 @@
 namespace {
 
 using namespace flow;
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 using ReducerPtr = c10::intrusive_ptr<InPlaceReducer>;
 using BackendPtr = c10::intrusive_ptr<FlowBackend>;
 
@@ -61,6 +60,9 @@ GroupPtr join(const std::optional<std::vector<int64_t>>& place, const std::strin
 GroupPtr new_group_of(const GroupPtr& group, const std::vector<int64_t>& ranks, double timeout) {
     return boxed(backend_of(group)->new_group_of({ranks.begin(), ranks.end()}, milliseconds(timeout)));
 }
+
+// `place` has the store.
+void keep_store(const GroupPtr& group, const GroupPtr& place) { backend_of(group)->keep_store(place->getStore()); }
 
 bool is_shared(const GroupPtr& group, const Tensor& tensor) {
     return flow_is_shared(backend_of(group)->group().get(), tensor.const_data_ptr(), tensor.nbytes());
@@ -161,6 +163,7 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("join", &join);
     library.def("is_flow", &is_flow);
     library.def("new_group_of", &new_group_of);
+    library.def("keep_store", &keep_store);
     library.def("is_shared", &is_shared);
     library.def("fail", &fail);
     library.def("end_all", &Lane::end_all);

@@ -1,0 +1,36 @@
+//! Groups whose ranks change. The programs start their ranks themselves: a launcher would end all
+//! of them with the first that is killed.
+
+use std::process::Command;
+
+use flow_harness::Finished;
+use flow_harness::cli::run;
+use flow_harness::python::python;
+
+use super::{Part, is_skipped, lines_and_skipped, script, variables, with_flow};
+
+/// What a program prints with this part, when it has ended well.
+fn printed(part: Part, name: &str, arguments: &[&str]) -> Finished {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(python());
+    command.arg(script(name)).arg(folder.path()).args(arguments);
+    let finished = run(with_flow(&mut command).envs(variables(part)));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    finished
+}
+
+/// That so many cases are good, or cannot run.
+fn are_good(printed: &Finished, cases: usize) {
+    let (lines, skipped) = lines_and_skipped(printed);
+    let good = lines.iter().filter(|line| line.ends_with(": good")).count();
+    assert_eq!(good + skipped, cases, "{printed:?}");
+}
+
+#[test]
+fn groups_lose_ranks() {
+    if is_skipped() {
+        return;
+    }
+    are_good(&printed(Part::Cpp, "shrinking.py", &[]), 8);
+    are_good(&printed(Part::Python, "shrinking.py", &["refused"]), 1);
+}
