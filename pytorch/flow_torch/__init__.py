@@ -31,10 +31,10 @@ def _backend(group=None):
 
 def _create(options, _):
     """Makes a group, on its ranks: init_process_group and new_group call this."""
-    from . import rendezvous
+    from . import bindings, rendezvous
 
     if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14
-        raise NotImplementedError("flow: its groups cannot be reconfigured: init_process_group without enable_reconfigure=True")
+        return bindings.reconfigurable(options.store, options.group_rank, options.group_size, options.timeout)._get_backend(_CPU)
     world = _backend() if dist.is_initialized() else None
     is_mixed = replaced.is_mixed()
     if world is not None and not (is_mixed and isinstance(world, dist.ProcessGroup)):

@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import secrets
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,12 @@ def keep_store(group, store):
     """The same group: in this store those meet that follow from it."""
     extension.load().keep_store(group.boxed(), dist.ProcessGroup(store, 0, 1).boxed())
     return group
+
+
+def reconfigurable(store, rank, size, timeout):
+    """A group without ranks, until `reconfigure` gives it some, who meet in the store."""
+    place, handle = dist.ProcessGroup(store, rank, size).boxed(), f"flow-{secrets.token_hex(8)}"
+    return dist.ProcessGroup.unbox(extension.load().reconfigurable(place, handle, timeout.total_seconds()))
 
 
 class Backend:

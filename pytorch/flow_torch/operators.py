@@ -17,7 +17,7 @@ def install():
     own = {
         "check_signals() -> ()": _check_signals,
         "is_called_complex(Tensor tensor) -> bool": _is_called_complex,
-        f"meet({GROUP} place, float timeout, str call) -> {GROUP}": _meet,
+        f"meet({GROUP} place, float timeout, str call, str members) -> {GROUP}": _meet,
     }
     for schema, function in own.items():
         _define(schema, function, "CompositeImplicitAutograd")
@@ -54,9 +54,10 @@ def _is_called_complex(tensor):
     return hasattr(tensor, "flow_called_type")
 
 
-def _meet(place, timeout, call):
+def _meet(place, timeout, call, members):
     """The group of this place: see boxed_place in the C++ part."""
     from . import rendezvous
 
     place = dist.ProcessGroup.unbox(place)
-    return rendezvous.meet(place.get_group_store(), place.rank(), place.size(), timedelta(seconds=timeout), call).boxed()
+    store, timeout = place.get_group_store(), timedelta(seconds=timeout)
+    return rendezvous.meet(store, place.rank(), place.size(), timeout, call, members=members).boxed()

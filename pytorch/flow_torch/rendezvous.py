@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import secrets
@@ -28,10 +29,10 @@ def join(options, join_in_python):
     )
 
 
-def meet(store, rank, size, timeout, call, join_in_python=None, launcher=None):
+def meet(store, rank, size, timeout, call, join_in_python=None, launcher=None, members=""):
     """A group, on all its ranks: the C++ part's, or, if some rank does not have that, the one that `join_in_python` makes.
     None: it must be the C++ part's. `call`: the function of PyTorch's that asks for it, for errors. `launcher`: the address of flow-launch's
-    store, if that has started this rank.
+    store, if that has started this rank. `members`: what all must give alike.
 
     Rank 0 says that it is there, under a name that it has for this attempt only. The others answer to that name, with names of their own, by
     which it invites them when it has seen all. So what earlier attempts have left in the store, on any rank and however many, is nobody's
@@ -44,6 +45,7 @@ def meet(store, rank, size, timeout, call, join_in_python=None, launcher=None):
         "extension": reason(extension.load),
         "machine": machine(),
         "launcher": launcher,
+        "members": hashlib.sha256(members.encode()).hexdigest(),
     }
     meeting = Meeting(store, rank, size, timeout, call)
     try:
@@ -151,6 +153,9 @@ class Meeting:
 def accept(invited, store, rank, timeout, join_in_python):
     """Joins, with the ranks that are invited. Groups that follow from the group meet in the same store."""
     ranks, token = invited["ranks"], invited["token"]
+    unlike = [other for other, found in enumerate(ranks) if found["members"] != ranks[0]["members"]]
+    if unlike:
+        raise ValueError(f"flow: rank {unlike[0]} gives other members than rank 0: all are to give the same ones, in the same order")
     for other, found in enumerate(ranks):
         missing = found["library"] or join_in_python is None and found["extension"]
         if missing:

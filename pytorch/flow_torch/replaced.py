@@ -164,13 +164,17 @@ def _monitored_barrier(original, backend_of):
 
 def _shrink_group(original, backend_of):
     """torch's own, up to 2.15, keeps wrong ranks of the new group: it looks for the excluded ranks, which are the group's, among those of the
-    world. And the ranks of a new world are no longer those of the one before."""
+    world. The ranks of a new world are no longer those of the one before. And it takes the new backend for gloo's, as which PyTorch's DDP
+    then uses it."""
 
     def shrink_group(ranks_to_exclude, group=None, *arguments, **options):
         is_world = group in (None, dist.distributed_c10d._get_default_group())
         members = dist.get_process_group_ranks(group)
         made = original(ranks_to_exclude, group, *arguments, **options)
         if backend_of(made) is not None:
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            made._register_backend(torch.device("cpu"), custom, made._get_backend(torch.device("cpu")))
+            made._set_default_backend(custom)
             left = [member for rank, member in enumerate(members) if rank not in ranks_to_exclude]
             ranks = range(len(left)) if is_world else left
             dist.distributed_c10d._world.pg_group_ranks[made] = {member: rank for rank, member in enumerate(ranks)}

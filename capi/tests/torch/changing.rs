@@ -34,3 +34,13 @@ fn groups_lose_ranks() {
     are_good(&printed(Part::Cpp, "shrinking.py", &[]), 8);
     are_good(&printed(Part::Python, "shrinking.py", &["refused"]), 1);
 }
+
+/// Also in a random order of memberships. PyTorch has it since 2.14.
+#[test]
+fn groups_get_other_ranks() {
+    if is_skipped() {
+        return;
+    }
+    are_good(&printed(Part::Cpp, "reconfiguring.py", &[]), 19);
+    are_good(&printed(Part::Python, "reconfiguring.py", &["refused"]), 1);
+}

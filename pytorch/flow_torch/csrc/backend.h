@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <set>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
@@ -29,6 +30,15 @@ public:
         : Backend(static_cast<int>(flow_rank(group.get())), static_cast<int>(flow_world_size(group.get()))),
           options_(c10::make_intrusive<Options>("flow", timeout)),
           membership_(std::make_unique<Membership>(std::move(group))) {
+        init();
+    }
+
+    // A group without ranks, until reconfigure() gives it some. `handle`: this process' name there.
+    FlowBackend(StorePtr store, std::string handle, int rank, int size, Milliseconds timeout)
+        : Backend(rank, size),
+          options_(c10::make_intrusive<Options>("flow", timeout)),
+          store_(std::move(store)),
+          handle_(std::move(handle)) {
         init();
     }
 
@@ -62,10 +72,14 @@ public:
 
     void setTimeout(Milliseconds timeout) override {
         options_->timeout = timeout;
-        check(flow_set_timeout(get(), seconds(timeout)));
+        if (membership_) check(flow_set_timeout(get(), seconds(timeout)));
     }
 
-    void abort() override { fail("torch.distributed's abort()"); }
+    void abort() override {
+        // Another thread may reconfigure the group just now.
+        std::lock_guard<std::mutex> lock(leaving_);
+        if (membership_) fail("torch.distributed's abort()");
+    }
     // Makes the group unusable, on all ranks.
     void fail(const std::string& cause) { check(flow_abort(get(), cause.c_str())); }
     void setSequenceNumberForGroup() override {}
@@ -105,6 +119,35 @@ public:
         const auto timeout = opts ? opts->timeout : options_->timeout;
         return meet(store, static_cast<int>(place - left.begin()), static_cast<int>(left.size()), timeout, "shrink_group");
     }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+    bool supportsReconfigure() const override { return !handle_.empty(); }
+    c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle_; }
+
+    // Leaves the group of before. The members meet by the uuid: those of another group may have it as well.
+    WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override {
+        const auto handles = in_order(opts);
+        const auto place = std::find(handles.begin(), handles.end(), handle_);
+        TORCH_CHECK_VALUE(supportsReconfigure(), "flow: reconfigure() takes init_process_group with enable_reconfigure=True");
+        TORCH_CHECK_VALUE(place != handles.end(), "flow: reconfigure: this process' own handle, ", handle_, ", is to be among the handles");
+        TORCH_CHECK_VALUE(uuids_.insert(opts.uuid).second, "flow: reconfigure: the uuid ", opts.uuid, " was already used: give a new one");
+        leave();
+        const auto store = apart(store_, c10::str("flow/reconfigure/", opts.uuid, "/", handles.front()));
+        const auto rank = static_cast<int>(place - handles.begin());
+        const auto size = static_cast<int>(handles.size());
+        const auto timeout = opts.timeout.value_or(options_->timeout);
+        const auto made = meet(store, rank, size, timeout, "reconfigure", c10::str(c10::Join(" ", handles)));
+        const auto group = c10::dynamic_intrusive_pointer_cast<FlowBackend>(made)->group();
+        check(flow_set_timeout(group.get(), seconds(options_->timeout)));
+        membership_ = std::make_unique<Membership>(group);
+        rank_ = rank;
+        size_ = size;
+        // It is over.
+        const auto work = operation(OpType::UNKNOWN, {}, {});
+        membership().collectives->run(work, Job{[](const flow_group*) {}});
+        return work;
+    }
+#endif
 
     Tensor allocateTensor(long size, at::TensorOptions options) override {
         const auto tensor = empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
@@ -379,8 +422,22 @@ public:
     }
 
 private:
-    Membership& membership() const { return *membership_; }
+    Membership& membership() const {
+        TORCH_CHECK(membership_, "flow: this group has no ranks: torch.distributed._reconfigure gives it some");
+        return *membership_;
+    }
     const flow_group* get() const { return membership().group.get(); }
+
+    // What is pending fails. Otherwise the other ranks finish their last operations: they do not need this one any more.
+    void leave() {
+        const GilRelease released;
+        std::unique_lock<std::mutex> lock(leaving_);
+        const auto before = std::move(membership_);
+        lock.unlock();
+        if (!before) return;
+        if (!before->is_idle()) flow_abort(before->group.get(), "it was reconfigured with operations that were pending");
+        before->close();
+    }
 
     OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
         return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results));
@@ -488,8 +545,11 @@ private:
     }
 
     const c10::intrusive_ptr<Options> options_;
+    std::mutex leaving_;
     std::unique_ptr<Membership> membership_;
     StorePtr store_;
+    const std::string handle_;  // none: it cannot be reconfigured
+    std::set<int64_t> uuids_;
 };
 
 }  // namespace flow

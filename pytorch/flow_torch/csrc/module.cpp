@@ -64,6 +64,11 @@ GroupPtr new_group_of(const GroupPtr& group, const std::vector<int64_t>& ranks, 
 // `place` has the store.
 void keep_store(const GroupPtr& group, const GroupPtr& place) { backend_of(group)->keep_store(place->getStore()); }
 
+// A group that has no ranks yet. `place` has the store.
+GroupPtr reconfigurable(const GroupPtr& place, const std::string& handle, double timeout) {
+    return boxed(c10::make_intrusive<FlowBackend>(place->getStore(), handle, place->getRank(), place->getSize(), milliseconds(timeout)));
+}
+
 bool is_shared(const GroupPtr& group, const Tensor& tensor) {
     return flow_is_shared(backend_of(group)->group().get(), tensor.const_data_ptr(), tensor.nbytes());
 }
@@ -164,6 +169,7 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("is_flow", &is_flow);
     library.def("new_group_of", &new_group_of);
     library.def("keep_store", &keep_store);
+    library.def("reconfigurable", &reconfigurable);
     library.def("is_shared", &is_shared);
     library.def("fail", &fail);
     library.def("end_all", &Lane::end_all);
