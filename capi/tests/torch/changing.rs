@@ -1,5 +1,5 @@
-//! Groups whose ranks change. The programs start their ranks themselves: a launcher would end all
-//! of them with the first that is killed.
+//! Groups whose ranks change, and what is called when operations end. The programs start their
+//! ranks themselves: a launcher would end all of them with the first that is killed.
 
 use std::process::Command;
 
@@ -43,4 +43,13 @@ fn groups_get_other_ranks() {
     }
     are_good(&printed(Part::Cpp, "reconfiguring.py", &[]), 19);
     are_good(&printed(Part::Python, "reconfiguring.py", &["refused"]), 1);
+}
+
+/// Also on helper threads. PyTorch has them since 2.14, and its flight recorder since 2.15.
+#[test]
+fn hooks_are_called_at_the_end_of_operations() {
+    if is_skipped() {
+        return;
+    }
+    are_good(&printed(Part::Cpp, "hooked.py", &[]), 5);
 }

@@ -77,6 +77,8 @@ fn with_flow(command: &mut Command) -> &mut Command {
         .env("PYTHONPATH", std::env::join_paths(path).unwrap())
         .env("OMP_NUM_THREADS", "1")
         .env("PYTHONWARNINGS", "ignore")
+        // Else PyTorch 2.15 leaves a file in the user's cache where an operation fails.
+        .env("TORCH_FR_DUMP_ON_TIMEOUT", "0")
 }
 
 /// What a program has, beside that, for this part.

@@ -149,6 +149,20 @@ public:
     }
 #endif
 
+#ifdef C10D_BACKEND_HAS_HOOKS
+    bool supportsAbortHooks() const { return true; }  // virtual since PyTorch 2.15
+    void registerAbortHook(int64_t id, c10d::AbortHook hook) override { hooks_->failed.add(id, std::move(hook)); }
+    void unregisterAbortHook(int64_t id) override { hooks_->failed.remove(id); }
+#endif
+
+#if FLOW_HAS_COMPLETION_HOOKS
+    bool supportsCompletionHooks() const override { return true; }
+    void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+        hooks_->completed.add(id, [hook = std::move(hook)](uint64_t key) { hook({key, std::nullopt}); });
+    }
+    void unregisterCompletionHook(int64_t id) override { hooks_->completed.remove(id); }
+#endif
+
     Tensor allocateTensor(long size, at::TensorOptions options) override {
         const auto tensor = empty_shared(get(), {size}, c10::typeMetaToScalarType(options.dtype()));
         return tensor.defined() ? tensor : at::empty({size}, options);
@@ -188,7 +202,12 @@ public:
         if (!code || !label(called_type(tensor), op).empty()) return false;
         return membership().collectives->run_at_once([&](const flow_group* group) {
             ++membership().sequence;
-            check(flow_all_reduce(group, elements(tensor, *code), flow_op(op)));
+            try {
+                check(flow_all_reduce(group, elements(tensor, *code), flow_op(op)));
+            } catch (...) {
+                hooks_->failed.call();
+                throw;
+            }
         });
     }
 
@@ -440,7 +459,7 @@ private:
     }
 
     OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
-        return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results));
+        return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results), is_part_ ? nullptr : hooks_);
     }
 
     // Begins a collective, which is over when this returns, if it is not asynchronous.
@@ -495,6 +514,8 @@ private:
         std::vector<WorkPtr> works;
         {
             const at::DisableRecordFunctionGuard only_whole;
+            is_part_ = true;
+            const auto parts_over = c10::make_scope_exit([] { is_part_ = false; });
             for (size_t i = 0; i < inputs.size(); ++i) works.push_back(start(i));
         }
         const auto rethrow = [works](const flow_group*) {
@@ -545,6 +566,9 @@ private:
     }
 
     const c10::intrusive_ptr<Options> options_;
+    const std::shared_ptr<Hooks> hooks_ = std::make_shared<Hooks>();
+    // Whether this thread begins the parts of an operation.
+    static inline thread_local bool is_part_ = false;
     std::mutex leaving_;
     std::unique_ptr<Membership> membership_;
     StorePtr store_;

@@ -394,11 +394,13 @@ private:
     Job run_taken(const OperationPtr& first) { return end_taken(first, first->run_job(group_)); }
 
     Job end_taken(const OperationPtr& first, const std::exception_ptr& error) {
-        auto done = first->end(error);
-        std::lock_guard<std::mutex> lock(queue_mutex_);
-        is_running_ = false;
-        if (!first->launched_) --not_launched_;
-        return done;
+        // Whoever waited for it may ask at once whether the lane is idle.
+        {
+            std::lock_guard<std::mutex> lock(queue_mutex_);
+            is_running_ = false;
+            if (!first->launched_) --not_launched_;
+        }
+        return first->end(error);
     }
 
     // On the helper: runs all operations there are.

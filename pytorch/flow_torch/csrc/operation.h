@@ -7,9 +7,14 @@
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/version.h>
 
 #include "group.h"
+#include "hooks.h"
 #include "profile.h"
+
+// PyTorch has no feature macro for them.
+#define FLOW_HAS_COMPLETION_HOOKS (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
 
 namespace flow {
 
@@ -31,13 +36,19 @@ struct Job {
 
 class Operation final : public c10d::Work {
 public:
-    Operation(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results)
-        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)) {}
+    // `hooks`: none if it is a part of another operation.
+    Operation(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
+              std::shared_ptr<const Hooks> hooks)
+        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)), hooks_(std::move(hooks)) {}
 
     bool wait(Milliseconds timeout) override;
     std::vector<at::Tensor> result() override { return results_; }
     int sourceRank() const override { return source_; }
     c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+#if FLOW_HAS_COMPLETION_HOOKS
+    uint64_t getCompletionKey() const override { return key_; }
+#endif
 
     void set_source(int rank) { source_ = rank; }
 
@@ -61,7 +72,11 @@ private:
     c10::intrusive_ptr<c10::ivalue::Future> future_to_complete();
     void complete(const c10::intrusive_ptr<c10::ivalue::Future>& future);
 
+    static inline std::atomic<uint64_t> keys_{0};
+
     const std::vector<at::Tensor> results_;
+    const std::shared_ptr<const Hooks> hooks_;
+    const uint64_t key_ = keys_++;
     std::atomic<int> source_{-1};
     Job job_;
     bool launched_ = false;
@@ -94,8 +109,10 @@ inline std::exception_ptr Operation::run_job(const Group& group) {
 
 inline Job Operation::end(const std::exception_ptr& error) {
     auto done = std::exchange(job_, Job{});
+    if (error && hooks_) hooks_->failed.call();
     finish(error);
     ended_ = true;
+    if (!error && hooks_) hooks_->completed.call(key_);
     return done;
 }
 
