@@ -1,48 +1,35 @@
 //! `--elastic in-place`: a worker that fails is started again alone, and the others go on.
 
 use crate::agent::Agent;
-use crate::agent::stop_policy::Ended;
 use crate::agent::worker::Console;
-use crate::control::assignment::RankAssignment;
+use crate::control::protocol::Verdict;
 use crate::plan;
 use crate::report::events::JobEvent;
-use crate::report::failure::{self, Outcome};
+use crate::report::failure::Outcome;
 
 impl Agent {
-    /// Starts workers in place of those that have failed, as often as `--max-restarts` says, or goes
-    /// on without them. Returns the others that have ended.
-    pub fn replace_failed(&mut self, ended: Vec<Ended>) -> Vec<Ended> {
-        let Some(assignment) = self.assignment.clone().filter(|_| self.job.is_in_place) else {
-            return ended;
-        };
-        let mut others = Vec::new();
-        for (index, end, error_time) in ended {
-            if !end.is_failure() || !self.outlives(index, &assignment) {
-                others.push((index, end, error_time));
-            }
+    /// Does what the coordinator says about a worker that has failed.
+    pub fn decide(&mut self, round: u32, rank: u32, verdict: Verdict) {
+        let group = self.group.as_mut().filter(|group| group.round == round);
+        let Some(group) = group else { return };
+        let Some(ended) = group.take_undecided(rank) else { return };
+        // Else all workers are being stopped.
+        if !group.ended_well() {
+            return;
         }
-        others
+        let goes_on = match verdict {
+            Verdict::Replace => self.replace(ended.0),
+            Verdict::GoOn => true,
+            Verdict::Fail => false,
+        };
+        if !goes_on {
+            self.supervise(&[ended]);
+        }
     }
 
-    /// Whether the job goes on after the failure of a worker, by another in its place or without.
-    fn outlives(&mut self, index: usize, assignment: &RankAssignment) -> bool {
-        let Some(group) = &self.group else { return false };
-        // With no other that runs there is nobody who goes on.
-        if group.policy.cause().is_some() || self.signalled.is_some() || group.running() == 0 {
-            return false;
-        }
-        let what = failure::summary(&group.outcome(index), &self.host);
-        let max = self.job.max_restarts;
-        let count = group.replacements() + 1;
-        if count > max {
-            let left = group.sound();
-            let goes_on = self.job.min_workers.is_some_and(|min| left >= min as usize);
-            if goes_on {
-                let workers = if left == 1 { "worker" } else { "workers" };
-                self.sinks.note(&format!("{what}; the job goes on with {left} {workers}"));
-            }
-            return goes_on;
-        }
+    /// Starts a worker in place of the one with this index; false if that cannot be.
+    fn replace(&mut self, index: usize) -> bool {
+        let (Some(group), Some(assignment)) = (&self.group, &self.assignment) else { return false };
         let Outcome { rank, local_rank, .. } = group.outcome(index);
         let replacement = group.replacement(index) + 1;
         let mut own = assignment.clone();
@@ -58,11 +45,12 @@ impl Agent {
             self.sinks.say(&error);
             return false;
         }
-        (0..2)
-            .filter(|which| self.sinks.of(*which).is_closed())
-            .for_each(|which| group.leave_console(which));
+        for which in 0..2 {
+            if self.sinks.of(which).is_closed() {
+                group.leave_console(which);
+            }
+        }
         let pid = group.outcome(index).pid;
-        self.sinks.note(&format!("{what}; it is started again alone ({count} of {max})"));
         self.events.record(&JobEvent::Start { rank, local_rank, pid }, &mut self.sinks);
         true
     }

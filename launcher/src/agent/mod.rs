@@ -193,6 +193,11 @@ impl Agent {
                     None => self.send_stopped(round, None),
                 }
             }
+            Command::Decide { round, rank, verdict } => self.decide(round, rank, verdict),
+            Command::Kill { round, rank, replacement } => {
+                let group = self.group.iter().find(|group| group.round == round);
+                group.into_iter().for_each(|group| group.kill(rank, replacement));
+            }
             Command::Print(text) => self.sinks.note(&text),
             Command::Finish(result) => self.result = Some(result),
         }
@@ -331,23 +336,31 @@ impl Agent {
                 (AgentReady::WorkerGroup(WorkerReady::End(worker)), Some(group)) => {
                     if let Some((rank, end)) = group.note_end(worker)? {
                         log::debug!("rank {rank} ended: {end}");
+                        let is_undecided =
+                            self.job.is_in_place && end.is_failure() && group.ended_well();
                         // Peers must be able to read this before they are stopped because of it.
                         self.control.send(AgentEvent::Exited {
                             round: group.round,
                             rank,
                             replacement: group.replacement(worker),
                             end: end.to_string(),
+                            failure: is_undecided
+                                .then(|| failure::summary(&group.outcome(worker), &self.host)),
                         });
                         let Outcome { local_rank, pid, .. } = group.outcome(worker);
                         let exit = JobEvent::Exit { rank, local_rank, pid, end: end.into() };
                         self.events.record(&exit, &mut self.sinks);
-                        ended.push((worker, end, group.error_time(worker)));
+                        let end = (worker, end, group.error_time(worker));
+                        if is_undecided {
+                            group.await_verdict(end);
+                        } else {
+                            ended.push(end);
+                        }
                     }
                 }
                 (AgentReady::Control | AgentReady::Health | AgentReady::WorkerGroup(_), _) => {}
             }
         }
-        let ended = self.replace_failed(ended);
         self.supervise(&ended);
         Ok(!is_idle)
     }

@@ -10,7 +10,7 @@ use rustix::process::{Pid, Signal};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
-use crate::agent::stop_policy::{Action, Cause, StopPolicy};
+use crate::agent::stop_policy::{Action, Cause, Ended, StopPolicy};
 use crate::agent::worker::{Console, STDERR, Worker, WorkerStream, is_readable};
 use crate::output::log_file::Filter;
 use crate::output::pty;
@@ -42,6 +42,8 @@ pub struct WorkerGroup {
     pub policy: StopPolicy,
     /// Why not all workers were started.
     pub shortfall: Option<String>,
+    /// Workers that have failed, of which the coordinator has yet to say what follows.
+    undecided: Vec<Ended>,
     workers: Vec<Worker>,
     /// The files for filtered lines, by stream.
     filters: [Option<Filter>; 2],
@@ -66,6 +68,7 @@ impl WorkerGroup {
             round,
             policy,
             shortfall: None,
+            undecided: Vec::new(),
             workers: Vec::with_capacity(specs.len()),
             filters,
             buffer: vec![0; READ],
@@ -88,7 +91,7 @@ impl WorkerGroup {
         Ok(group)
     }
 
-    /// Starts a worker in place of the one with this index, which has failed; `attempt` is the number
+    /// Starts a worker in place of the one with this index, which is settled; `attempt` is the number
     /// of starts before. The error says why it cannot be started; the failed one then stays.
     pub fn replace(
         &mut self,
@@ -100,8 +103,6 @@ impl WorkerGroup {
     ) -> Result<(), String> {
         let rank = spec.rank;
         let replacement = self.workers[index].replacement + 1;
-        // What it has started may have its ports and its devices.
-        self.workers[index].process.kill();
         // Its output has files, and an order, of its own.
         let number = self.workers.len();
         let mut worker = Worker::start(number, spec, attempt, console, reaper)
@@ -114,25 +115,30 @@ impl WorkerGroup {
         Ok(())
     }
 
-    /// Returns how many workers run or have succeeded.
-    pub fn sound(&self) -> usize {
-        let sound = self.current().filter(|worker| !worker.end.is_some_and(ExitStatus::is_failure));
-        sound.count()
+    /// Leaves it to the coordinator what follows the failure of a worker.
+    pub fn await_verdict(&mut self, ended: Ended) {
+        self.undecided.push(ended);
     }
 
-    /// Returns how many workers run.
-    pub fn running(&self) -> usize {
-        self.current().filter(|worker| worker.end.is_none()).count()
+    /// Returns the worker with this rank that the coordinator has decided about.
+    pub fn take_undecided(&mut self, rank: u32) -> Option<Ended> {
+        let workers = &self.workers;
+        let is_its = |(index, ..): &Ended| workers[*index].spec.rank == rank;
+        let position = self.undecided.iter().position(is_its)?;
+        Some(self.undecided.remove(position))
+    }
+
+    /// Kills the worker with this rank, if as many had the rank before it.
+    pub fn kill(&self, rank: u32, replacement: u32) {
+        let mut running = self.current().filter(|worker| worker.end.is_none());
+        let is_it =
+            |worker: &&Worker| (worker.spec.rank, worker.replacement) == (rank, replacement);
+        running.find(is_it).into_iter().for_each(|worker| worker.process.kill());
     }
 
     /// Returns how many workers had this one's place before it.
     pub fn replacement(&self, index: usize) -> u32 {
         self.workers[index].replacement
-    }
-
-    /// Returns how many workers were started in place of others.
-    pub fn replacements(&self) -> u32 {
-        self.workers.iter().filter(|worker| worker.is_replaced).count() as u32
     }
 
     /// Returns the workers that were not replaced.
@@ -145,9 +151,12 @@ impl WorkerGroup {
         self.workers.iter().all(|worker| worker.settled)
     }
 
-    /// Whether every worker has ended, all that they wrote was read, and, if workers were stopped,
-    /// no process of theirs is left.
+    /// Whether every worker has ended for good, all that they wrote was read, and, if workers were
+    /// stopped, no process of theirs is left.
     pub fn is_over(&self, reaper: &Reaper) -> bool {
+        if self.ended_well() && !self.undecided.is_empty() {
+            return false;
+        }
         let mut streams = self.workers.iter().flat_map(|worker| &worker.streams);
         let is_read = streams.all(WorkerStream::is_read);
         // A launcher that must end does not wait: the reaper then kills stragglers anyway.

@@ -38,15 +38,15 @@ flags! {
         .meaning(
             "after a failure: `restart` starts all workers again. `in-place` starts the failed one \
              again alone, and the others go on: [elastic.md](elastic.md). `--max-restarts` counts \
-             all of these. On one node only",
+             all of these",
         )
         .differs("not in torchrun");
     Valued MIN_WORKERS = option(WORKERS, "min-workers", "N", "In place: fewest workers to go on with")
         .without_variable()
         .default("all")
         .meaning(
-            "with `--elastic in-place`: when no restart is left, the job goes on with the workers \
-             that are left, if they are as many as this",
+            "with `--elastic in-place`: when no restart is left, or a node is lost, the job goes on \
+             with the workers that are left, if they are as many as this",
         )
         .differs("not in torchrun");
     Valued SHUTDOWN_TIMEOUT = option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace")

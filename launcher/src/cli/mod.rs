@@ -139,9 +139,7 @@ fn check_elastic(job: &Job) -> Result<(), Usage> {
         };
     }
     if job.nodes.max > 1 || job.hosts.is_some() {
-        let reason = "--elastic in-place works on one node: leave out --nnodes and --hosts, or use \
-                      --elastic restart";
-        return Err(Usage(reason.into()));
+        return Ok(());
     }
     match (job.min_workers, job.processes) {
         (Some(min), Processes::Count(count)) if min > count => Err(Usage(format!(

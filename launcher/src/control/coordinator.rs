@@ -7,6 +7,8 @@
 //! `--nnodes MIN:MAX`, a round also ends when a node is lost or joins. The next round then starts
 //! with the nodes that are present and does not count as a restart.
 
+mod in_place;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -15,6 +17,7 @@ use crate::control::assignment;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::node::{Node, range};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
+use crate::control::worker_table::WorkerTable;
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 
 /// Failures within this time count as simultaneous. A crash among them is the root cause rather
@@ -23,9 +26,6 @@ const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
 /// The time to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
-
-/// Exit code of a job that hung; `timeout` uses the same.
-const HUNG: i32 = 124;
 
 /// The time that an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
@@ -38,6 +38,7 @@ pub struct Coordinator {
     timeouts: RendezvousTimeouts,
     grace: Duration,
     max_restarts: u32,
+    in_place: Option<WorkerTable>,
     agents: BTreeMap<AgentId, AgentRecord>,
     phase: JobPhase,
     round: u32,
@@ -54,8 +55,9 @@ impl Coordinator {
             is_static: matches!(job.nodes.rendezvous, Rendezvous::Static { .. }),
             timeouts: job.nodes.timeouts,
             grace: job.grace,
-            // Else the agent has started workers anew as often as it may.
+            // In place, workers are started again one by one as often as that.
             max_restarts: if job.is_in_place { 0 } else { job.max_restarts },
+            in_place: WorkerTable::new(job),
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,
@@ -91,6 +93,9 @@ impl Coordinator {
                 }
             }
             AgentEvent::Leaving { signal } => self.leaving(agent, signal, now),
+            AgentEvent::Exited { round, rank, failure, .. } if round == self.round => {
+                self.exited(agent, rank, failure)
+            }
             AgentEvent::Exited { .. }
             | AgentEvent::Trace { .. }
             | AgentEvent::Failed { .. }
@@ -123,13 +128,14 @@ impl Coordinator {
 
     /// Prints a notice on every node.
     pub fn notify(&mut self, text: &str) -> Vec<(AgentId, Command)> {
-        self.members().into_iter().map(|agent| (agent, Command::Print(text.to_string()))).collect()
+        self.print(text);
+        std::mem::take(&mut self.commands)
     }
 
-    /// Notes that the workers hang, which counts as a failure.
-    pub fn hung(&mut self, summary: String, now: Instant) -> Vec<(AgentId, Command)> {
-        self.failed(LEADER, Failure { summary, end: ExitStatus::Exit(HUNG) }, now);
-        std::mem::take(&mut self.commands)
+    fn print(&mut self, text: &str) {
+        for agent in self.members() {
+            self.commands.push((agent, Command::Print(text.into())));
+        }
     }
 
     /// Ends the job for this reason.
@@ -170,6 +176,10 @@ impl Coordinator {
             );
             return self.end(agent, 1, Some(cause));
         }
+        if node.is_in_place != self.in_place.is_some() {
+            let cause = "--elastic is another than on the leading node".to_string();
+            return self.end(agent, 1, Some(cause));
+        }
         let workers =
             self.agents.values().map(|other| u64::from(other.node.local_world_size)).sum::<u64>();
         if workers + u64::from(node.local_world_size) > u32::MAX.into() {
@@ -192,6 +202,10 @@ impl Coordinator {
         }
         if self.phase == JobPhase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
+        }
+        if self.in_place.is_some() && self.phase == JobPhase::Running {
+            let cause = "the job runs, and --elastic in-place takes in no node then".to_string();
+            return self.end(agent, 1, Some(cause));
         }
         self.agents.insert(
             agent,
@@ -256,7 +270,11 @@ impl Coordinator {
             return;
         }
         let summary = format!("{description} {how}");
-        if self.is_elastic() && self.members().len() >= self.min {
+        let notice = self.in_place.as_mut().and_then(|in_place| in_place.lost(agent));
+        if let Some(notice) = notice {
+            return self.print(&format!("{summary}; {notice}"));
+        }
+        if self.in_place.is_none() && self.is_elastic() && self.members().len() >= self.min {
             self.stop(StopReason::Change, Some(format!("{summary}; going on without it")), now);
         } else {
             let notice = self.restart(&summary);
@@ -343,6 +361,10 @@ impl Coordinator {
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
         let assignments = assignment::assign(&nodes, self.failures);
         for (agent, assignment) in members.iter().zip(assignments) {
+            if let Some(in_place) = &mut self.in_place {
+                let first = assignment.first_rank;
+                in_place.start(*agent, first..first + assignment.local_world_size);
+            }
             self.commands.push((*agent, Command::Start { round: self.round, assignment }));
         }
         for agent in members {
@@ -358,7 +380,8 @@ impl Coordinator {
         if self.phase != JobPhase::Running || self.members().len() < self.max {
             return;
         }
-        let has_use = self.is_elastic() || self.failures < self.max_restarts;
+        let has_use =
+            self.in_place.is_none() && (self.is_elastic() || self.failures < self.max_restarts);
         let its_nodes = format!("the job has its {} nodes", self.max);
         self.agents.retain(|id, agent| {
             let is_idle = agent.state == AgentState::Idle;

@@ -30,6 +30,9 @@ use crate::report::text::excerpt;
 /// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
 
+/// How the workers of a node that is lost have ended.
+const LOST: &str = "the loss of its node";
+
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.
 pub struct Leader {
     coordinator: Coordinator,
@@ -135,7 +138,7 @@ impl Leader {
             );
             let commands = match action {
                 Some(StallAction::Report(report)) => self.coordinator.notify(&report),
-                Some(StallAction::Fail(report)) => self.coordinator.hung(report, now),
+                Some(StallAction::Fail(hang)) => self.coordinator.hung(hang, now),
                 None => Vec::new(),
             };
             self.dispatch(commands);
@@ -174,16 +177,10 @@ impl Leader {
     }
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
-        if let AgentEvent::Exited { round, rank, replacement, end } = &event {
-            if let Some(present) = self.round.as_mut().filter(|present| present.number == *round) {
-                present.stalls.rank_exited(*rank);
-                let key = match replacement {
-                    0 => format!("exit/{rank}"),
-                    count => format!("exit/{rank}.{count}"),
-                };
-                present.store.set(&key, end.as_bytes());
-            }
-            return;
+        if let AgentEvent::Exited { round, rank, replacement, end, .. } = &event
+            && let Some(present) = self.round.as_mut().filter(|present| present.number == *round)
+        {
+            present.exited(*rank, *replacement, end);
         }
         if let AgentEvent::Trace { round, piece } = event {
             if self.round.as_ref().is_some_and(|present| present.number == round) {
@@ -196,9 +193,15 @@ impl Leader {
             (AgentEvent::Joined { node, .. }, _) if agent != LEADER => {
                 self.cluster_events.push(ClusterEvent::Joined { host: node.host.clone() })
             }
-            (AgentEvent::Gone { why }, Some(host)) if self.linger_until.is_none() => self
-                .cluster_events
-                .push(ClusterEvent::Lost { host: host.into(), reason: why.clone() }),
+            (AgentEvent::Gone { why }, Some(host)) if self.linger_until.is_none() => {
+                self.cluster_events
+                    .push(ClusterEvent::Lost { host: host.into(), reason: why.clone() });
+                // Its agent cannot say any more how they ended.
+                for (rank, replacement) in self.coordinator.running_in_place(agent) {
+                    let round = self.round.as_mut();
+                    round.into_iter().for_each(|round| round.exited(rank, replacement, LOST));
+                }
+            }
             _ => {}
         }
         let commands = self.coordinator.handle(agent, event, Instant::now());
@@ -285,6 +288,18 @@ struct Round {
     stalls: StallTracker,
 }
 
+impl Round {
+    /// Tells the workers how one of them has ended.
+    fn exited(&mut self, rank: u32, replacement: u32, end: &str) {
+        self.stalls.rank_exited(rank);
+        let key = match replacement {
+            0 => format!("exit/{rank}"),
+            count => format!("exit/{rank}.{count}"),
+        };
+        self.store.set(&key, end.as_bytes());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -303,6 +318,7 @@ mod tests {
             local_world_size: 1,
             role: "default".into(),
             nodes: (3, 3),
+            is_in_place: false,
         };
         let mut leader = Leader::serving(&job, node(0), "127.0.0.1", 0).unwrap();
         let mut commands_for = |agent, number| {

@@ -3,6 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop (pure) |
+//! | `coordinator/in_place.rs`, `worker_table.rs` | what follows when a worker fails, in place (pure) |
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
@@ -18,6 +19,7 @@ pub mod node;
 pub mod protocol;
 mod stall;
 pub mod token;
+mod worker_table;
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -73,6 +75,7 @@ impl ControlPlane {
             local_world_size,
             role: job.role.clone(),
             nodes: (job.nodes.min, job.nodes.max),
+            is_in_place: job.is_in_place,
         };
         let (node_rank, host, port, serves) = match &job.nodes.rendezvous {
             Rendezvous::Alone { master_addr, master_port } => {

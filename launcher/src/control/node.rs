@@ -14,6 +14,8 @@ pub struct Node {
     pub role: String,
     /// `--nnodes` (min, max), which must be the same on all nodes.
     pub nodes: (u32, u32),
+    /// `--elastic in-place`, which must be the same on all nodes.
+    pub is_in_place: bool,
 }
 
 /// Returns a number of nodes as `--nnodes` has it.

@@ -21,8 +21,9 @@ pub enum AgentEvent {
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
     /// A worker has ended; `end` is the text that its peers can read in their store. `replacement`:
-    /// the number of workers that had this rank before in the round.
-    Exited { round: u32, rank: u32, replacement: u32, end: String },
+    /// the number of workers that had this rank before in the round. `failure`: how it failed, in one
+    /// line, if the job may go on in place; the agent waits for the coordinator's verdict.
+    Exited { round: u32, rank: u32, replacement: u32, end: String, failure: Option<String> },
     /// All its workers have succeeded.
     Finished { round: u32 },
     /// All its workers are gone, after a failure or a command. `cause` is the full report on its
@@ -44,6 +45,17 @@ pub struct Failure {
     pub end: ExitStatus,
 }
 
+/// What follows the failure of a worker of a job that goes on in place.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Verdict {
+    /// Another one is started in its place.
+    Replace,
+    /// The others go on without it.
+    GoOn,
+    /// The job fails.
+    Fail,
+}
+
 /// A command of the coordinator to an agent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Command {
@@ -55,6 +67,18 @@ pub enum Command {
     Stop {
         round: u32,
         why: Option<String>,
+    },
+    /// Do this about the worker with this rank, which has failed.
+    Decide {
+        round: u32,
+        rank: u32,
+        verdict: Verdict,
+    },
+    /// Kill the worker with this rank, unless another one has it by now.
+    Kill {
+        round: u32,
+        rank: u32,
+        replacement: u32,
     },
     /// Print a notice.
     Print(String),

@@ -62,15 +62,23 @@ pub struct StallTracker {
 pub enum StallAction {
     /// Print the report.
     Report(String),
-    /// Fail the round, with this report.
-    Fail(String),
+    /// Act on a wait that is longer than the limit.
+    Fail(Hang),
+}
+
+/// A wait that is longer than `--hang-timeout`.
+#[derive(Debug, PartialEq)]
+pub struct Hang {
+    pub report: String,
+    /// The rank that all others wait for, in one step or more, and that waits for none.
+    pub culprit: Option<u32>,
 }
 
 impl StallAction {
     /// Returns the report.
     pub fn report(&self) -> &str {
         match self {
-            StallAction::Report(report) | StallAction::Fail(report) => report,
+            StallAction::Report(report) | StallAction::Fail(Hang { report, .. }) => report,
         }
     }
 }
@@ -129,22 +137,46 @@ impl StallTracker {
                 "{report}\nthat is a failure, as --hang-timeout is {} s",
                 limit.as_secs_f64()
             );
+            let culprit = self.culprit();
             self.waiting.clear();
             self.report_at = None;
-            return Some(StallAction::Fail(report));
+            return Some(StallAction::Fail(Hang { report, culprit }));
         }
         self.report_at.filter(|at| *at <= now)?;
         self.report_at = None;
         oldest.map(|waited| StallAction::Report(self.report(waited)))
     }
 
-    /// Says which ranks wait where and for which others. Ranks that others wait for and that are in
-    /// no collective themselves come first.
-    fn report(&self, waited: Duration) -> String {
+    /// Returns the ranks that others wait for and that are in no collective themselves.
+    fn absent(&self) -> Vec<u32> {
         let missing: BTreeSet<u32> =
             self.waiting.values().flat_map(|waiting| waiting.missing.iter().copied()).collect();
         let waiting: BTreeSet<u32> = self.waiting.keys().map(|(rank, _)| *rank).collect();
-        let absent: Vec<u32> = missing.difference(&waiting).copied().collect();
+        missing.difference(&waiting).copied().collect()
+    }
+
+    /// Returns the one absent rank, if every wait leads to it.
+    fn culprit(&self) -> Option<u32> {
+        let [culprit] = self.absent()[..] else { return None };
+        let mut held_up = BTreeSet::from([culprit]);
+        loop {
+            let count = held_up.len();
+            for ((rank, _), stall) in &self.waiting {
+                if stall.missing.iter().any(|missing| held_up.contains(missing)) {
+                    held_up.insert(*rank);
+                }
+            }
+            if held_up.len() == count {
+                break;
+            }
+        }
+        self.waiting.keys().all(|(rank, _)| held_up.contains(rank)).then_some(culprit)
+    }
+
+    /// Says which ranks wait where and for which others. Ranks that others wait for and that are in
+    /// no collective themselves come first.
+    fn report(&self, waited: Duration) -> String {
+        let absent = self.absent();
         let mut report = format!("no progress for {} s", waited.as_secs());
         if !absent.is_empty() {
             let does = if absent.len() == 1 { "is" } else { "are" };
@@ -272,15 +304,39 @@ mod tests {
     }
 
     #[test]
+    fn the_culprit_is_the_one_rank_that_all_waits_lead_to() {
+        let culprit = |waits: &[(u32, &[u32])]| {
+            let (mut stalls, now) = (StallTracker::new(None), Instant::now());
+            for (rank, missing) in waits {
+                stalls.update(wait(*rank, "barrier #1", missing), now);
+            }
+            stalls.culprit()
+        };
+        assert_eq!(culprit(&[(0, &[1]), (2, &[1])]), Some(1));
+        // A pipeline: each waits for the one before.
+        assert_eq!(culprit(&[(1, &[0]), (2, &[1]), (3, &[2])]), Some(0));
+        assert_eq!(culprit(&[(0, &[1, 2]), (1, &[2])]), Some(2));
+        assert_eq!(culprit(&[(0, &[1, 2])]), None);
+        // Two of them wait for each other, or one for the device.
+        assert_eq!(culprit(&[(0, &[1]), (2, &[3]), (3, &[2])]), None);
+        assert_eq!(culprit(&[(0, &[1]), (2, &[])]), None);
+        assert_eq!(culprit(&[(0, &[1]), (1, &[0])]), None);
+    }
+
+    #[test]
     fn beyond_the_limit_the_round_has_failed() {
         let (mut stalls, now) = (StallTracker::new(Some(Duration::from_secs(40))), Instant::now());
         stalls.update(wait(0, "barrier #1", &[1]), now);
         stalls.elapsed(now + COALESCE_WINDOW);
         assert_eq!(stalls.deadline(), Some(now + Duration::from_secs(10)));
-        let Some(StallAction::Fail(report)) = stalls.elapsed(now + Duration::from_secs(10)) else {
+        let Some(StallAction::Fail(hang)) = stalls.elapsed(now + Duration::from_secs(10)) else {
             panic!()
         };
-        assert_eq!(report.lines().last(), Some("that is a failure, as --hang-timeout is 40 s"));
+        assert_eq!(hang.culprit, Some(1));
+        assert_eq!(
+            hang.report.lines().last(),
+            Some("that is a failure, as --hang-timeout is 40 s")
+        );
         assert_eq!(stalls.deadline(), None);
     }
 }

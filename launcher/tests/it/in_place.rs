@@ -1,7 +1,9 @@
 //! `--elastic in-place`: a worker that fails is started again alone.
 
-use flow_harness::cli::{events, run, script};
+use flow_harness::cli::{events, run, script, until};
+use flow_harness::net::{Agent, Gate, Net, ipv4};
 use flow_harness::{Finished, assert_contains};
+use rustix::process::Signal;
 
 /// The other worker goes on until the one that has failed is there again.
 const FAILS_ONCE: &str = r#"
@@ -81,4 +83,63 @@ fn fewer_workers_go_on_if_they_are_enough() {
     assert_contains(&finished.stderr, &["the job goes on with 1 worker\n"]);
     let finished = job(2);
     assert!(matches!(finished.code, Some(1 | 2)), "{finished:?}");
+}
+
+/// A job on so many nodes, of two workers each, whose agents have all started.
+fn on_nodes(net: &Net, nodes: usize, flags: &str, text: &str) -> Vec<Agent> {
+    let start = |node| {
+        let flags = format!(
+            "--nnodes {nodes} --node_rank {node} --master_addr {} --master_port 29500 \
+             --nproc_per_node 2 --grace 0.5 --elastic in-place {flags}",
+            ipv4(0)
+        );
+        net.start(node, &script(&flags, text))
+    };
+    (0..nodes).map(start).collect()
+}
+
+#[test]
+fn workers_of_all_nodes_share_the_restarts() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let text = format!(
+        "echo rank $RANK, $FLOW_REPLACEMENT before; [ $RANK-$FLOW_REPLACEMENT != 3-0 ] || exit 7; \
+         {}; [ $RANK != 0 ] || exit 5; exec sleep 1000",
+        gate.wait()
+    );
+    let agents = on_nodes(&net, 2, "--max-restarts 1", &text);
+    agents[0].until_says(&["rank 0, 0 before", "rank 1, 0 before"]);
+    agents[1].until_says(&["rank 2, 0 before", "rank 3, 1 before"]);
+    gate.open();
+    for end in agents.into_iter().map(Agent::finish) {
+        assert_eq!(end.code, Some(5), "{end:?}");
+        assert_contains(
+            &end.stderr,
+            &["rank 3 ", "it is started again alone (1 of 1)", "rank 0 ", "code 5"],
+        );
+    }
+    net.until_nothing_is_left();
+}
+
+#[test]
+fn a_node_that_is_lost_takes_its_workers_with_it() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let text = format!("echo ready; {}; echo well", gate.wait());
+    let mut agents = on_nodes(&net, 3, "--min-workers 4", &text);
+    agents.iter().for_each(|agent| agent.until_says(&["ready"]));
+    let lost = agents.remove(1);
+    lost.signal(Signal::KILL);
+    lost.finish();
+    let said = "; the job goes on with 4 workers";
+    for agent in &agents {
+        until("it is said", || agent.stderr().contains(said));
+    }
+    gate.open();
+    for end in agents.into_iter().map(Agent::finish) {
+        assert_eq!(end.code, Some(0), "{end:?}");
+        assert_eq!(end.sorted_lines(), ["ready", "ready", "well", "well"]);
+        assert_contains(&end.stderr, &["node 1 (host node1) was lost", said]);
+    }
+    net.until_nothing_is_left();
 }

@@ -10,6 +10,7 @@ mod failures;
 pub mod fakes;
 mod groups;
 mod hangs;
+mod in_place;
 mod leaks;
 mod member_groups;
 mod meshes;
@@ -40,6 +41,7 @@ const FILES: &[registry::File] = &[
     ("connections", connections::SCENARIOS),
     ("groups", groups::SCENARIOS),
     ("hangs", hangs::SCENARIOS),
+    ("in_place", in_place::SCENARIOS),
     ("leaks", leaks::SCENARIOS),
     ("member_groups", member_groups::SCENARIOS),
     ("meshes", meshes::SCENARIOS),

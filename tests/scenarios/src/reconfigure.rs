@@ -60,7 +60,7 @@ const STEPS: i64 = 24;
 const ELEMENTS: usize = 4 << 20;
 
 /// The rank that a process was started as, and the number of those before it.
-fn seat() -> Result<[i64; 2]> {
+pub fn seat() -> Result<[i64; 2]> {
     let number = |name| match std::env::var(name) {
         Ok(text) => text.parse().context("a number"),
         Err(_) => Ok(0_i64),
@@ -102,7 +102,7 @@ enum Next {
     End,
 }
 
-fn random() -> Result<()> {
+pub fn random() -> Result<()> {
     let mut group = ProcessGroup::from_env()?;
     let size: usize = match std::env::var("FLOW_TEST_LEFT") {
         Ok(left) => left.parse()?,
@@ -526,7 +526,8 @@ fn keep(
     Ok(next.is_none())
 }
 
-fn is_loss(error: &anyhow::Error) -> bool {
+/// Whether a rank was lost, in this operation or before.
+pub fn is_loss(error: &anyhow::Error) -> bool {
     let error = error.downcast_ref::<Error>();
     matches!(error, Some(Error::PeerLost { .. } | Error::Poisoned { .. }))
 }

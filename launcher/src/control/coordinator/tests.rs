@@ -4,6 +4,8 @@ use super::*;
 use crate::control::assignment::RankAssignment;
 use std::ffi::OsString;
 
+mod in_place;
+
 const SECOND: Duration = Duration::from_secs(1);
 
 /// A coordinator with its clock, and what the agents were ordered.
@@ -33,6 +35,7 @@ impl Test {
             local_world_size: workers,
             role: "default".into(),
             nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
+            is_in_place: self.coordinator.in_place.is_some(),
         };
         self.handle(agent, AgentEvent::Joined { node });
     }

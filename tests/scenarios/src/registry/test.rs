@@ -62,6 +62,24 @@ impl Test {
         Some((net, agents))
     }
 
+    /// Runs the job of flow-launch to its end, which is the same on all machines: what all have written
+    /// to stdout, and the first to stderr. None, and a printed reason, where this machine does not
+    /// allow it.
+    pub fn finish(&self) -> Option<Finished> {
+        if !matches!(self.job.start, Start::Machines(_)) {
+            return Some(self.launcher().finish_unless_silent(TEST_TIMEOUT));
+        }
+        let (net, agents) = self.machines()?;
+        let mut ends = agents.into_iter().map(Agent::finish);
+        let mut whole = ends.next()?;
+        for end in ends {
+            assert_eq!(end.code, whole.code, "{whole:?} {end:?}");
+            whole.stdout += &end.stdout;
+        }
+        net.until_nothing_is_left();
+        Some(whole)
+    }
+
     /// The job ends well, as every rank reports. Each scenario of a job has [`TEST_TIMEOUT`]: its ranks
     /// write its name when it begins.
     pub fn passes(&self) {

@@ -9,8 +9,8 @@ use flow_ddp::{
     BoxError, DataLoader, Dataset, Ddp, DistributedSampler, Elastic, Error, OptimizerState,
     ProcessGroup, SamplerState, TryBackwardStep,
 };
-use flow_tests::registry::{Scenario, Test, launched, process};
-use flow_tests::{TEST_TIMEOUT, assert_contains};
+use flow_tests::assert_contains;
+use flow_tests::registry::{Scenario, Test, launched, machines, process};
 use rustix::process::{Signal, getpid, kill_process};
 use serde::{Deserialize, Serialize};
 use tch::nn::{self, Optimizer, OptimizerConfig, VarStore};
@@ -32,6 +32,7 @@ pub const SCENARIOS: &[Scenario] = &[
             launched(3).flags(IN_PLACE),
             launched(2).flags(IN_PLACE).mode("copies", "FLOW_DDP_COPY", "1"),
             launched(3).flags(IN_PLACE).mode("thread", "FLOW_DDP_PROGRESS", "thread"),
+            machines(&[1, 2]).flags(IN_PLACE),
         ],
     )
     .checked_by(ends_well),
@@ -321,7 +322,7 @@ fn every_sample() -> Result<()> {
 }
 
 fn ends_well(test: &Test) {
-    let finished = test.launcher().finish_unless_silent(TEST_TIMEOUT);
+    let Some(finished) = test.finish() else { return };
     assert_eq!(finished.code, Some(0), "{finished:?}");
     let ranks: usize = test.job.nodes().iter().sum();
     assert_eq!(finished.stdout.matches("all is well\n").count(), ranks, "{finished:?}");

@@ -1,0 +1,132 @@
+//! Decisions about the workers of a job that goes on in place.
+
+use super::*;
+use crate::control::protocol::Verdict;
+use crate::control::stall::Hang;
+
+/// A job in place on two nodes, of two workers and of one.
+fn in_place(flags: &str) -> Test {
+    let mut test = Test::new(&format!("{STATIC} --elastic in-place {flags}"));
+    test.join(LEADER, 2);
+    test.join(1, 1);
+    test.started();
+    test
+}
+
+impl Test {
+    fn exit(&mut self, agent: AgentId, rank: u32, failure: Option<&str>) {
+        let round = self.coordinator.round;
+        let (end, failure) = (String::new(), failure.map(String::from));
+        self.handle(agent, AgentEvent::Exited { round, rank, replacement: 0, end, failure });
+    }
+
+    /// What all agents are to print, and then one agent is to do.
+    fn decision(&mut self) -> (Option<String>, AgentId, Command) {
+        let mut commands = std::mem::take(&mut self.commands);
+        let (agent, command) = commands.pop().unwrap();
+        let said = match &commands[..] {
+            [] => None,
+            [(LEADER, Command::Print(text)), (1, Command::Print(same))] if text == same => {
+                Some(text.clone())
+            }
+            other => panic!("{other:?}"),
+        };
+        (said, agent, command)
+    }
+
+    fn hang(&mut self, culprit: Option<u32>) {
+        let hang = Hang { report: "it hangs".into(), culprit };
+        self.commands.extend(self.coordinator.hung(hang, self.now));
+    }
+}
+
+fn decide(rank: u32, verdict: Verdict) -> Command {
+    Command::Decide { round: 1, rank, verdict }
+}
+
+#[test]
+fn all_nodes_share_the_restarts() {
+    let mut test = in_place("--max-restarts 2");
+    for (count, agent, rank) in [(1, 1, 2), (2, LEADER, 0)] {
+        test.exit(agent, rank, Some("it failed"));
+        let said = format!("it failed; it is started again alone ({count} of 2)");
+        assert_eq!(test.decision(), (Some(said), agent, decide(rank, Verdict::Replace)));
+    }
+    test.exit(1, 2, Some("it failed"));
+    assert_eq!(test.decision(), (None, 1, decide(2, Verdict::Fail)));
+}
+
+#[test]
+fn the_job_goes_on_with_enough_workers() {
+    let mut test = in_place("--min-workers 2");
+    test.exit(LEADER, 0, None);
+    test.exit(1, 2, Some("it failed"));
+    let said = "it failed; the job goes on with 2 workers".to_string();
+    assert_eq!(test.decision(), (Some(said), 1, decide(2, Verdict::GoOn)));
+    test.exit(LEADER, 1, Some("it failed"));
+    assert_eq!(test.decision(), (None, LEADER, decide(1, Verdict::Fail)));
+}
+
+#[test]
+fn somebody_must_be_left_who_goes_on() {
+    let mut test = in_place("--max-restarts 9 --min-workers 1");
+    test.exit(LEADER, 0, None);
+    test.exit(LEADER, 1, None);
+    test.exit(1, 2, Some("it failed"));
+    assert_eq!(test.decision(), (None, 1, decide(2, Verdict::Fail)));
+}
+
+#[test]
+fn a_lost_node_takes_its_workers_with_it() {
+    let mut test = in_place("--max-restarts 9 --min-workers 2");
+    assert_eq!(test.coordinator.running_in_place(1), [(2, 0)]);
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
+    let said = "node 1 (host host1) was lost: silence; the job goes on with 2 workers";
+    assert_eq!(test.said(LEADER), said);
+    test.finish(LEADER);
+    assert_eq!(test.end(), (0, None));
+    for flags in ["--max-restarts 9", "--max-restarts 9 --min-workers 3"] {
+        let mut test = in_place(flags);
+        test.handle(1, AgentEvent::Gone { why: "silence".into() });
+        assert_eq!(test.stops(), (vec![0], None));
+        test.stopped(LEADER, None);
+        assert_eq!(test.end(), (1, Some("node 1 (host host1) was lost: silence".into())));
+    }
+}
+
+#[test]
+fn a_rank_that_hangs_is_killed() {
+    let mut test = in_place("--max-restarts 1");
+    let kill = |rank, replacement| Command::Kill { round: 1, rank, replacement };
+    let said = "rank 2 is killed: the others have waited for it as long as --hang-timeout";
+    test.hang(Some(2));
+    let killed = test.commands.remove(0);
+    assert_eq!(killed, (1, kill(2, 0)));
+    let print = |agent| (agent, Command::Print(said.into()));
+    assert_eq!(std::mem::take(&mut test.commands), [print(LEADER), print(1)]);
+    test.exit(1, 2, Some("it was killed"));
+    test.commands.clear();
+    // No restart is left: the hang itself is the failure.
+    test.hang(Some(2));
+    assert_eq!(test.stops(), (vec![0, 1], None));
+    test.stopped(LEADER, None);
+    test.stopped(1, None);
+    assert_eq!(test.end(), (124, Some("it hangs".into())));
+    let mut test = in_place("--max-restarts 1");
+    test.hang(None);
+    test.stops();
+    test.stopped(LEADER, None);
+    test.stopped(1, None);
+    let why = "it hangs; as there is no one rank that all others wait for, the job ends";
+    assert_eq!(test.end(), (124, Some(why.into())));
+}
+
+#[test]
+fn nodes_must_agree_whether_the_job_goes_on_in_place() {
+    let mut test = Test::new(&format!("{STATIC} --elastic in-place"));
+    test.join(LEADER, 1);
+    let leader = test.coordinator.agents[&LEADER].node.clone();
+    let node = Node { is_in_place: false, node_rank: Some(1), ..leader };
+    test.handle(1, AgentEvent::Joined { node });
+    assert_eq!(test.end(), (1, Some("--elastic is another than on the leading node".into())));
+}

@@ -1,0 +1,193 @@
+//! `flow-launch --elastic in-place`: ranks that hang, and jobs on several machines.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use flow_comm::{ProcessGroup, ReduceOp};
+use flow_harness::assert_contains;
+use flow_harness::cli::{is_alive, until};
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::reconfigure::{is_loss, random, seat};
+use crate::registry::{Scenario, Test, launched, machines, process};
+
+const HANGS: &[&str] = &["--elastic", "in-place", "--max-restarts", "9", "--hang-timeout", "4"];
+const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "6"];
+const SMALLER: &[&str] = &["--elastic", "in-place", "--min-workers", "1"];
+
+pub const SCENARIOS: &[Scenario] = &[
+    process(
+        "ranks_that_hang_are_replaced",
+        hang,
+        &[launched(3).flags(HANGS), machines(&[1, 2]).flags(HANGS)],
+    )
+    .checked_by(hung_are_replaced),
+    process("ranks_that_hang_together_end_the_job", hang_together, &[launched(3).flags(HANGS)])
+        .checked_by(nobody_is_to_blame),
+    process(
+        "ranks_of_several_machines_are_replaced",
+        random,
+        &[machines(&[2, 1]).flags(IN_PLACE), machines(&[1, 1, 1]).flags(IN_PLACE)],
+    )
+    .checked_by(are_replaced),
+    process(
+        "the_others_go_on_without_a_machine",
+        without_others,
+        &[machines(&[1, 2]).flags(SMALLER), machines(&[1, 1, 1]).flags(SMALLER)],
+    )
+    .checked_by(goes_on_without),
+];
+
+/// The processes that stop in the middle of an operation, one after the other.
+const STOPPED: [[i64; 2]; 2] = [[1, 0], [0, 0]];
+
+/// What a process knows of itself and of one that hangs.
+struct Program {
+    seat: [i64; 2],
+    /// The one that was to stop in the group before.
+    stopped: i32,
+}
+
+/// Reduces until all that are to stop are replaced.
+fn hang() -> Result<()> {
+    let mut group = ProcessGroup::from_env()?;
+    let mut program = Program { seat: seat()?, stopped: 0 };
+    loop {
+        match program.train(&group) {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) if is_loss(&error) => {}
+            Err(error) => return Err(error),
+        }
+        group = group.reconfigure()?;
+    }
+    println!("seat {:?} ends", program.seat);
+    Ok(())
+}
+
+impl Program {
+    /// True at the end; false if another waits to join.
+    fn train(&mut self, group: &ProcessGroup) -> Result<bool> {
+        let size = group.world_size();
+        let mut all = vec![0; 3 * size];
+        group.all_gather(&[self.seat[0], self.seat[1], std::process::id() as i64], &mut all)?;
+        // What was stopped is gone, and cannot wake up. (A process has another number on another
+        // machine.)
+        ensure!(self.stopped == 0 || !is_alive(self.stopped), "process {} lives", self.stopped);
+        let mut steps = 0;
+        loop {
+            let mut waiting = [group.newcomers()? as i64];
+            group.all_reduce(&mut waiting, ReduceOp::Max)?;
+            if waiting[0] > 0 {
+                return Ok(false);
+            }
+            let mut data = vec![group.rank() as f32; 100_000];
+            group.all_reduce(&mut data, ReduceOp::Sum)?;
+            let expected = (size * (size - 1) / 2) as f32;
+            ensure!(data.iter().all(|&element| element == expected), "a sum of {size} ranks");
+            steps += 1;
+            if size < 3 || steps < 10 {
+                continue;
+            }
+            let next = STOPPED.iter().find_map(|victim| {
+                all.chunks(3).find(|member| &member[..2] == victim).map(|member| member.to_vec())
+            });
+            let Some(next) = next else { return Ok(true) };
+            if next[..2] == self.seat {
+                stop_soon();
+            } else if group.local_world_size() == size {
+                self.stopped = next[2] as i32;
+            }
+        }
+    }
+}
+
+/// Stops this process in a random moment of the operations that follow.
+fn stop_soon() {
+    let delay = Duration::from_micros(u64::from(std::process::id()) * 7919 % 1500);
+    std::thread::spawn(move || {
+        std::thread::sleep(delay);
+        let _ = kill_process(getpid(), Signal::STOP);
+    });
+}
+
+fn hung_are_replaced(test: &Test) {
+    let Some(finished) = test.finish() else { return };
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_eq!(finished.stdout.matches(" ends\n").count(), 3, "{finished:?}");
+    let killed = |rank| {
+        format!("rank {rank} is killed: the others have waited for it as long as --hang-timeout")
+    };
+    assert_contains(&finished.stderr, &[&killed(1), "SIGKILL", "(1 of 9)", &killed(0)]);
+}
+
+/// Two of three ranks stop.
+fn hang_together() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    group.barrier()?;
+    if group.rank() > 0 {
+        kill_process(getpid(), Signal::STOP)?;
+    }
+    Ok(group.barrier()?)
+}
+
+fn nobody_is_to_blame(test: &Test) {
+    let Some(finished) = test.finish() else { return };
+    assert_eq!(finished.code, Some(124), "{finished:?}");
+    let why =
+        "as --hang-timeout is 4 s; as there is no one rank that all others wait for, the job ends";
+    assert_contains(&finished.stderr, &["ranks 1-2 are in no collective", why]);
+}
+
+fn are_replaced(test: &Test) {
+    let Some(finished) = test.finish() else { return };
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_eq!(finished.stdout.matches("ends after step").count(), 3, "{finished:?}");
+    let replaced = finished.stderr.matches("is started again alone").count();
+    assert_eq!(replaced, 5, "{finished:?}");
+    assert_contains(&finished.stderr, &["(1 of 6)", "(5 of 6)"]);
+}
+
+/// Reduces until one is left, and a while alone.
+fn without_others() -> Result<()> {
+    let mut group = ProcessGroup::from_env()?;
+    println!("joined");
+    let mut alone = 0;
+    while alone < 10 {
+        let mut data = vec![1.0_f32; 100_000];
+        match group.all_reduce(&mut data, ReduceOp::Sum) {
+            Ok(()) => ensure!(data.iter().all(|&sum| sum == group.world_size() as f32)),
+            Err(error) => {
+                let error = error.into();
+                ensure!(is_loss(&error), "{error:#}");
+                group = group.reconfigure()?;
+                println!("{} left", group.world_size());
+            }
+        }
+        alone += usize::from(group.world_size() == 1);
+    }
+    Ok(())
+}
+
+/// The last agent is killed, then one loses its power, if there are so many.
+fn goes_on_without(test: &Test) {
+    let Some((net, mut agents)) = test.machines() else { return };
+    for (agent, ranks) in agents.iter().zip(test.job.nodes()) {
+        until("all have joined", || agent.stdout().matches("joined\n").count() == ranks);
+    }
+    while agents.len() > 1 {
+        let agent = agents.pop().expect("it is there");
+        if agents.len() == 1 {
+            net.power_off(1);
+        } else {
+            agent.signal(Signal::KILL);
+        }
+        let left: usize = test.job.nodes()[..agents.len()].iter().sum();
+        agents[0].until_says(&[&format!("{left} left")]);
+        agent.finish();
+    }
+    let finished = agents.remove(0).finish();
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_contains(&finished.stderr, &["node1", "was lost", "; the job goes on with 1 worker\n"]);
+    net.until_nothing_is_left();
+}
