@@ -221,6 +221,12 @@ impl Error {
         }
     }
 
+    /// Whether libtorch's `text` is that of a backward that ended with such an error.
+    pub(crate) fn ends_backward(text: &str, is_such: impl Fn(&Error) -> bool) -> bool {
+        let kept = IN_BACKWARD.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().any(|(known, error)| text.contains(known) && is_such(error))
+    }
+
     /// Keeps this error for [`Error::from_backward`], and returns the text that libtorch passes on.
     pub(crate) fn end_backward(self) -> BoxError {
         let text = self.to_string();

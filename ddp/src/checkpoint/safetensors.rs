@@ -39,14 +39,9 @@ pub fn dtype(kind: Kind) -> Option<&'static str> {
     DTYPES.iter().find(|(known, _)| *known == kind).map(|(_, dtype)| *dtype)
 }
 
-/// Returns the kind that has this name in safetensors.
-pub fn kind(dtype: &str) -> Option<Kind> {
-    DTYPES.iter().find(|(_, known)| *known == dtype).map(|(kind, _)| *kind)
-}
-
 /// Returns the bytes of so many elements, if the dtype is known.
 pub fn size(dtype: &str, shape: &[usize]) -> Option<usize> {
-    let kind = kind(dtype)?;
+    let (kind, _) = DTYPES.iter().find(|(_, known)| *known == dtype)?;
     let mut sizes = shape.iter();
     sizes.try_fold(kind.elt_size_in_bytes(), |bytes, &size| bytes.checked_mul(size))
 }

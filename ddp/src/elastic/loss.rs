@@ -3,6 +3,7 @@
 use std::error::Error as StdError;
 
 use flow_comm::Error as CommError;
+use tch::TchError;
 
 use crate::checkpoint::CheckpointError;
 use crate::error::Error;
@@ -15,14 +16,27 @@ pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> boo
             return true;
         }
         if let Some(error) = comm_error(error) {
-            return matches!(
-                error,
-                CommError::PeerLost { .. } | CommError::Poisoned { is_mismatch: false, .. }
+            return is_of_others(error);
+        }
+        if let Some(TchError::Torch(text)) = error.downcast_ref() {
+            return Error::ends_backward(
+                text,
+                |error| matches!(error, Error::Comm(error) if is_of_others(error)),
             );
         }
         cause = error.source();
     }
     false
+}
+
+/// Whether another rank may be the cause, and this one can go on without it.
+fn is_of_others(error: &CommError) -> bool {
+    matches!(
+        error,
+        CommError::PeerLost { .. }
+            | CommError::Timeout { .. }
+            | CommError::Poisoned { is_mismatch: false, .. }
+    )
 }
 
 fn comm_error<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a CommError> {

@@ -16,14 +16,15 @@ mod training;
 use std::error::Error as StdError;
 
 use flow_comm::ProcessGroup;
+use flow_tensor::{DeviceKind, TensorCollectives};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tch::Tensor;
 use tch::nn::{Optimizer, VarStore};
+use tch::{Device, Tensor};
 
 use crate::builder::DdpBuilder;
 use crate::ddp::Ddp;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, job_rank};
 use buffers::Buffers;
 use loss::is_change_of_ranks;
 pub use training::Training;
@@ -62,6 +63,7 @@ pub use training::Training;
 ///         sampler.resume(position)?;
 ///     }
 ///     while training.state.epoch < 10 {
+///         training.optimizer.set_lr(1e-3 * 0.9f64.powi(training.state.epoch as i32));
 ///         sampler.set_epoch(training.state.epoch);
 ///         for batch in DataLoader::new(&data, &sampler, 32) {
 ///             let (images, labels) = batch?;
@@ -71,6 +73,7 @@ pub use training::Training;
 ///             })?;
 ///             training.state.sampler = Some(sampler.state());
 ///         }
+///         training.state.sampler = None;
 ///         training.state.epoch += 1;
 ///     }
 ///     anyhow::Ok(())
@@ -88,11 +91,23 @@ pub struct Elastic<'a, M, S> {
     /// The steps of this job that the weights have had; None of a rank that has come with none of them.
     steps: Option<u64>,
     buffers: Buffers,
+    /// The device of later groups is chosen as that of the first was.
+    is_on_gpu: bool,
+    /// Whether `run` has returned well.
+    is_done: bool,
 }
 
+/// After so many changes in which no step is done, the cause is none of the ranks.
+const MAX_CHANGES: usize = 16;
+const PANICKED: &str = "its model was lost in a panic: make the training anew";
+
 impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
-    /// Makes a training of a model whose variables are in `vs`. `group` is the group of all ranks. A
-    /// program that goes on from a checkpoint loads that before, on all ranks.
+    /// Makes a training of a model whose variables are in `vs`, and of the one optimizer that steps them.
+    /// `group` is the group of all ranks. A program has one such training.
+    ///
+    /// Only [`use_device`](TensorCollectives::use_device) is called on `group` before, and on a newcomer
+    /// nothing else that all ranks call: the others are in [`run`](Self::run) already. So a checkpoint is
+    /// loaded if the group says [`is_newcomer`](ProcessGroup::is_newcomer) is false.
     ///
     /// Groups, and tensors in them, that the program keeps from before keep memory of ranks that are lost.
     pub fn new(
@@ -111,6 +126,8 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
             options: Box::new(Ddp::builder),
             steps: (!group.is_newcomer()).then_some(0),
             buffers: Buffers::of(vs),
+            is_on_gpu: matches!(group.device(), Device::Cuda(_)),
+            is_done: false,
         }
     }
 
@@ -132,13 +149,16 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
     /// and the program's state of the rank that has done most steps. All ranks call this. It returns when
     /// `train` has returned on all of them.
     ///
-    /// `train` passes errors on, of steps and of all else. Those that a lost rank causes end here. What
-    /// it does between steps, such as an evaluation, may happen once more, or on other ranks.
+    /// `train` passes errors on, of steps and of all else. Those that a lost rank causes end here: also
+    /// inside another error, if that has them as its source. It uses the group of the training, and no
+    /// group from before. What it does between steps, such as an evaluation, may happen once more, or on
+    /// other ranks.
     ///
     /// # Errors
     ///
     /// Other errors of `train`; an error of [`reconfigure`](ProcessGroup::reconfigure); ranks whose models
-    /// or optimizers differ. An error of one rank ends that rank: the others go on without it.
+    /// or optimizers differ; ranks that change so many times without a step. When one rank gets an error,
+    /// the others wait until its process has ended, and go on without it.
     pub fn run<T, E>(
         &mut self,
         mut train: impl FnMut(&mut Training<M, S>) -> Result<T, E>,
@@ -146,12 +166,24 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
     where
         E: From<Error> + AsRef<dyn StdError + Send + Sync>,
     {
+        if self.is_done {
+            let reason = "run was called before: a rank that comes begins with the first, so that one run is \
+                          to have the whole training";
+            return Err(self.error(reason.into()).into());
+        }
+        let mut changes = 0;
         loop {
+            let steps = self.steps;
             let error = match self.run_in_group(&mut train) {
-                Ok(value) => return Ok(value),
+                Ok(value) => {
+                    self.is_done = true;
+                    return Ok(value);
+                }
                 Err(error) => error,
             };
-            if !is_change_of_ranks(error.as_ref()) || !self.group.can_reconfigure() {
+            changes = if self.steps == steps { changes + 1 } else { 0 };
+            let may_change = changes < MAX_CHANGES && self.group.can_reconfigure();
+            if !may_change || !is_change_of_ranks(error.as_ref()) {
                 return Err(error);
             }
             log::info!("rank {}: the ranks change: {}", self.group.rank(), error.as_ref());
@@ -159,18 +191,25 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
         }
     }
 
+    fn error(&self, reason: String) -> Error {
+        Error::Elastic { rank: job_rank(&self.group), reason }
+    }
+
     fn run_in_group<T, E: From<Error>>(
         &mut self,
         train: &mut impl FnMut(&mut Training<M, S>) -> Result<T, E>,
     ) -> Result<T, E> {
+        if self.is_on_gpu && self.group.device() == Device::Cpu {
+            self.group.use_device(DeviceKind::Cuda).map_err(Error::from)?;
+        }
+        // A step that failed has made them what they were before.
+        self.buffers.keep();
         self.catch_up().inspect_err(|_| self.buffers.restore())?;
         self.buffers.keep();
         let wrapped = (self.options)(&self.group).wrap((), self.vs);
         let wrapped = wrapped.inspect_err(|_| self.buffers.restore())?;
-        let model = self.model.take().ok_or_else(|| {
-            let reason = "its model was lost in a panic: make the training anew".into();
-            Error::Elastic { rank: self.group.rank(), reason }
-        })?;
+        let model = self.model.take();
+        let model = model.ok_or_else(|| self.error(PANICKED.into()))?;
         let mut training = Training {
             model: wrapped.with_model(model),
             optimizer: &mut self.optimizer,
@@ -179,6 +218,7 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
             steps: self.steps.get_or_insert_default(),
             watched: smallest_parameter(self.vs),
             buffers: &mut self.buffers,
+            done: 0,
             looked: None,
         };
         let result = train(&mut training);
@@ -210,8 +250,8 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
     ///
     /// [`run`](Self::run) has panicked.
     pub fn into_model(self) -> Result<M> {
-        let reason = "its model was lost in a panic: make the training anew".into();
-        self.model.ok_or_else(|| Error::Elastic { rank: self.group.rank(), reason })
+        let error = self.error(PANICKED.into());
+        self.model.ok_or(error)
     }
 }
 

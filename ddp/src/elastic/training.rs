@@ -12,21 +12,27 @@ use crate::error::{Error, Result, job_rank};
 
 /// The interval at which rank 0 looks whether somebody waits to join.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// The steps of a group after which it is looked whether the closure alone has changed parameters. To look costs
+/// a wait for the GPU.
+const CHECKED: u64 = 3;
 
 /// A training while its ranks stay the same: see [`Elastic::run`](crate::Elastic::run).
 pub struct Training<'t, M, S> {
     /// The model.
     pub model: Ddp<M>,
-    /// The optimizer. A rank that comes has its state, but not its learning rate: that is to follow from
-    /// the program's state.
+    /// The optimizer. A rank that comes gets its state, but not its learning rate and other options: set
+    /// those from [`state`](Self::state), as after a change of the ranks.
     pub optimizer: &'t mut Optimizer,
-    /// Where the program goes on, should the ranks change now.
+    /// Where the program goes on, should the ranks change now. Change it right after a step, before
+    /// anything that can fail.
     pub state: &'t mut S,
     pub(super) group: ProcessGroup,
     pub(super) steps: &'t mut u64,
     /// A small parameter that is trained, which a step that fails must leave alone, as all others.
     pub(super) watched: Option<Tensor>,
     pub(super) buffers: &'t mut Buffers,
+    /// The steps that these ranks have done.
+    pub(super) done: u64,
     /// When it was last looked whether somebody waits.
     pub(super) looked: Option<Instant>,
 }
@@ -46,7 +52,8 @@ impl<M, S> Training<'_, M, S> {
     /// steps the optimizer. All ranks call this.
     ///
     /// If `gradients` fails, parameters and buffers are as they were before. Return the error to
-    /// [`Elastic::run`](crate::Elastic::run), so that all ranks repeat the step.
+    /// [`Elastic::run`](crate::Elastic::run), so that all ranks repeat the step. On GPUs the host waits for
+    /// the gradients.
     ///
     /// # Errors
     ///
@@ -68,15 +75,19 @@ impl<M, S> Training<'_, M, S> {
             self.model.synchronize()?;
             Ok(value)
         });
-        let value = value.inspect_err(|_| self.buffers.restore())?;
         // Optimizers do not count up the versions of parameters, so that these tell nothing.
-        let watched = self.watched.as_ref().zip(before);
-        if watched.is_some_and(|(now, before)| !now.detach().allclose(&before, 0.0, 0.0, true)) {
-            let reason = "the step's closure has changed parameters, which a step that fails must not: it computes \
-                          gradients, and the step of the optimizer follows";
-            let rank = job_rank(&self.group);
-            return Err(Error::Elastic { rank, reason: reason.into() }.into());
+        if value.is_err() || self.done < CHECKED {
+            let watched = self.watched.as_ref().zip(before);
+            if watched.is_some_and(|(now, before)| !now.detach().allclose(&before, 0.0, 0.0, true))
+            {
+                let reason = "the step's closure has changed parameters, which a step that fails must not: it \
+                              computes gradients, and the step of the optimizer follows";
+                let rank = job_rank(&self.group);
+                return Err(Error::Elastic { rank, reason: reason.into() }.into());
+            }
         }
+        let value = value.inspect_err(|_| self.buffers.restore())?;
+        self.done += 1;
         self.optimizer.step();
         *self.steps += 1;
         Ok(value)

@@ -54,8 +54,8 @@ struct Options {
     /// File for the loss of each step, a line each
     #[arg(long, value_name = "FILE")]
     losses: Option<PathBuf>,
-    /// File that each rank appends to after each step: the time, the step, its process and the
-    /// number of ranks
+    /// File that each rank appends to after each step: the time, the step, its process, the
+    /// number of ranks, and of groups that it has been in
     #[arg(long, value_name = "FILE")]
     journal: Option<PathBuf>,
 }
@@ -88,9 +88,11 @@ fn run(options: &Options) -> Result<()> {
     let mut elastic = Elastic::new(net, &vs, optimizer, Progress::default(), &group)
         .options(move |group| Ddp::builder(group).virtual_ranks(virtual_ranks));
     drop(group);
+    let mut groups = 0;
     elastic.run(|training| {
+        groups += 1;
         while training.state.epoch < options.epochs.get() as u64 {
-            train_epoch(training, options, &train, &mut journal)?;
+            train_epoch(training, options, &train, journal.as_mut().map(|file| (file, groups)))?;
             let accuracy = 100.0 * accuracy(&training.model, &vs, &test, 1)?;
             if training.group().rank() == 0 {
                 println!("epoch {}: test accuracy {accuracy:.2} %", training.state.epoch);
@@ -115,7 +117,7 @@ fn train_epoch(
     training: &mut Training<SequentialT, Progress>,
     options: &Options,
     train: &Arc<Images>,
-    journal: &mut Option<File>,
+    mut journal: Option<(&mut File, u32)>,
 ) -> Result<()> {
     let virtual_ranks = options.virtual_ranks.get();
     let mut samplers = Vec::new();
@@ -141,10 +143,10 @@ fn train_epoch(
         let loss = training.step(|model, _| gradients(model, step, &batches))?;
         training.state.sampler = samplers.first().map(DistributedSampler::state);
         training.state.losses.push(loss.to_string());
-        if let Some(file) = journal {
+        if let Some((file, groups)) = &mut journal {
             let time = SystemTime::UNIX_EPOCH.elapsed()?.as_secs_f64();
             let ranks = training.group().world_size();
-            let line = format!("{time:.4} {step} {} {ranks}\n", std::process::id());
+            let line = format!("{time:.4} {step} {} {ranks} {groups}\n", std::process::id());
             file.write_all(line.as_bytes())?;
         }
     }
