@@ -135,7 +135,10 @@ void flow_raise_interrupt(void);
 /* Joins the ranks of the job, and waits for them. `membership` is null where the environment says which rank this is:
  * flow-launch's or torchrun's variables (RANK, WORLD_SIZE, ...), OpenMPI's or Slurm's; without any it is a group of this process
  * alone. Ranks that join under the same `name`, null being the empty one, meet: whatever else they have joined, under one name
- * all of them join equally often. `timeout` in seconds, 0 for 1800, is that of the wait and of the group. */
+ * all of them join equally often. `timeout` in seconds, 0 for 1800, is that of the wait and of the group.
+ *
+ * A process that flow-launch --elastic in-place has started for one that has ended joins the running ranks, by null and the empty
+ * name: it waits until they call flow_reconfigure. */
 int flow_join(const flow_membership *membership, const char *name, double timeout, flow_group **group);
 
 /* Leaves the group, and frees it. Other ranks that still need this one get an error. Null is allowed. */
@@ -151,6 +154,16 @@ size_t flow_local_world_size(const flow_group *group);
 /* A group of some of the ranks, given by their numbers in this group, which only they call, all with the same list. They are
  * numbered in its order. `key` is a text that no other group which is being made has. */
 int flow_new_group_of(const flow_group *group, const size_t *ranks, size_t count, const char *key, flow_group **made);
+
+/* A new group of those ranks of the job that are left, in their order, and of processes that were started since: each has the place
+ * of the one that has ended. All ranks that live call it, whether the group has failed or not, and wait for each other. What is
+ * under way in the group of all ranks, and in groups made from it, fails, and nothing of it arrives later. Shared memory stays. The
+ * handles of before are freed by flow_leave as ever. For the group of all ranks that flow_join with null, or this, has made, under
+ * flow-launch. */
+int flow_reconfigure(const flow_group *group, flow_group **made);
+
+/* How many processes wait for flow_reconfigure to take them in. Ranks may see different numbers at a time. */
+int flow_newcomers(const flow_group *group, size_t *count);
 
 /* A second handle of the same group, on which operations wait so long: their own timeout. It is freed by flow_leave, too; the
  * group is left with its last handle. */

@@ -121,13 +121,20 @@ pub unsafe extern "C" fn flow_join(
         let name = unsafe { optional_text(name, "name") }?;
         // SAFETY: the caller's promise.
         let joined = unsafe { Place::new(joined, "group") }?;
-        let membership = match member {
-            // SAFETY: the caller's promise.
-            Some(member) => unsafe { member.membership() }?,
-            None => Membership::from_env().map_err(Error::from)?,
-        };
+        let name = name.unwrap_or_default();
         let timeout = if timeout == 0.0 { DEFAULT_TIMEOUT } else { duration(timeout)? };
-        let group = ProcessGroup::join_named(&membership, name.unwrap_or_default(), timeout)?;
+        let group = match member {
+            None if name.is_empty() => ProcessGroup::from_env_within(timeout)?,
+            None => {
+                let membership = Membership::from_env().map_err(Error::from)?;
+                ProcessGroup::join_named(&membership, name, timeout)?
+            }
+            Some(member) => {
+                // SAFETY: the caller's promise.
+                let membership = unsafe { member.membership() }?;
+                ProcessGroup::join_named(&membership, name, timeout)?
+            }
+        };
         joined.set(handle(group));
         Ok(())
     })
@@ -260,6 +267,40 @@ pub unsafe extern "C" fn flow_abort(group: *const Group, cause: *const c_char) -
         let cause = unsafe { text(cause, "cause") }?;
         group.check_process("abort")?;
         group.abort(cause);
+        Ok(())
+    })
+}
+
+/// Does what `flow_comm.h` says.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flow_reconfigure(group: *const Group, made: *mut *mut Group) -> c_int {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_reconfigure", group, |group| {
+        // SAFETY: the caller's promise.
+        let made = unsafe { Place::new(made, "made") }?;
+        made.set(handle(group.reconfigure()?));
+        Ok(())
+    })
+}
+
+/// Does what `flow_comm.h` says.
+///
+/// # Safety
+///
+/// The pointers are null or as the header says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn flow_newcomers(group: *const Group, count: *mut usize) -> c_int {
+    // SAFETY: the caller's promise.
+    let group = unsafe { member(group) };
+    on("flow_newcomers", group, |group| {
+        // SAFETY: the caller's promise.
+        let count = unsafe { Place::new(count, "count") }?;
+        count.set(group.newcomers()?);
         Ok(())
     })
 }

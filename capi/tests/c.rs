@@ -10,13 +10,14 @@ fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// `tests/collectives.c`, compiled into `folder`.
-fn compile(folder: &Path) -> PathBuf {
+/// A program of `tests`, compiled into `folder`.
+fn compile(name: &str, folder: &Path) -> PathBuf {
     let library = program("libflow_comm.so");
-    let (built, to) = (folder.join("collectives"), library.parent().unwrap().display());
+    let (built, to) = (folder.join(name), library.parent().unwrap().display());
     let mut compiler = Command::new("cc");
     compiler.args(["-x", "c", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I"]);
-    compiler.arg(here().join("include")).arg(here().join("tests/collectives.c")).arg("-o");
+    compiler.arg(here().join("include")).arg(here().join(format!("tests/{name}.c")));
+    compiler.arg("-o");
     compiler.arg(&built).args([
         &format!("-L{to}"),
         "-lflow_comm",
@@ -30,7 +31,7 @@ fn compile(folder: &Path) -> PathBuf {
 #[test]
 fn every_function_from_c() {
     let folder = tempfile::tempdir().unwrap();
-    let program = compile(folder.path());
+    let program = compile("collectives", folder.path());
     let mut launched =
         launcher(&["--nproc-per-node", "2", "--no-python", program.to_str().unwrap()]);
     let finished = run(launched.env("FLOW_TEST_JOB", job()));
@@ -46,6 +47,17 @@ fn every_function_from_c() {
     let [first, second] = ["0", "1"].map(rank);
     assert_eq!(first.finish(TEST_TIMEOUT).success(), "rank 0 is done\n");
     assert_eq!(second.finish(TEST_TIMEOUT).code, None);
+}
+
+#[test]
+fn a_rank_that_is_started_again_joins_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("elastic", folder.path());
+    let flags = ["--nproc-per-node", "3", "--elastic", "in-place", "--max-restarts", "1"];
+    let mut launched = launcher(&flags);
+    let finished = run(launched.args(["--no-python", program.to_str().unwrap()]));
+    let lines = ["rank 0 is done", "rank 1 is done", "rank 2 is done"];
+    assert_eq!(finished.sorted_lines(), lines, "{finished:?}");
 }
 
 /// The names in `text` that begin with `flow_` and that `ends` follows.

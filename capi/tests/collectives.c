@@ -1,4 +1,4 @@
-/* Two ranks call every function of flow_comm.h. Prints "rank R is done", or what was not as it should be. */
+/* Two ranks call every function of flow_comm.h but those of elastic.c. Prints "rank R is done", or what was not as it should be. */
 #define _GNU_SOURCE /* gettid */
 #include "flow_comm.h"
 

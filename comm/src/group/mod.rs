@@ -112,10 +112,19 @@ impl ProcessGroup {
     pub fn from_env() -> Result<Self> {
         let membership = Membership::from_env()?;
         let timeout = timeout_from_env(membership.rank)?;
+        Self::join_or_replace(&membership, timeout)
+    }
+
+    /// Joins as [`ProcessGroup::from_env`] does, with the timeout given.
+    pub fn from_env_within(timeout: Duration) -> Result<Self> {
+        Self::join_or_replace(&Membership::from_env()?, timeout)
+    }
+
+    fn join_or_replace(membership: &Membership, timeout: Duration) -> Result<Self> {
         if settings::replacement() > 0 && Process::current().forks() == 0 {
-            return Self::replace(&membership, timeout);
+            return Self::replace(membership, timeout);
         }
-        Self::join(&membership, timeout)
+        Self::join(membership, timeout)
     }
 
     /// Joins a running job, once.
