@@ -14,7 +14,7 @@ def _autoload():
 import torch
 import torch.distributed as dist
 
-__all__ = ["DiLoCo", "DistributedDataParallel", "SyncBatchNorm", "is_shared"]
+__all__ = ["DiLoCo", "DistributedDataParallel", "SyncBatchNorm", "is_shared", "newcomers", "reconfigure"]
 
 _CPU = torch.device("cpu")
 
@@ -31,10 +31,12 @@ def _backend(group=None):
 
 def _create(options, _):
     """Makes a group, on its ranks: init_process_group and new_group call this."""
-    from . import bindings, rendezvous
+    from . import bindings, elastic, rendezvous
 
     if getattr(options, "enable_reconfigure", False):  # since PyTorch 2.14
         return bindings.reconfigurable(options.store, options.group_rank, options.group_size, options.timeout)._get_backend(_CPU)
+    if elastic.made() is not None:
+        return bindings.keep_store(elastic.made(), options.store)._get_backend(_CPU)
     world = _backend() if dist.is_initialized() else None
     is_mixed = replaced.is_mixed()
     if world is not None and not (is_mixed and isinstance(world, dist.ProcessGroup)):
@@ -76,6 +78,7 @@ if _is_supported:
     from .batchnorm import SyncBatchNorm
     from .ddp import DistributedDataParallel
     from .diloco import DiLoCo
+    from .elastic import newcomers, reconfigure
 
 if _is_supported and not hasattr(dist.Backend, "FLOW"):
     from . import complex_numbers, replaced

@@ -33,6 +33,13 @@ def reconfigurable(store, rank, size, timeout):
     return dist.ProcessGroup.unbox(extension.load().reconfigurable(place, handle, timeout.total_seconds()))
 
 
+def reconfigure(before, timeout):
+    """The job's group of the ranks that are left and of those that were started again. `before`: the backend of the one before, whose ranks
+    are gone then; None at the start of this process."""
+    group = None if before is None else before.group
+    return dist.ProcessGroup.unbox(extension.load().reconfigure(group, timeout.total_seconds()))
+
+
 class Backend:
     """flow's backend of a process group."""
 
@@ -43,6 +50,10 @@ class Backend:
     def new_group_of(self, ranks, timeout, store):
         """A group of these ranks, which all of them make."""
         return keep_store(dist.ProcessGroup.unbox(extension.load().new_group_of(self.group, ranks, timeout.total_seconds())), store)
+
+    def newcomers(self):
+        """How many processes wait to join the job."""
+        return extension.load().newcomers(self.group)
 
     def is_shared(self, tensor):
         return extension.load().is_shared(self.group, tensor)

@@ -4,7 +4,7 @@
 use std::process::Command;
 
 use flow_harness::Finished;
-use flow_harness::cli::run;
+use flow_harness::cli::{launcher, run};
 use flow_harness::python::python;
 
 use super::{Part, is_skipped, lines_and_skipped, script, variables, with_flow};
@@ -52,4 +52,18 @@ fn hooks_are_called_at_the_end_of_operations() {
         return;
     }
     are_good(&printed(Part::Cpp, "hooked.py", &[]), 5);
+}
+
+/// By flow-launch: two of three, one after the other, of which one is the first rank.
+#[test]
+fn ranks_that_are_killed_are_taken_in_again() {
+    if is_skipped() {
+        return;
+    }
+    let (python, script) = (python(), script("elastic.py"));
+    let mut command = launcher(&["--nproc-per-node", "3", "--elastic", "in-place"]);
+    command.args(["--max-restarts", "2", "--no-python", &python, &script, "2"]);
+    let finished = run(with_flow(&mut command));
+    let lines = ["rank 0: good", "rank 1: good", "rank 2: good"];
+    assert!(finished.code == Some(0) && finished.sorted_lines() == lines, "{finished:?}");
 }

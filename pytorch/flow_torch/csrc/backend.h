@@ -63,6 +63,18 @@ public:
     // Another group of the same ranks, which all make in the same order.
     Group duplicate() { return membership().duplicate(options_->timeout); }
 
+    // Leaves the group, which has no ranks then. What is pending fails. Otherwise the other ranks finish their last operations: they do not
+    // need this one any more.
+    void leave() {
+        const GilRelease released;
+        std::unique_lock<std::mutex> lock(leaving_);
+        const auto before = std::move(membership_);
+        lock.unlock();
+        if (!before) return;
+        if (!before->is_idle()) flow_abort(before->group.get(), "it was reconfigured with operations that were pending");
+        before->close();
+    }
+
     // Keeps the store for groups that follow from this one.
     void keep_store(StorePtr store) { store_ = std::move(store); }
 
@@ -442,21 +454,10 @@ public:
 
 private:
     Membership& membership() const {
-        TORCH_CHECK(membership_, "flow: this group has no ranks: torch.distributed._reconfigure gives it some");
+        TORCH_CHECK(membership_, "flow: this group has no ranks: reconfigure gives it some");
         return *membership_;
     }
     const flow_group* get() const { return membership().group.get(); }
-
-    // What is pending fails. Otherwise the other ranks finish their last operations: they do not need this one any more.
-    void leave() {
-        const GilRelease released;
-        std::unique_lock<std::mutex> lock(leaving_);
-        const auto before = std::move(membership_);
-        lock.unlock();
-        if (!before) return;
-        if (!before->is_idle()) flow_abort(before->group.get(), "it was reconfigured with operations that were pending");
-        before->close();
-    }
 
     OperationPtr operation(OpType type, const Tensors& inputs, Tensors results) const {
         return c10::make_intrusive<Operation>(rank_, type, inputs, std::move(results), is_part_ ? nullptr : hooks_);

@@ -69,6 +69,27 @@ GroupPtr reconfigurable(const GroupPtr& place, const std::string& handle, double
     return boxed(c10::make_intrusive<FlowBackend>(place->getStore(), handle, place->getRank(), place->getSize(), milliseconds(timeout)));
 }
 
+// The job's group: see flow_reconfigure. `before`: none at the start of this process.
+GroupPtr reconfigure(const std::optional<GroupPtr>& before, double timeout) {
+    flow_group* made = nullptr;
+    if (before) {
+        const auto group = backend_of(*before)->group();
+        backend_of(*before)->leave();
+        check(flow_reconfigure(within(group, milliseconds(timeout)).get(), &made));
+    } else {
+        check(flow_join(nullptr, "", timeout, &made));
+    }
+    const auto group = own(made);
+    check(flow_set_timeout(made, timeout));
+    return boxed(c10::make_intrusive<FlowBackend>(group, milliseconds(timeout)));
+}
+
+int64_t newcomers(const GroupPtr& group) {
+    size_t count = 0;
+    check(flow_newcomers(backend_of(group)->group().get(), &count));
+    return static_cast<int64_t>(count);
+}
+
 bool is_shared(const GroupPtr& group, const Tensor& tensor) {
     return flow_is_shared(backend_of(group)->group().get(), tensor.const_data_ptr(), tensor.nbytes());
 }
@@ -170,6 +191,8 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("new_group_of", &new_group_of);
     library.def("keep_store", &keep_store);
     library.def("reconfigurable", &reconfigurable);
+    library.def("reconfigure", &reconfigure);
+    library.def("newcomers", &newcomers);
     library.def("is_shared", &is_shared);
     library.def("fail", &fail);
     library.def("end_all", &Lane::end_all);

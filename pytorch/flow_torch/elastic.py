@@ -1,0 +1,61 @@
+"""Jobs of flow-launch --elastic in-place: the ranks go on without one that has ended, and take in the one that is started for it."""
+
+import functools
+import os
+import secrets
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from . import bindings, extension
+
+# The group for which init_process_group is being called.
+_made = []
+
+
+def reconfigure(timeout=timedelta(minutes=30)):
+    """Makes torch.distributed's default group of the job's ranks that are there. At the start it takes the place of
+    `init_process_group("flow")`. Later all ranks that live call it again, to go on without a rank that has ended, and with those that wait to
+    join: see `newcomers`. A rank that is started again joins by its first call. Waits for all of them.
+
+    The ranks keep their order; one that is started again has the place of the one before. What is pending in the old groups fails, and all of
+    them are destroyed: sub-groups and modules are made and wrapped anew.
+    """
+    if "FLOW_REPLACEMENT" not in os.environ:
+        raise RuntimeError("flow: reconfigure() is for workers of flow-launch --elastic in-place: others call init_process_group")
+    extension.load()
+    before = bindings.find_backend(dist.group.WORLD) if dist.is_initialized() else None
+    group = bindings.reconfigure(before, timeout)
+    if before is not None:
+        dist.destroy_process_group()
+    # What others have left in the store under the names of their groups is not for this one.
+    name = torch.tensor([int.from_bytes(secrets.token_bytes(7), "little")])
+    options = dist.BroadcastOptions()
+    options.rootRank, options.asyncOp = 0, False
+    group.broadcast([name], options)
+    store = dist.PrefixStore(f"flow/elastic/{name.item()}", _store())
+    _made.append(group)
+    try:
+        dist.init_process_group("flow", store=store, rank=group.rank(), world_size=group.size(), timeout=timeout)
+    finally:
+        _made.clear()
+
+
+def newcomers():
+    """How many ranks wait for `reconfigure` to take them in. Ranks may see different numbers at a time."""
+    backend = bindings.find_backend(dist.group.WORLD) if dist.is_initialized() else None
+    if backend is None:
+        raise RuntimeError("flow: newcomers() is for the group that flow_torch.reconfigure() has made: call that first")
+    return backend.newcomers()
+
+
+def made():
+    """The group that `reconfigure` has made, for the backend that is being made; or None."""
+    return _made[0] if _made else None
+
+
+@functools.cache
+def _store():
+    """flow-launch's, which survives the ranks."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
