@@ -3,7 +3,6 @@
 use crate::agent::Agent;
 use crate::agent::worker::Console;
 use crate::control::protocol::Verdict;
-use crate::plan;
 use crate::report::events::JobEvent;
 use crate::report::failure::Outcome;
 
@@ -34,9 +33,8 @@ impl Agent {
         let replacement = group.replacement(index) + 1;
         let mut own = assignment.clone();
         own.restart_count += replacement;
-        let mut spec = self.worker_specs(&own).swap_remove(local_rank as usize);
-        spec.environment.retain(|(name, _)| *name != plan::REPLACEMENT);
-        spec.environment.push((plan::REPLACEMENT, replacement.to_string().into()));
+        own.replacements = vec![replacement; own.local_world_size as usize];
+        let spec = self.worker_specs(&own).swap_remove(local_rank as usize);
         let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };
         let Some(group) = &mut self.group else { return false };
         if let Err(error) =

@@ -41,8 +41,6 @@ pub struct Worker {
     pub end: Option<ExitStatus>,
     pub ended_at: Option<Timestamp>,
     pub stopped: Stopped,
-    /// The number of workers that had its place before it in the round.
-    pub replacement: u32,
     /// Another worker has its place now.
     pub is_replaced: bool,
     /// Done: it is reaped and its process group is gone, or it was given up.
@@ -148,7 +146,6 @@ impl Worker {
             end: None,
             ended_at: None,
             stopped: Stopped::No,
-            replacement: 0,
             is_replaced: false,
             settled: false,
         })

@@ -102,12 +102,10 @@ impl WorkerGroup {
         reaper: &mut Reaper,
     ) -> Result<(), String> {
         let rank = spec.rank;
-        let replacement = self.workers[index].replacement + 1;
         // Its output has files, and an order, of its own.
         let number = self.workers.len();
-        let mut worker = Worker::start(number, spec, attempt, console, reaper)
+        let worker = Worker::start(number, spec, attempt, console, reaper)
             .map_err(|error| cannot_start(rank, &error))?;
-        worker.replacement = replacement;
         log::debug!("rank {rank} is process {} now", worker.process.pid);
         let mut failed = std::mem::replace(&mut self.workers[index], worker);
         failed.is_replaced = true;
@@ -132,13 +130,13 @@ impl WorkerGroup {
     pub fn kill(&self, rank: u32, replacement: u32) {
         let mut running = self.current().filter(|worker| worker.end.is_none());
         let is_it =
-            |worker: &&Worker| (worker.spec.rank, worker.replacement) == (rank, replacement);
+            |worker: &&Worker| (worker.spec.rank, worker.spec.replacement) == (rank, replacement);
         running.find(is_it).into_iter().for_each(|worker| worker.process.kill());
     }
 
     /// Returns how many workers had this one's place before it.
     pub fn replacement(&self, index: usize) -> u32 {
-        self.workers[index].replacement
+        self.workers[index].spec.replacement
     }
 
     /// Returns the workers that were not replaced.

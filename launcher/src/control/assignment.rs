@@ -16,6 +16,8 @@ pub struct RankAssignment {
     pub first_rank: u32,
     pub local_world_size: u32,
     pub world_size: u32,
+    /// By local rank: the number of workers that had the rank before in the round.
+    pub replacements: Vec<u32>,
     /// Like `first_rank` and `world_size`, among the workers of the same `--role`.
     pub first_role_rank: u32,
     pub role_world_size: u32,
@@ -47,6 +49,7 @@ pub fn assign(nodes: &[&Node], restart_count: u32) -> Vec<RankAssignment> {
             first_rank: count(&nodes[..index]),
             local_world_size: node.local_world_size,
             world_size: count(nodes),
+            replacements: vec![0; node.local_world_size as usize],
             first_role_rank: count_of_role(&nodes[..index], &node.role),
             role_world_size: count_of_role(nodes, &node.role),
             stores: RendezvousStoreInfo::default(),

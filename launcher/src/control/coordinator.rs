@@ -39,6 +39,8 @@ pub struct Coordinator {
     grace: Duration,
     max_restarts: u32,
     in_place: Option<WorkerTable>,
+    /// Workers that were lost with their nodes, until [`Coordinator::take_lost_workers`].
+    lost_workers: Vec<(u32, u32)>,
     agents: BTreeMap<AgentId, AgentRecord>,
     phase: JobPhase,
     round: u32,
@@ -58,6 +60,7 @@ impl Coordinator {
             // In place, workers are started again one by one as often as that.
             max_restarts: if job.is_in_place { 0 } else { job.max_restarts },
             in_place: WorkerTable::new(job),
+            lost_workers: Vec::new(),
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,
@@ -190,7 +193,8 @@ impl Coordinator {
             .iter()
             .find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
         if let Some((&other, AgentRecord { node: Node { host, .. }, .. })) = taken {
-            if self.failures >= self.max_restarts || *host != node.host || other == LEADER {
+            let has_restarts = self.in_place.is_some() || self.failures < self.max_restarts;
+            if !has_restarts || *host != node.host || other == LEADER {
                 let rank = node.node_rank.unwrap_or_default();
                 let cause =
                     format!("node rank {rank} is taken by host {host}: give each node its own");
@@ -203,17 +207,15 @@ impl Coordinator {
         if self.phase == JobPhase::Over {
             return self.end(agent, 1, Some("the job is over".into()));
         }
-        if self.in_place.is_some() && self.phase == JobPhase::Running {
-            let cause = "the job runs, and --elastic in-place takes in no node then".to_string();
-            return self.end(agent, 1, Some(cause));
-        }
         self.agents.insert(
             agent,
             AgentRecord { node, state: AgentState::Idle, cause: None, is_spare: false },
         );
         let finishing = self.agents.values().any(|agent| agent.state == AgentState::Finished);
-        if self.phase == JobPhase::Running && self.members().len() < self.max && !finishing {
-            let why = format!("{} has joined", self.describe(agent));
+        let why = format!("{} has joined", self.describe(agent));
+        if self.phase == JobPhase::Running && self.in_place.is_some() {
+            self.fill_vacancy(agent, &why);
+        } else if self.phase == JobPhase::Running && self.members().len() < self.max && !finishing {
             self.stop(StopReason::Change, Some(why), now);
         }
         self.turn_away();
@@ -270,11 +272,9 @@ impl Coordinator {
             return;
         }
         let summary = format!("{description} {how}");
-        let notice = self.in_place.as_mut().and_then(|in_place| in_place.lost(agent));
-        if let Some(notice) = notice {
-            return self.print(&format!("{summary}; {notice}"));
-        }
-        if self.in_place.is_none() && self.is_elastic() && self.members().len() >= self.min {
+        if self.in_place.is_some() {
+            self.lost(agent, summary, now);
+        } else if self.is_elastic() && self.members().len() >= self.min {
             self.stop(StopReason::Change, Some(format!("{summary}; going on without it")), now);
         } else {
             let notice = self.restart(&summary);
@@ -362,8 +362,7 @@ impl Coordinator {
         let assignments = assignment::assign(&nodes, self.failures);
         for (agent, assignment) in members.iter().zip(assignments) {
             if let Some(in_place) = &mut self.in_place {
-                let first = assignment.first_rank;
-                in_place.start(*agent, first..first + assignment.local_world_size);
+                in_place.start(*agent, &self.agents[agent].node.role, &assignment);
             }
             self.commands.push((*agent, Command::Start { round: self.round, assignment }));
         }
@@ -377,12 +376,18 @@ impl Coordinator {
     /// Handles agents that the round has no place for: they wait as spares, or end if no later
     /// round can need them.
     fn turn_away(&mut self) {
-        if self.phase != JobPhase::Running || self.members().len() < self.max {
+        let is_full = self.in_place.is_some() || self.members().len() >= self.max;
+        if self.phase != JobPhase::Running || !is_full {
             return;
         }
-        let has_use =
-            self.in_place.is_none() && (self.is_elastic() || self.failures < self.max_restarts);
-        let its_nodes = format!("the job has its {} nodes", self.max);
+        let has_use = match &self.in_place {
+            Some(in_place) => in_place.restarts_left() > 0,
+            None => self.is_elastic() || self.failures < self.max_restarts,
+        };
+        let its_nodes = match &self.in_place {
+            Some(_) if !has_use => "no restart is left".to_string(),
+            _ => format!("the job has its {} nodes", self.members().len()),
+        };
         self.agents.retain(|id, agent| {
             let is_idle = agent.state == AgentState::Idle;
             if is_idle && !has_use {

@@ -193,15 +193,9 @@ impl Leader {
             (AgentEvent::Joined { node, .. }, _) if agent != LEADER => {
                 self.cluster_events.push(ClusterEvent::Joined { host: node.host.clone() })
             }
-            (AgentEvent::Gone { why }, Some(host)) if self.linger_until.is_none() => {
-                self.cluster_events
-                    .push(ClusterEvent::Lost { host: host.into(), reason: why.clone() });
-                // Its agent cannot say any more how they ended.
-                for (rank, replacement) in self.coordinator.running_in_place(agent) {
-                    let round = self.round.as_mut();
-                    round.into_iter().for_each(|round| round.exited(rank, replacement, LOST));
-                }
-            }
+            (AgentEvent::Gone { why }, Some(host)) if self.linger_until.is_none() => self
+                .cluster_events
+                .push(ClusterEvent::Lost { host: host.into(), reason: why.clone() }),
             _ => {}
         }
         let commands = self.coordinator.handle(agent, event, Instant::now());
@@ -209,6 +203,12 @@ impl Leader {
     }
 
     fn dispatch(&mut self, commands: Vec<(AgentId, Command)>) {
+        // Their agents cannot say how they have ended.
+        for (rank, replacement) in self.coordinator.take_lost_workers() {
+            if let Some(round) = &mut self.round {
+                round.exited(rank, replacement, LOST);
+            }
+        }
         for (agent, mut command) in commands {
             if let Command::Start { round, assignment } = &mut command {
                 match self.open_stores(*round) {

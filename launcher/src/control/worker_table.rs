@@ -2,8 +2,9 @@
 //! (pure).
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 
+use crate::control::assignment::RankAssignment;
+use crate::control::node::Node;
 use crate::control::protocol::{AgentId, Verdict};
 use crate::job::Job;
 
@@ -16,6 +17,15 @@ pub struct WorkerTable {
     min_workers: Option<u32>,
     /// Those that have the ranks now.
     workers: BTreeMap<u32, Worker>,
+    places: BTreeMap<AgentId, Place>,
+    /// The places of nodes that are lost.
+    vacant: Vec<Place>,
+}
+
+/// The ranks of a node.
+struct Place {
+    assignment: RankAssignment,
+    role: String,
 }
 
 #[derive(Clone, Copy)]
@@ -41,15 +51,19 @@ impl WorkerTable {
             restarts: 0,
             min_workers: job.min_workers,
             workers: BTreeMap::new(),
+            places: BTreeMap::new(),
+            vacant: Vec::new(),
         })
     }
 
-    /// Notes that an agent starts workers with these ranks.
-    pub fn start(&mut self, agent: AgentId, ranks: Range<u32>) {
-        for rank in ranks {
-            let worker = Worker { agent, replacement: 0, state: WorkerState::Running };
+    /// Notes that an agent of this role starts workers with these ranks.
+    pub fn start(&mut self, agent: AgentId, role: &str, assignment: &RankAssignment) {
+        for (rank, &replacement) in (assignment.first_rank..).zip(&assignment.replacements) {
+            let worker = Worker { agent, replacement, state: WorkerState::Running };
             self.workers.insert(rank, worker);
         }
+        let place = Place { assignment: assignment.clone(), role: role.into() };
+        self.places.insert(agent, place);
     }
 
     /// Notes that a worker has ended well.
@@ -66,17 +80,14 @@ impl WorkerTable {
         if self.is_idle() {
             return (Verdict::Fail, None);
         }
-        if self.restarts < self.max_restarts {
+        if self.restarts_left() > 0 {
             self.restarts += 1;
             if let Some(worker) = self.workers.get_mut(&rank) {
                 worker.replacement += 1;
                 worker.state = WorkerState::Running;
             }
-            let (count, max) = (self.restarts, self.max_restarts);
-            return (
-                Verdict::Replace,
-                Some(format!("it is started again alone ({count} of {max})")),
-            );
+            let notice = format!("it is started again alone ({})", self.budget());
+            return (Verdict::Replace, Some(notice));
         }
         match self.smaller() {
             Some(what) => (Verdict::GoOn, Some(what)),
@@ -84,14 +95,48 @@ impl WorkerTable {
         }
     }
 
-    /// Notes that a node is lost with its workers. If the others go on, returns how to say that.
-    pub fn lost(&mut self, agent: AgentId) -> Option<String> {
-        for worker in self.workers.values_mut() {
+    /// Notes that a node is lost. Returns the ranks of its workers that ran, each with the number of
+    /// those before it.
+    pub fn lost(&mut self, agent: AgentId) -> Vec<(u32, u32)> {
+        self.vacant.extend(self.places.remove(&agent));
+        let mut lost = Vec::new();
+        for (rank, worker) in &mut self.workers {
             if worker.agent == agent && worker.state == WorkerState::Running {
                 worker.state = WorkerState::Lost;
+                lost.push((*rank, worker.replacement));
             }
         }
-        self.smaller()
+        lost
+    }
+
+    /// Returns the ranks of a lost node for this one, if it has as many workers of the same role, and
+    /// as many restarts are left. Once a worker has ended well there is nothing left to take part in.
+    pub fn take_vacancy(&mut self, node: &Node) -> Option<RankAssignment> {
+        let count = node.local_world_size;
+        if count > self.restarts_left() || self.count(WorkerState::Succeeded) > 0 {
+            return None;
+        }
+        let position = self.vacant.iter().position(|place| {
+            place.assignment.local_world_size == count && place.role == node.role
+        })?;
+        let mut assignment = self.vacant.remove(position).assignment;
+        self.restarts += count;
+        for (rank, replacement) in (assignment.first_rank..).zip(&mut assignment.replacements) {
+            let before = self.workers.get(&rank).map_or(0, |worker| worker.replacement);
+            *replacement = before + 1;
+        }
+        assignment.restart_count = assignment.replacements.iter().copied().max().unwrap_or(0);
+        Some(assignment)
+    }
+
+    /// Returns how many workers may still be started in place of others.
+    pub fn restarts_left(&self) -> u32 {
+        self.max_restarts - self.restarts
+    }
+
+    /// Says how many of the restarts were used.
+    pub fn budget(&self) -> String {
+        format!("{} of {}", self.restarts, self.max_restarts)
     }
 
     /// Returns the agent of the worker that runs with this rank, and the number of those before it,
@@ -101,21 +146,12 @@ impl WorkerTable {
             self.workers.get(&rank).filter(|worker| worker.state == WorkerState::Running)?;
         let others = self.count(WorkerState::Running) - 1;
         let left = others + self.count(WorkerState::Succeeded);
-        let goes_on = self.restarts < self.max_restarts || self.is_enough(left);
+        let goes_on = self.restarts_left() > 0 || self.is_enough(left);
         (others > 0 && goes_on).then_some((worker.agent, worker.replacement))
     }
 
-    /// Returns the ranks of an agent's workers that run, each with the number of those before it.
-    pub fn running_at(&self, agent: AgentId) -> Vec<(u32, u32)> {
-        let own = self
-            .workers
-            .iter()
-            .filter(|(_, worker)| worker.agent == agent && worker.state == WorkerState::Running);
-        own.map(|(rank, worker)| (*rank, worker.replacement)).collect()
-    }
-
     /// Says that the job goes on without those that are lost, if it does.
-    fn smaller(&self) -> Option<String> {
+    pub fn smaller(&self) -> Option<String> {
         let left = self.count(WorkerState::Running) + self.count(WorkerState::Succeeded);
         if self.is_idle() || !self.is_enough(left) {
             return None;
@@ -129,7 +165,7 @@ impl WorkerTable {
     }
 
     /// Whether nobody is left who could go on.
-    fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.count(WorkerState::Running) == 0
     }
 

@@ -78,6 +78,7 @@ fn assignment(job: &Job, local_world_size: u32) -> RankAssignment {
         first_rank: group_rank * local_world_size,
         local_world_size,
         world_size: job.nodes.max * local_world_size,
+        replacements: vec![0; local_world_size as usize],
         first_role_rank: group_rank * local_world_size,
         role_world_size: job.nodes.max * local_world_size,
         stores: RendezvousStoreInfo {

@@ -27,6 +27,8 @@ const REPORT_STALLS: Duration = Duration::from_secs(30);
 pub struct WorkerSpec {
     pub rank: u32,
     pub local_rank: u32,
+    /// The number of workers that had its place before it in the round.
+    pub replacement: u32,
     pub command: Vec<OsString>,
     pub environment: Vec<(&'static str, OsString)>,
     /// The CPUs it is bound to, if any.
@@ -105,9 +107,6 @@ pub fn omp_note(threads: u32, local_world_size: u32, host: &LocalHost) -> String
     )
 }
 
-/// The variable in which a worker learns for which time its rank is started again alone.
-pub const REPLACEMENT: &str = "FLOW_REPLACEMENT";
-
 /// Makes the workers of this node, in rank order. `error_file` is the path for each one's error, by
 /// local rank.
 pub fn workers(
@@ -124,6 +123,7 @@ pub fn workers(
         workers.push(WorkerSpec {
             rank,
             local_rank,
+            replacement: replacement(assignment, local_rank),
             command: command.iter().map(|word| substitute(word, local_rank)).collect(),
             environment: environment(job, assignment, host, local_rank, error_file(local_rank)),
             cores: host.binding.get(local_rank as usize).cloned(),
@@ -132,6 +132,11 @@ pub fn workers(
         });
     }
     workers
+}
+
+/// Returns for which time the rank of this worker is started again alone.
+fn replacement(assignment: &RankAssignment, local_rank: u32) -> u32 {
+    assignment.replacements.get(local_rank as usize).copied().unwrap_or_default()
 }
 
 /// Makes the environment of a worker: torchrun's variables, and those of Flow.
@@ -155,7 +160,7 @@ fn environment(
         ("MASTER_PORT", assignment.stores.master_port.into()),
         ("TORCHELASTIC_RESTART_COUNT", assignment.restart_count),
         ("TORCHELASTIC_MAX_RESTARTS", job.max_restarts),
-        (REPLACEMENT, 0),
+        ("FLOW_REPLACEMENT", replacement(assignment, local_rank)),
     ];
     let signals: Vec<_> = job.signals.iter().map(|signal| signal::name(signal.as_raw())).collect();
     let stores = &assignment.stores;
@@ -242,6 +247,7 @@ mod tests {
             first_rank: 5,
             local_world_size: 2,
             world_size: 8,
+            replacements: vec![0, 3],
             first_role_rank: 3,
             role_world_size: 6,
             stores: RendezvousStoreInfo {
@@ -333,7 +339,7 @@ mod tests {
             .collect();
         found.sort_unstable();
         let expected = [
-            ("FLOW_REPLACEMENT", "0"),
+            ("FLOW_REPLACEMENT", "3"),
             ("FLOW_REPORT_STALLS", "30"),
             ("FLOW_STORE", "tcp://node0:9"),
             ("FLOW_TOKEN", "abc"),

@@ -143,3 +143,34 @@ fn a_node_that_is_lost_takes_its_workers_with_it() {
     }
     net.until_nothing_is_left();
 }
+
+#[test]
+fn a_spare_node_takes_the_place_of_one_that_is_lost() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let text = format!(
+        "echo rank $RANK of $WORLD_SIZE on $GROUP_RANK, $FLOW_REPLACEMENT before; {}",
+        gate.wait()
+    );
+    let start = |node| {
+        let flags = format!(
+            "--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {}:29400 --rdzv-id job \
+             --elastic in-place --max-restarts 2",
+            ipv4(0)
+        );
+        net.start(node, &script(&flags, &text))
+    };
+    let [agent_0, lost] = [0, 1].map(start);
+    lost.until_says(&["rank 2 of 4 on 1, 0 before", "rank 3 of 4 on 1, 0 before"]);
+    let spare = start(2);
+    until("it waits", || spare.stderr().contains("this node is a spare"));
+    lost.signal(Signal::KILL);
+    lost.finish();
+    spare.until_says(&["rank 2 of 4 on 1, 1 before", "rank 3 of 4 on 1, 1 before"]);
+    gate.open();
+    for end in [agent_0, spare].map(Agent::finish) {
+        assert_eq!((end.code, end.stdout.lines().count()), (Some(0), 2), "{end:?}");
+        assert_contains(&end.stderr, &["ranks 2-3 are started again on ", "(host node2) (2 of 2)"]);
+    }
+    net.until_nothing_is_left();
+}

@@ -13,6 +13,7 @@ use crate::registry::{Scenario, Test, launched, machines, process};
 
 const HANGS: &[&str] = &["--elastic", "in-place", "--max-restarts", "9", "--hang-timeout", "4"];
 const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "6"];
+const COMES_BACK: &[&str] = &["--elastic", "in-place", "--min-workers", "1", "--max-restarts", "6"];
 const SMALLER: &[&str] = &["--elastic", "in-place", "--min-workers", "1"];
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -36,6 +37,12 @@ pub const SCENARIOS: &[Scenario] = &[
         &[machines(&[1, 2]).flags(SMALLER), machines(&[1, 1, 1]).flags(SMALLER)],
     )
     .checked_by(goes_on_without),
+    process(
+        "a_machine_that_comes_back_takes_its_place",
+        until_whole_again,
+        &[machines(&[1, 2]).flags(COMES_BACK), machines(&[1, 1, 1]).flags(COMES_BACK)],
+    )
+    .checked_by(comes_back),
 ];
 
 /// The processes that stop in the middle of an operation, one after the other.
@@ -189,5 +196,59 @@ fn goes_on_without(test: &Test) {
     let finished = agents.remove(0).finish();
     assert_eq!(finished.code, Some(0), "{finished:?}");
     assert_contains(&finished.stderr, &["node1", "was lost", "; the job goes on with 1 worker\n"]);
+    net.until_nothing_is_left();
+}
+
+/// Reduces until all ranks are there, others than at the start among them.
+fn until_whole_again() -> Result<()> {
+    let size: usize = std::env::var("WORLD_SIZE")?.parse()?;
+    let seat = seat()?;
+    let mut group = ProcessGroup::from_env()?;
+    println!("joined as {seat:?}");
+    loop {
+        match reduce_in(&group, seat) {
+            Ok(seats) => {
+                if group.world_size() == size && seats.chunks(2).any(|seat| seat[1] > 0) {
+                    break;
+                }
+                if group.newcomers()? == 0 {
+                    continue;
+                }
+            }
+            Err(error) => ensure!(is_loss(&error), "{error:#}"),
+        }
+        group = group.reconfigure()?;
+    }
+    println!("ends with {size}");
+    Ok(())
+}
+
+fn reduce_in(group: &ProcessGroup, seat: [i64; 2]) -> Result<Vec<i64>> {
+    let mut seats = vec![0; 2 * group.world_size()];
+    group.all_gather(&seat, &mut seats)?;
+    let mut data = vec![seat[0] as f32; 100_000];
+    group.all_reduce(&mut data, ReduceOp::Sum)?;
+    let expected: i64 = seats.chunks(2).map(|seat| seat[0]).sum();
+    ensure!(data.iter().all(|&sum| sum == expected as f32), "{seats:?}");
+    Ok(seats)
+}
+
+/// The agent of the last machine is killed, and started again.
+fn comes_back(test: &Test) {
+    let Some((net, mut agents)) = test.machines() else { return };
+    for (agent, ranks) in agents.iter().zip(test.job.nodes()) {
+        until("all have joined", || agent.stdout().matches("joined").count() == ranks);
+    }
+    let last = agents.len() - 1;
+    let lost = agents.remove(last);
+    lost.signal(Signal::KILL);
+    lost.finish();
+    agents.push(net.start(last, &test.commands()[last]));
+    for (agent, ranks) in agents.into_iter().zip(test.job.nodes()) {
+        let finished = agent.finish();
+        assert_eq!(finished.code, Some(0), "{finished:?}");
+        assert_eq!(finished.stdout.matches("ends with 3").count(), ranks, "{finished:?}");
+        assert_contains(&finished.stderr, &["has joined; rank", "started again on node"]);
+    }
     net.until_nothing_is_left();
 }

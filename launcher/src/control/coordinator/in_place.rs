@@ -4,9 +4,11 @@ use std::time::Instant;
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::coordinator::Coordinator;
-use crate::control::job_phase::JobPhase;
+use crate::control::job_phase::{AgentState, JobPhase, StopReason};
 use crate::control::protocol::{AgentId, Command, Failure, LEADER};
 use crate::control::stall::Hang;
+use crate::control::worker_table::WorkerTable;
+use crate::report::text::ranks;
 
 /// Exit code of a job that hung; `timeout` uses the same.
 const HUNG: i32 = 124;
@@ -34,10 +36,51 @@ impl Coordinator {
         std::mem::take(&mut self.commands)
     }
 
-    /// Returns the ranks of an agent's workers that run in place, each with the number of those before
-    /// it.
-    pub fn running_in_place(&self, agent: AgentId) -> Vec<(u32, u32)> {
-        self.in_place.as_ref().map(|in_place| in_place.running_at(agent)).unwrap_or_default()
+    /// Returns the ranks of workers that were lost with their nodes since the last call, each with the
+    /// number of those before it.
+    pub fn take_lost_workers(&mut self) -> Vec<(u32, u32)> {
+        std::mem::take(&mut self.lost_workers)
+    }
+
+    /// Notes that a node is lost with its workers. A spare one takes its place, or the others go on
+    /// without it, or the job ends.
+    pub(super) fn lost(&mut self, agent: AgentId, summary: String, now: Instant) {
+        let Some(in_place) = &mut self.in_place else { return };
+        self.lost_workers.extend(in_place.lost(agent));
+        if !in_place.is_idle() {
+            let idle = self.agents.iter().filter(|(_, agent)| agent.state == AgentState::Idle);
+            let spares: Vec<AgentId> = idle.map(|(spare, _)| *spare).collect();
+            if spares.into_iter().any(|spare| self.fill_vacancy(spare, &summary)) {
+                return;
+            }
+        }
+        match self.in_place.as_ref().and_then(WorkerTable::smaller) {
+            Some(notice) => self.print(&format!("{summary}; {notice}")),
+            None => self.stop(StopReason::Lost { summary }, None, now),
+        }
+    }
+
+    /// Gives a node the ranks of one that is lost, if there is one that it fits; `why` is for the user.
+    pub(super) fn fill_vacancy(&mut self, agent: AgentId, why: &str) -> bool {
+        let description = self.describe(agent);
+        let (Some(in_place), Some(record)) = (&mut self.in_place, self.agents.get_mut(&agent))
+        else {
+            return false;
+        };
+        let Some(assignment) = in_place.take_vacancy(&record.node) else { return false };
+        in_place.start(agent, &record.node.role, &assignment);
+        record.state = AgentState::Running;
+        let first = assignment.first_rank;
+        let lost: Vec<u32> = (first..first + assignment.local_world_size).collect();
+        let are = if lost.len() == 1 { "is" } else { "are" };
+        let notice = format!(
+            "{why}; {} {are} started again on {description} ({})",
+            ranks(&lost),
+            in_place.budget()
+        );
+        self.print(&notice);
+        self.commands.push((agent, Command::Start { round: self.round, assignment }));
+        true
     }
 
     /// Notes that a worker has ended, which the job may outlive.

@@ -79,8 +79,8 @@ fn somebody_must_be_left_who_goes_on() {
 #[test]
 fn a_lost_node_takes_its_workers_with_it() {
     let mut test = in_place("--max-restarts 9 --min-workers 2");
-    assert_eq!(test.coordinator.running_in_place(1), [(2, 0)]);
     test.handle(1, AgentEvent::Gone { why: "silence".into() });
+    assert_eq!(test.coordinator.take_lost_workers(), [(2, 0)]);
     let said = "node 1 (host host1) was lost: silence; the job goes on with 2 workers";
     assert_eq!(test.said(LEADER), said);
     test.finish(LEADER);
@@ -129,4 +129,87 @@ fn nodes_must_agree_whether_the_job_goes_on_in_place() {
     let node = Node { is_in_place: false, node_rank: Some(1), ..leader };
     test.handle(1, AgentEvent::Joined { node });
     assert_eq!(test.end(), (1, Some("--elastic is another than on the leading node".into())));
+}
+
+/// The place that an agent is started at, after what all agents are to print.
+fn taken(test: &mut Test, agent: AgentId) -> (String, RankAssignment) {
+    let mut commands = std::mem::take(&mut test.commands);
+    let (last, command) = commands.pop().unwrap();
+    let Command::Start { round: 1, assignment } = command else { panic!("{command:?}") };
+    assert_eq!(last, agent);
+    let Some((_, Command::Print(said))) = commands.pop() else { panic!("{commands:?}") };
+    (said, assignment)
+}
+
+#[test]
+fn a_node_that_comes_back_has_the_ranks_of_before() {
+    let mut test = in_place("--max-restarts 3 --min-workers 2");
+    test.exit(1, 2, Some("it failed"));
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
+    assert_eq!(test.coordinator.take_lost_workers(), [(2, 1)]);
+    test.commands.clear();
+    test.join(2, 1);
+    // It is node 2 of two here, as a test's agents have the rank of their number.
+    let (said, assignment) = taken(&mut test, 2);
+    let expected =
+        "node 2 (host host2) has joined; rank 2 is started again on node 2 (host host2) (2 of 3)";
+    assert_eq!(said, expected);
+    let RankAssignment { first_rank, world_size, replacements, restart_count, .. } = assignment;
+    assert_eq!((first_rank, world_size, replacements, restart_count), (2, 3, vec![2], 2));
+    test.hang(Some(2));
+    assert_eq!(test.commands[0], (2, Command::Kill { round: 1, rank: 2, replacement: 2 }));
+}
+
+#[test]
+fn a_node_that_is_started_again_takes_its_own_place_in_place() {
+    let mut test = in_place("--max-restarts 3 --min-workers 2");
+    let node = test.coordinator.agents[&1].node.clone();
+    test.handle(2, AgentEvent::Joined { node });
+    assert_eq!(test.coordinator.take_lost_workers(), [(2, 0)]);
+    assert_eq!(taken(&mut test, 2).1.replacements, [1]);
+}
+
+#[test]
+fn a_spare_node_takes_the_place_of_a_lost_one() {
+    let mut test = Test::new("--nnodes 2 --rdzv-endpoint h:7 --elastic in-place --max-restarts 3");
+    for (agent, workers) in [(LEADER, 2), (1, 2), (2, 1), (3, 2)] {
+        test.join(agent, workers);
+    }
+    test.commands.clear();
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
+    // The first spare has not as many workers.
+    let (said, assignment) = taken(&mut test, 3);
+    assert!(
+        said.ends_with(
+            "; ranks 2-3 are started again on the node at 10.0.0.3 (host host3) (2 of 3)"
+        ),
+        "{said}"
+    );
+    assert_eq!((assignment.group_rank, assignment.replacements), (1, vec![1, 1]));
+    // Too few restarts are left for another such node.
+    test.join(4, 2);
+    test.commands.clear();
+    test.handle(3, AgentEvent::Gone { why: "silence".into() });
+    assert_eq!(test.stops(), (vec![0], None));
+}
+
+#[test]
+fn no_node_takes_part_once_workers_have_ended_or_no_restart_is_left() {
+    for (flags, exit) in [("--max-restarts 3", Some(0)), ("--max-restarts 0", None)] {
+        let mut test = in_place(&format!("--min-workers 1 {flags}"));
+        test.handle(1, AgentEvent::Gone { why: "silence".into() });
+        exit.into_iter().for_each(|rank| test.exit(LEADER, rank, None));
+        test.commands.clear();
+        test.join(2, 1);
+        let expected = match &std::mem::take(&mut test.commands)[..] {
+            [(2, Command::Print(text))] => {
+                text.starts_with("this node is a spare") && exit.is_some()
+            }
+            [(2, Command::Finish(result))] => {
+                result.cause.as_deref() == Some("this node is surplus: no restart is left")
+            }
+            _ => false,
+        };
+        assert!(expected, "{flags}");
+    }
 }
