@@ -38,6 +38,23 @@ impl StallReporter {
             reported: None,
         }
     }
+
+    /// Reports whether this process, which was started when so many have had its rank, waits to join.
+    pub fn newcomer(&self, store: &Store, replacement: usize, waits: bool) {
+        let report = serde_json::json!({
+            "rank": self.rank,
+            "replacement": replacement,
+            "waits": waits,
+        });
+        self.send(store, &report);
+    }
+
+    fn send(&self, store: &Store, message: &serde_json::Value) {
+        // The wait goes on all the same.
+        if let Err(error) = store.send(message.to_string().as_bytes()) {
+            log::debug!("rank {}: cannot report a wait to flow-launch: {error}", self.rank);
+        }
+    }
 }
 
 /// A wait for other ranks. If it was reported, dropping it reports that it is over.
@@ -79,13 +96,7 @@ impl Stall<'_> {
     }
 
     fn report(&self, message: serde_json::Value) {
-        // The wait goes on all the same.
-        if let Err(error) = self.store.send(message.to_string().as_bytes()) {
-            log::debug!(
-                "rank {}: cannot report a long wait to flow-launch: {error}",
-                self.reporter.rank
-            );
-        }
+        self.reporter.send(self.store, &message);
     }
 }
 

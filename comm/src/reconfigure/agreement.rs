@@ -88,6 +88,7 @@ impl Agreement {
             timeout,
             group_timeout: timeout,
         };
+        agreement.report_newcomer(true);
         let members = agreement.apply()?;
         agreement.meet(members, membership.local_rank)
     }
@@ -136,10 +137,21 @@ impl Agreement {
         }
     }
 
+    /// Tells flow-launch whether this newcomer waits to be taken in.
+    fn report_newcomer(&self, waits: bool) {
+        if let Some(reporter) = &self.waits {
+            reporter.newcomer(&self.store, self.own.seat.replacement, waits);
+        }
+    }
+
     /// Returns the group of all ranks, when all have it.
     fn group_of(&self, world: World, deadline: Instant, local_rank: usize) -> Result<ProcessGroup> {
         world.join_trace();
         let group = ProcessGroup::of_world(Arc::new(world), self.group_timeout, local_rank)?;
+        // Before the others can go on, and end.
+        if self.arena.is_none() {
+            self.report_newcomer(false);
+        }
         group.with_timeout(deadline.saturating_duration_since(Instant::now())).barrier()?;
         Ok(group)
     }

@@ -344,8 +344,10 @@ impl Agent {
                             rank,
                             replacement: group.replacement(worker),
                             end: end.to_string(),
-                            failure: is_undecided
-                                .then(|| failure::summary(&group.outcome(worker), &self.host)),
+                            failure: is_undecided.then(|| Failure {
+                                summary: failure::summary(&group.outcome(worker), &self.host),
+                                end,
+                            }),
                         });
                         let Outcome { local_rank, pid, .. } = group.outcome(worker);
                         let exit = JobEvent::Exit { rank, local_rank, pid, end: end.into() };

@@ -41,6 +41,8 @@ pub struct Coordinator {
     in_place: Option<WorkerTable>,
     /// Workers that were lost with their nodes, until [`Coordinator::take_lost_workers`].
     lost_workers: Vec<(u32, u32)>,
+    /// In place, the last failure of a worker that had joined the job.
+    last_failure: Option<(AgentId, Failure)>,
     agents: BTreeMap<AgentId, AgentRecord>,
     phase: JobPhase,
     round: u32,
@@ -61,6 +63,7 @@ impl Coordinator {
             max_restarts: if job.is_in_place { 0 } else { job.max_restarts },
             in_place: WorkerTable::new(job),
             lost_workers: Vec::new(),
+            last_failure: None,
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             round: 0,
@@ -97,7 +100,7 @@ impl Coordinator {
             }
             AgentEvent::Leaving { signal } => self.leaving(agent, signal, now),
             AgentEvent::Exited { round, rank, failure, .. } if round == self.round => {
-                self.exited(agent, rank, failure)
+                self.exited(agent, rank, failure, now)
             }
             AgentEvent::Exited { .. }
             | AgentEvent::Trace { .. }
@@ -332,6 +335,7 @@ impl Coordinator {
     fn stopped(&mut self, why: StopReason, now: Instant) {
         let (code, cause) = match why {
             StopReason::Change => return self.gather(now),
+            StopReason::Done => return self.end_all(0, None),
             StopReason::Signal { signal, cause } => {
                 return self.end_all(ExitStatus::Signal(signal).code(), cause);
             }

@@ -56,6 +56,8 @@ pub enum StopReason {
     },
     /// Nodes have joined or left.
     Change,
+    /// The others have ended well: workers that wait to join have nothing to do.
+    Done,
     Signal {
         signal: i32,
         cause: Option<String>,

@@ -16,12 +16,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use flow_store::net::secret;
 use flow_store::{Address, Server, TcpStoreServer};
+use serde::Deserialize;
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::coordinator::Coordinator;
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, AgentId, ClusterEvent, Command, LEADER, command_key};
-use crate::control::stall::{StallAction, StallTracker};
+use crate::control::stall::{StallAction, StallTracker, StallUpdate};
 use crate::control::token::token;
 use crate::job::{Job, Rendezvous};
 use crate::net;
@@ -32,6 +33,19 @@ const LINGER: Duration = Duration::from_secs(10);
 
 /// How the workers of a node that is lost have ended.
 const LOST: &str = "the loss of its node";
+
+/// What a worker sends through its round's store.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum WorkerReport {
+    Stall(StallUpdate),
+    /// Whether a worker that was started in place of others waits to join the job.
+    Newcomer {
+        rank: u32,
+        replacement: u32,
+        waits: bool,
+    },
+}
 
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.
 pub struct Leader {
@@ -121,17 +135,9 @@ impl Leader {
                 ),
             }
         }
+        self.take_reports();
         let now = Instant::now();
         if let Some(round) = &mut self.round {
-            while let Some(message) = round.store.inbox().try_next() {
-                match serde_json::from_slice(&message) {
-                    Ok(update) => round.stalls.update(update, now),
-                    Err(error) => log::warn!(
-                        "malformed report of a worker ({error}): got '{}'",
-                        excerpt(&message)
-                    ),
-                }
-            }
             let action = round.stalls.elapsed(now);
             self.cluster_events.extend(
                 action.as_ref().map(|action| ClusterEvent::Hang { report: action.report().into() }),
@@ -146,6 +152,26 @@ impl Leader {
         let commands = self.coordinator.elapsed(now);
         self.dispatch(commands);
         self.commands.pop_front()
+    }
+
+    /// Handles what workers have sent.
+    fn take_reports(&mut self) {
+        let now = Instant::now();
+        while let Some(round) = &mut self.round
+            && let Some(message) = round.store.inbox().try_next()
+        {
+            match serde_json::from_slice(&message) {
+                Ok(WorkerReport::Stall(update)) => round.stalls.update(update, now),
+                Ok(WorkerReport::Newcomer { rank, replacement, waits }) => {
+                    let commands = self.coordinator.newcomer(rank, replacement, waits, now);
+                    self.dispatch(commands);
+                }
+                Err(error) => log::warn!(
+                    "malformed report of a worker ({error}): got '{}'",
+                    excerpt(&message)
+                ),
+            }
+        }
     }
 
     /// Takes the events since the last call.
@@ -177,6 +203,10 @@ impl Leader {
     }
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
+        // What a worker has sent before it, or another, has ended comes first.
+        if let AgentEvent::Exited { .. } = &event {
+            self.take_reports();
+        }
         if let AgentEvent::Exited { round, rank, replacement, end, .. } = &event
             && let Some(present) = self.round.as_mut().filter(|present| present.number == *round)
         {

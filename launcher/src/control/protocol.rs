@@ -21,9 +21,8 @@ pub enum AgentEvent {
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
     /// A worker has ended; `end` is the text that its peers can read in their store. `replacement`:
-    /// the number of workers that had this rank before in the round. `failure`: how it failed, in one
-    /// line, if the job may go on in place; the agent waits for the coordinator's verdict.
-    Exited { round: u32, rank: u32, replacement: u32, end: String, failure: Option<String> },
+    /// the number of workers that had this rank before in the round. `failure`: how it failed, if the job may go on in place; the agent waits for the coordinator's verdict.
+    Exited { round: u32, rank: u32, replacement: u32, end: String, failure: Option<Failure> },
     /// All its workers have succeeded.
     Finished { round: u32 },
     /// All its workers are gone, after a failure or a command. `cause` is the full report on its
@@ -37,7 +36,7 @@ pub enum AgentEvent {
     Gone { why: String },
 }
 
-/// The first failure on a node.
+/// The failure of a worker, or the first one on a node.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
     /// One line.

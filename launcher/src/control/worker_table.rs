@@ -20,6 +20,8 @@ pub struct WorkerTable {
     places: BTreeMap<AgentId, Place>,
     /// The places of nodes that are lost.
     vacant: Vec<Place>,
+    /// A worker that had joined has failed, and the job with it.
+    has_failed: bool,
 }
 
 /// The ranks of a node.
@@ -39,8 +41,16 @@ struct Worker {
 #[derive(Clone, Copy, PartialEq)]
 enum WorkerState {
     Running,
+    /// It waits to join the job, in place of one that has failed.
+    Waiting,
     Succeeded,
     Lost,
+}
+
+impl WorkerState {
+    fn runs(self) -> bool {
+        matches!(self, WorkerState::Running | WorkerState::Waiting)
+    }
 }
 
 impl WorkerTable {
@@ -53,6 +63,7 @@ impl WorkerTable {
             workers: BTreeMap::new(),
             places: BTreeMap::new(),
             vacant: Vec::new(),
+            has_failed: false,
         })
     }
 
@@ -66,6 +77,37 @@ impl WorkerTable {
         self.places.insert(agent, place);
     }
 
+    /// Notes whether a worker that was started in place of so many others waits to join the job.
+    pub fn newcomer(&mut self, rank: u32, replacement: u32, waits: bool) {
+        if let Some(worker) = self.workers.get_mut(&rank)
+            && worker.replacement == replacement
+            && worker.state.runs()
+        {
+            worker.state = if waits { WorkerState::Waiting } else { WorkerState::Running };
+        }
+    }
+
+    /// Whether the worker with this rank waits to join the job.
+    pub fn is_waiting(&self, rank: u32) -> bool {
+        self.workers.get(&rank).is_some_and(|worker| worker.state == WorkerState::Waiting)
+    }
+
+    /// Returns the ranks of workers that wait to join the job.
+    pub fn waiting(&self) -> Vec<u32> {
+        let ranks = self.workers.keys().copied();
+        ranks.filter(|rank| self.is_waiting(*rank)).collect()
+    }
+
+    /// Whether a worker has ended well.
+    pub fn has_succeeded(&self) -> bool {
+        self.count(WorkerState::Succeeded) > 0
+    }
+
+    /// Whether the job fails with a worker that had joined it.
+    pub fn has_failed(&self) -> bool {
+        self.has_failed
+    }
+
     /// Notes that a worker has ended well.
     pub fn succeeded(&mut self, rank: u32) {
         if let Some(worker) = self.workers.get_mut(&rank) {
@@ -76,8 +118,10 @@ impl WorkerTable {
     /// Notes that a worker has failed. Returns what follows, and how to say that after the failure.
     pub fn failed(&mut self, rank: u32) -> (Verdict, Option<String>) {
         let Some(worker) = self.workers.get_mut(&rank) else { return (Verdict::Fail, None) };
+        let had_joined = worker.state == WorkerState::Running;
         worker.state = WorkerState::Lost;
         if self.is_idle() {
+            self.has_failed |= had_joined;
             return (Verdict::Fail, None);
         }
         if self.restarts_left() > 0 {
@@ -101,7 +145,7 @@ impl WorkerTable {
         self.vacant.extend(self.places.remove(&agent));
         let mut lost = Vec::new();
         for (rank, worker) in &mut self.workers {
-            if worker.agent == agent && worker.state == WorkerState::Running {
+            if worker.agent == agent && worker.state.runs() {
                 worker.state = WorkerState::Lost;
                 lost.push((*rank, worker.replacement));
             }
@@ -113,7 +157,7 @@ impl WorkerTable {
     /// as many restarts are left. Once a worker has ended well there is nothing left to take part in.
     pub fn take_vacancy(&mut self, node: &Node) -> Option<RankAssignment> {
         let count = node.local_world_size;
-        if count > self.restarts_left() || self.count(WorkerState::Succeeded) > 0 {
+        if count > self.restarts_left() || self.has_succeeded() {
             return None;
         }
         let position = self.vacant.iter().position(|place| {
@@ -145,14 +189,13 @@ impl WorkerTable {
         let worker =
             self.workers.get(&rank).filter(|worker| worker.state == WorkerState::Running)?;
         let others = self.count(WorkerState::Running) - 1;
-        let left = others + self.count(WorkerState::Succeeded);
-        let goes_on = self.restarts_left() > 0 || self.is_enough(left);
+        let goes_on = self.restarts_left() > 0 || self.is_enough(self.sound() - 1);
         (others > 0 && goes_on).then_some((worker.agent, worker.replacement))
     }
 
     /// Says that the job goes on without those that are lost, if it does.
     pub fn smaller(&self) -> Option<String> {
-        let left = self.count(WorkerState::Running) + self.count(WorkerState::Succeeded);
+        let left = self.sound();
         if self.is_idle() || !self.is_enough(left) {
             return None;
         }
@@ -160,11 +203,16 @@ impl WorkerTable {
         Some(format!("the job goes on with {left} {workers}"))
     }
 
+    /// Returns how many workers run or have ended well.
+    fn sound(&self) -> usize {
+        self.workers.len() - self.count(WorkerState::Lost)
+    }
+
     fn is_enough(&self, workers: usize) -> bool {
         self.min_workers.is_some_and(|min| workers >= min as usize)
     }
 
-    /// Whether nobody is left who could go on.
+    /// Whether no worker runs that could go on.
     pub fn is_idle(&self) -> bool {
         self.count(WorkerState::Running) == 0
     }

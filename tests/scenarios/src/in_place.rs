@@ -43,6 +43,12 @@ pub const SCENARIOS: &[Scenario] = &[
         &[machines(&[1, 2]).flags(COMES_BACK), machines(&[1, 1, 1]).flags(COMES_BACK)],
     )
     .checked_by(comes_back),
+    process(
+        "who_comes_when_the_others_end_has_nothing_to_do",
+        end_without_another,
+        &[launched(3).flags(IN_PLACE), machines(&[1, 2]).flags(IN_PLACE)],
+    )
+    .checked_by(ends_well),
 ];
 
 /// The processes that stop in the middle of an operation, one after the other.
@@ -251,4 +257,23 @@ fn comes_back(test: &Test) {
         assert_contains(&finished.stderr, &["has joined; rank", "started again on node"]);
     }
     net.until_nothing_is_left();
+}
+
+/// Rank 1 ends in the last step. The others do not take in another.
+fn end_without_another() -> Result<()> {
+    let group = ProcessGroup::from_env()?;
+    group.barrier()?;
+    if group.rank() == 1 {
+        kill_process(getpid(), Signal::KILL)?;
+    }
+    until("another waits", || group.newcomers().is_ok_and(|count| count > 0));
+    println!("rank {} ends", group.rank());
+    Ok(())
+}
+
+fn ends_well(test: &Test) {
+    let Some(finished) = test.finish() else { return };
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_eq!(finished.stdout.matches(" ends\n").count(), 2, "{finished:?}");
+    assert_contains(&finished.stderr, &["the others have ended well; rank 1 had not joined"]);
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use crate::agent::exit_status::ExitStatus;
 use crate::control::coordinator::Coordinator;
 use crate::control::job_phase::{AgentState, JobPhase, StopReason};
-use crate::control::protocol::{AgentId, Command, Failure, LEADER};
+use crate::control::protocol::{AgentId, Command, Failure, LEADER, Verdict};
 use crate::control::stall::Hang;
 use crate::control::worker_table::WorkerTable;
 use crate::report::text::ranks;
@@ -83,17 +83,74 @@ impl Coordinator {
         true
     }
 
+    /// Notes whether a worker that was started in place of others waits to join the job.
+    pub fn newcomer(
+        &mut self,
+        rank: u32,
+        replacement: u32,
+        waits: bool,
+        now: Instant,
+    ) -> Vec<(AgentId, Command)> {
+        if let Some(in_place) = &mut self.in_place {
+            in_place.newcomer(rank, replacement, waits);
+            self.check_members(now);
+        }
+        std::mem::take(&mut self.commands)
+    }
+
     /// Notes that a worker has ended, which the job may outlive.
-    pub(super) fn exited(&mut self, agent: AgentId, rank: u32, failure: Option<String>) {
+    pub(super) fn exited(
+        &mut self,
+        agent: AgentId,
+        rank: u32,
+        failure: Option<Failure>,
+        now: Instant,
+    ) {
         let Some(in_place) = self.in_place.as_mut().filter(|_| self.phase == JobPhase::Running)
         else {
             return;
         };
-        let Some(failure) = failure else { return in_place.succeeded(rank) };
+        let Some(failure) = failure else {
+            in_place.succeeded(rank);
+            return self.check_members(now);
+        };
+        let waited = in_place.is_waiting(rank);
         let (verdict, notice) = in_place.failed(rank);
         if let Some(notice) = notice {
-            self.print(&format!("{failure}; {notice}"));
+            self.print(&format!("{}; {notice}", failure.summary));
+        }
+        if !waited {
+            self.last_failure = Some((agent, failure));
+        } else if verdict == Verdict::Fail {
+            // It gives up when nobody is left to take it in.
+            self.end_without_members(vec![rank], now);
         }
         self.commands.push((agent, Command::Decide { round: self.round, rank, verdict }));
+    }
+
+    /// Ends the job if all workers that run wait to join it.
+    fn check_members(&mut self, now: Instant) {
+        let waiting = self.in_place.as_ref().map(WorkerTable::waiting).unwrap_or_default();
+        if !waiting.is_empty() {
+            self.end_without_members(waiting, now);
+        }
+    }
+
+    /// Ends the job if no worker runs that has joined it: well if some have ended well, and else with
+    /// the last failure of one that had joined. `waiting` are those that have not.
+    fn end_without_members(&mut self, waiting: Vec<u32>, now: Instant) {
+        let Some(in_place) = self.in_place.as_ref().filter(|_| self.phase == JobPhase::Running)
+        else {
+            return;
+        };
+        if !in_place.is_idle() || in_place.has_failed() {
+            return;
+        }
+        if in_place.has_succeeded() {
+            let why = format!("the others have ended well; {} had not joined", ranks(&waiting));
+            self.stop(StopReason::Done, Some(why), now);
+        } else if let Some((agent, failure)) = self.last_failure.take() {
+            self.failed(agent, failure, now);
+        }
     }
 }

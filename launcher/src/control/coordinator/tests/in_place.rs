@@ -16,7 +16,9 @@ fn in_place(flags: &str) -> Test {
 impl Test {
     fn exit(&mut self, agent: AgentId, rank: u32, failure: Option<&str>) {
         let round = self.coordinator.round;
-        let (end, failure) = (String::new(), failure.map(String::from));
+        let failure =
+            failure.map(|what| Failure { summary: what.into(), end: ExitStatus::Exit(9) });
+        let end = String::new();
         self.handle(agent, AgentEvent::Exited { round, rank, replacement: 0, end, failure });
     }
 
@@ -211,5 +213,84 @@ fn no_node_takes_part_once_workers_have_ended_or_no_restart_is_left() {
             _ => false,
         };
         assert!(expected, "{flags}");
+    }
+}
+
+impl Test {
+    fn newcomer(&mut self, rank: u32, waits: bool) {
+        self.commands.extend(self.coordinator.newcomer(rank, 1, waits, self.now));
+    }
+}
+
+/// A job in which rank 2 has failed, and another waits in its place.
+fn with_a_newcomer() -> Test {
+    let mut test = in_place("--max-restarts 9");
+    test.exit(1, 2, Some("the first"));
+    test.newcomer(2, true);
+    test.commands.clear();
+    test
+}
+
+#[test]
+fn newcomers_that_nobody_takes_in_do_not_use_up_restarts() {
+    let mut test = with_a_newcomer();
+    test.exit(LEADER, 0, Some("the second"));
+    let said = "the second; it is started again alone (2 of 9)".to_string();
+    assert_eq!(test.decision(), (Some(said), LEADER, decide(0, Verdict::Replace)));
+    test.exit(LEADER, 1, Some("the last"));
+    // Rank 0 has not said yet that it waits.
+    assert_eq!(test.decision().2, decide(1, Verdict::Replace));
+    test.newcomer(0, true);
+    assert_eq!(test.commands, []);
+    test.newcomer(1, true);
+    assert_eq!(test.stops().0, [0, 1]);
+    test.stopped(LEADER, None);
+    test.stopped(1, None);
+    assert_eq!(test.end(), (9, Some("the last".into())));
+}
+
+#[test]
+fn the_last_worker_that_had_joined_fails_the_job() {
+    let mut test = with_a_newcomer();
+    test.exit(LEADER, 0, Some("the second"));
+    test.newcomer(0, true);
+    test.commands.clear();
+    test.exit(LEADER, 1, Some("the last"));
+    assert_eq!(test.decision(), (None, LEADER, decide(1, Verdict::Fail)));
+    // Others that have ended well do not help.
+    let mut test = with_a_newcomer();
+    test.exit(LEADER, 0, None);
+    test.exit(LEADER, 1, Some("the last"));
+    assert_eq!(test.decision(), (None, LEADER, decide(1, Verdict::Fail)));
+    test.newcomer(2, true);
+    assert_eq!(test.commands, []);
+}
+
+#[test]
+fn a_newcomer_that_was_taken_in_goes_on() {
+    let mut test = with_a_newcomer();
+    test.newcomer(2, false);
+    test.exit(LEADER, 0, Some("it failed"));
+    test.exit(LEADER, 1, Some("it failed"));
+    assert_eq!(test.commands.last().unwrap().1, decide(1, Verdict::Replace));
+}
+
+#[test]
+fn a_newcomer_has_nothing_to_do_when_the_others_have_ended_well() {
+    for gives_up in [false, true] {
+        let mut test = with_a_newcomer();
+        test.exit(LEADER, 0, None);
+        if gives_up {
+            test.coordinator.in_place.as_mut().unwrap().succeeded(1);
+            test.exit(1, 2, Some("nobody is there"));
+            assert_eq!(test.commands.pop().unwrap().1, decide(2, Verdict::Fail));
+        } else {
+            test.exit(LEADER, 1, None);
+        }
+        let why = "the others have ended well; rank 2 had not joined".to_string();
+        assert_eq!(test.stops(), (vec![0, 1], Some(why)));
+        test.stopped(LEADER, None);
+        test.stopped(1, None);
+        assert_eq!(test.end(), (0, None));
     }
 }
