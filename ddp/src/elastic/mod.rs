@@ -39,7 +39,9 @@ pub use training::Training;
 /// ```no_run
 /// use std::sync::Arc;
 ///
-/// use flow_ddp::{DataLoader, Dataset, DistributedSampler, Elastic, Error, ProcessGroup, SamplerState};
+/// use flow_ddp::{
+///     DataLoader, Dataset, DistributedSampler, Elastic, Error, ProcessGroup, SamplerState, TensorCollectives,
+/// };
 /// use serde::{Deserialize, Serialize};
 /// use tch::nn::{self, ModuleT, OptimizerConfig};
 ///

@@ -45,8 +45,8 @@ flags! {
         .without_variable()
         .default("all")
         .meaning(
-            "with `--elastic in-place`: when no restart is left, or a node is lost, the job goes on \
-             with the workers that are left, if they are as many as this",
+            "with `--elastic in-place`: the job goes on without a worker that cannot be started again, \
+             if so many are left",
         )
         .differs("not in torchrun");
     Valued SHUTDOWN_TIMEOUT = option(WORKERS, "shutdown-timeout", "SECONDS", "From SIGTERM to SIGKILL; also --grace")
