@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -63,10 +64,12 @@ def each_kind_of_operation(rank, store):
         lambda group: dist.irecv(ones, 1, group=group).wait(),
         lambda group: dist.all_gather([ones, ones], ones, group=group),
     ):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+        group = dist.new_group([0, 1])
         hook = Hook(group)
-        if rank == 0 and not (error_of(lambda: begin(group)) and hook.calls == 1):
-            return False
+        if rank == 0:
+            group.set_timeout(timedelta(seconds=0.2))
+            if not (error_of(lambda: begin(group)) and hook.calls == 1):
+                return False
         dist.barrier()
     return True
 
@@ -101,6 +104,20 @@ def on_a_helper_thread(rank, store):
     return called.wait(TIMEOUT.total_seconds()) and bool(error_of(work.wait))
 
 
+def orderly_end(rank, store):
+    """Receives that nobody has sent to end without hooks: one that a helper runs, and the one after it."""
+    group = join(rank, store, 2)
+    hook = Hook(group)
+    if rank == 1:
+        store.wait(["over"], TIMEOUT)
+        return True
+    receives = [dist.irecv(torch.ones(3), 1) for _ in range(2)]
+    dist.destroy_process_group()
+    good = bool(error_of(receives[1].wait)) and hook.calls == 0
+    store.set("over", "")
+    return good
+
+
 def flight_recorder(rank, store):
     """It knows of each operation whether it has completed: what has failed has not."""
     group = join(rank, store, 2)
@@ -112,11 +129,16 @@ def flight_recorder(rank, store):
     receive.wait()
     group.allreduce_coalesced([torch.ones(3), torch.ones(4)]).wait()
     dist.barrier()
-    completed = states()
+    completed = ["completed"] * 6
+    # Who waits for an operation may go on a little before its hooks are called.
+    end = time.monotonic() + TIMEOUT.total_seconds()
+    while states() != completed and time.monotonic() < end:
+        time.sleep(0.01)
+    good &= states() == completed
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     good &= bool(error_of(dist.barrier))
-    return good and completed == ["completed"] * 6 and states() == [*completed, "scheduled"]
+    return good and states() == [*completed, "scheduled"]
 
 
 def states():
@@ -129,6 +151,7 @@ CASES = (
     ("each kind of operation", 2, each_kind_of_operation, ()),
     ("hook that fails", 2, hook_that_fails, (1,)),
     ("on a helper thread", 2, on_a_helper_thread, (1,)),
+    ("orderly end", 2, orderly_end, ()),
     ("flight recorder", 2, flight_recorder, (1,)),
 )
 

@@ -51,10 +51,11 @@ fn hooks_are_called_at_the_end_of_operations() {
     if is_skipped() {
         return;
     }
-    are_good(&printed(Part::Cpp, "hooked.py", &[]), 5);
+    are_good(&printed(Part::Cpp, "hooked.py", &[]), 6);
 }
 
-/// By flow-launch: two of three, one after the other, of which one is the first rank.
+/// By flow-launch: two of three, one after the other, of which one is the first rank; and the first
+/// newcomer, when the ranks have agreed on it.
 #[test]
 fn ranks_that_are_killed_are_taken_in_again() {
     if is_skipped() {

@@ -63,10 +63,9 @@ public:
             dropped.swap(queue_);
         }
         for (const auto& operation : dropped) {
-            operation->job_.run = [](const flow_group*) {
-                C10_THROW_ERROR(DistBackendError, "flow: the group was destroyed before this message came");
-            };
-            operation->run(group_);
+            // An orderly end calls no abort hooks.
+            operation->end(std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, "flow: the group was destroyed before this message came")),
+                           false);
             operation->announce();
         }
     }
@@ -393,14 +392,14 @@ private:
     // With `running_` held.
     Job run_taken(const OperationPtr& first) { return end_taken(first, first->run_job(group_)); }
 
-    Job end_taken(const OperationPtr& first, const std::exception_ptr& error) {
+    Job end_taken(const OperationPtr& first, const std::exception_ptr& error, bool calls_hooks = true) {
         // Whoever waited for it may ask at once whether the lane is idle.
         {
             std::lock_guard<std::mutex> lock(queue_mutex_);
             is_running_ = false;
             if (!first->launched_) --not_launched_;
         }
-        return first->end(error);
+        return first->end(error, calls_hooks);
     }
 
     // On the helper: runs all operations there are.
@@ -412,7 +411,7 @@ private:
             const auto error = first->run_job(group_);
             // Before the operation ends: until then a callback that waits for it stays, and so the end of the process waits for this thread.
             auto stay = PythonStay::begin();
-            auto done = end_taken(first, error);
+            auto done = end_taken(first, error, stay != nullptr);
             running.unlock();
             while (!stay) pause();
             done = Job{};

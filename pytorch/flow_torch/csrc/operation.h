@@ -57,8 +57,8 @@ private:
 
     // Does what there is to do. Returns its error.
     std::exception_ptr run_job(const Group& group);
-    // With this error, or none. Who waits goes on. Returns what was done: to drop its tensors takes Python.
-    Job end(const std::exception_ptr& error);
+    // With this error, or none. Who waits goes on. Returns what was done: to drop its tensors takes Python. Hooks may be Python's.
+    Job end(const std::exception_ptr& error, bool calls_hooks = true);
     Job run(const Group& group) { return end(run_job(group)); }
     // Throws what a signal's handler has raised while this thread ran an operation. That is not the operation's error: callbacks get that,
     // and whoever waits, perhaps on other threads.
@@ -107,12 +107,13 @@ inline std::exception_ptr Operation::run_job(const Group& group) {
     return nullptr;
 }
 
-inline Job Operation::end(const std::exception_ptr& error) {
+inline Job Operation::end(const std::exception_ptr& error, bool calls_hooks) {
     auto done = std::exchange(job_, Job{});
-    if (error && hooks_) hooks_->failed.call();
+    calls_hooks &= hooks_ != nullptr;
+    if (error && calls_hooks) hooks_->failed.call();
     finish(error);
     ended_ = true;
-    if (!error && hooks_) hooks_->completed.call(key_);
+    if (!error && calls_hooks) hooks_->completed.call(key_);
     return done;
 }
 
