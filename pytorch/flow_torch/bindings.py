@@ -34,9 +34,9 @@ def reconfigurable(store, rank, size, timeout):
 
 
 def reconfigure(before, timeout):
-    """The job's group of the ranks that are left and of those that were started again. `before`: the backend of the one before, whose ranks
-    are gone then; None at the start of this process."""
-    group = None if before is None else before.group
+    """The job's group of the ranks that are left and of those that were started again. `before`: the one before, whose ranks are gone then;
+    None at the start of this process."""
+    group = None if before is None else find_backend(before).group
     return dist.ProcessGroup.unbox(extension.load().reconfigure(group, timeout.total_seconds()))
 
 

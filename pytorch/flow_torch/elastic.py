@@ -3,6 +3,8 @@
 import functools
 import os
 import secrets
+import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -12,6 +14,10 @@ from . import bindings, extension
 
 # The group for which init_process_group is being called.
 _made = []
+# The last group of the job, until it is the default group.
+_last = []
+# The default group that `reconfigure` has made, by a weak reference.
+_default = []
 
 
 def reconfigure(timeout=timedelta(minutes=30)):
@@ -20,34 +26,60 @@ def reconfigure(timeout=timedelta(minutes=30)):
     join: see `newcomers`. A rank that is started again joins by its first call. Waits for all of them.
 
     The ranks keep their order; one that is started again has the place of the one before. What is pending in the old groups fails, and all of
-    them are destroyed: sub-groups and modules are made and wrapped anew.
+    them are destroyed: sub-groups and modules are made and wrapped anew. After an error, when a rank does not come in time say, all may call it
+    again.
+
+    Raises RuntimeError outside flow-launch, and where init_process_group has made the default group.
     """
     if "FLOW_REPLACEMENT" not in os.environ:
         raise RuntimeError("flow: reconfigure() is for workers of flow-launch --elastic in-place: others call init_process_group")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError("flow: reconfigure() needs flow-launch's store: start the job without TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    if dist.is_initialized() and not _is_own_default():
+        raise RuntimeError("flow: there is another default group: call flow_torch.reconfigure() in place of init_process_group")
     extension.load()
-    before = bindings.find_backend(dist.group.WORLD) if dist.is_initialized() else None
-    group = bindings.reconfigure(before, timeout)
-    if before is not None:
-        dist.destroy_process_group()
+    store = _store()
+    if dist.is_initialized() and not _last:
+        _last.append(dist.group.WORLD)
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        _last[:] = [bindings.reconfigure(_last[0] if _last else None, timeout)]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            _make_default(_last[0], store, timeout)
+            break
+        except dist.DistError:  # a rank is lost since
+            if time.monotonic() > end:
+                raise
+    _last.clear()
+
+
+def _make_default(group, store, timeout):
     # What others have left in the store under the names of their groups is not for this one.
     name = torch.tensor([int.from_bytes(secrets.token_bytes(7), "little")])
     options = dist.BroadcastOptions()
     options.rootRank, options.asyncOp = 0, False
     group.broadcast([name], options)
-    store = dist.PrefixStore(f"flow/elastic/{name.item()}", _store())
+    store = dist.PrefixStore(f"flow/elastic/{name.item()}", store)
     _made.append(group)
     try:
         dist.init_process_group("flow", store=store, rank=group.rank(), world_size=group.size(), timeout=timeout)
     finally:
         _made.clear()
+        if dist.is_initialized():
+            _default[:] = [weakref.ref(dist.group.WORLD)]
+
+
+def _is_own_default():
+    return bool(_default) and _default[0]() is dist.group.WORLD
 
 
 def newcomers():
     """How many ranks wait for `reconfigure` to take them in. Ranks may see different numbers at a time."""
-    backend = bindings.find_backend(dist.group.WORLD) if dist.is_initialized() else None
-    if backend is None:
+    if not dist.is_initialized() or not _is_own_default():
         raise RuntimeError("flow: newcomers() is for the group that flow_torch.reconfigure() has made: call that first")
-    return backend.newcomers()
+    return bindings.find_backend(dist.group.WORLD).newcomers()
 
 
 def made():

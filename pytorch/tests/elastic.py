@@ -1,4 +1,5 @@
-"""Ranks of flow-launch --elastic in-place, of which one is killed in each of the first rounds. Prints "rank R: good".
+"""Ranks of flow-launch --elastic in-place, of which one is killed in each of the first rounds, and the first newcomer before it has the
+default group. Prints "rank R: good".
 
 usage: elastic.py ROUNDS
 """
@@ -6,14 +7,18 @@ usage: elastic.py ROUNDS
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import flow_torch
+from alone import error_of
+from flow_torch import bindings
 
 ROUNDS, STEPS = int(sys.argv[1]), 4
 NEW = os.environ["FLOW_REPLACEMENT"] != "0"
+RECONFIGURE = bindings.reconfigure
 
 
 def gradient(step):
@@ -39,7 +44,8 @@ def train(net, state):
             continue  # one is on its way
         if step == ROUNDS * STEPS:
             return True
-        if not NEW and size == 3 and step == dist.get_rank() * STEPS + 2 and dist.get_rank() < ROUNDS:
+        # At an even and at an odd step: in either class of DistributedDataParallel.
+        if not NEW and size == 3 and step == dist.get_rank() * STEPS + 2 + dist.get_rank() and dist.get_rank() < ROUNDS:
             os.kill(os.getpid(), signal.SIGKILL)
         net.weight.grad = None
         wrapped[step % 2](torch.full((1, 200), gradient(step))).sum().backward()
@@ -48,8 +54,38 @@ def train(net, state):
         state["step"] += 1
 
 
+def fail_once():
+    """The last rank calls it alone, and so in vain."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return store.wait(["failed"])
+    if not error_of(lambda: flow_torch.reconfigure(timedelta(seconds=0.1))):
+        sys.exit("reconfigure() without the other ranks succeeds")
+    store.set("failed", "")
+
+
+def refuse_other_groups():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for call in (flow_torch.reconfigure, flow_torch.newcomers):
+        if "flow_torch.reconfigure()" not in error_of(call, RuntimeError):
+            sys.exit(f"{call.__name__}() takes a default group of others")
+    dist.destroy_process_group()
+
+
+def die_with_the_group(before, timeout):
+    RECONFIGURE(before, timeout)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main():
     torch.set_num_threads(1)
+    refuse_other_groups()
+    if NEW and (os.environ["RANK"], os.environ["FLOW_REPLACEMENT"]) == ("0", "1"):
+        bindings.reconfigure = die_with_the_group
+    else:
+        flow_torch.reconfigure()
+    if not NEW:
+        fail_once()
     net, state = torch.nn.Linear(200, 200, bias=False), {"step": -1 if NEW else 0}
     torch.nn.init.zeros_(net.weight)
     while True:

@@ -63,7 +63,7 @@ fn ranks_that_are_killed_are_taken_in_again() {
     }
     let (python, script) = (python(), script("elastic.py"));
     let mut command = launcher(&["--nproc-per-node", "3", "--elastic", "in-place"]);
-    command.args(["--max-restarts", "2", "--no-python", &python, &script, "2"]);
+    command.args(["--max-restarts", "3", "--no-python", &python, &script, "2"]);
     let finished = run(with_flow(&mut command));
     let lines = ["rank 0: good", "rank 1: good", "rank 2: good"];
     assert!(finished.code == Some(0) && finished.sorted_lines() == lines, "{finished:?}");

@@ -75,6 +75,17 @@ public:
         before->close();
     }
 
+    // The job's next group: see flow_reconfigure. Leaves this one, from which a later call goes on if this one fails.
+    Group next_of_job(Milliseconds timeout) {
+        if (membership_) left_ = membership_->group;
+        leave();
+        TORCH_CHECK_VALUE(left_, "flow: reconfigure() is for the group that it has made last");
+        flow_group* made = nullptr;
+        check(flow_reconfigure(within(left_, timeout).get(), &made));
+        left_ = nullptr;
+        return own(made);
+    }
+
     // Keeps the store for groups that follow from this one.
     void keep_store(StorePtr store) { store_ = std::move(store); }
 
@@ -151,7 +162,10 @@ public:
         const auto made = meet(store, rank, size, timeout, "reconfigure", c10::str(c10::Join(" ", handles)));
         const auto group = c10::dynamic_intrusive_pointer_cast<FlowBackend>(made)->group();
         check(flow_set_timeout(group.get(), seconds(options_->timeout)));
-        membership_ = std::make_unique<Membership>(group);
+        {
+            std::lock_guard<std::mutex> lock(leaving_);
+            membership_ = std::make_unique<Membership>(group);
+        }
         rank_ = rank;
         size_ = size;
         // It is over.
@@ -572,6 +586,7 @@ private:
     static inline thread_local bool is_part_ = false;
     std::mutex leaving_;
     std::unique_ptr<Membership> membership_;
+    Group left_;  // see next_of_job
     StorePtr store_;
     const std::string handle_;  // none: it cannot be reconfigured
     std::set<int64_t> uuids_;

@@ -71,16 +71,9 @@ GroupPtr reconfigurable(const GroupPtr& place, const std::string& handle, double
 
 // The job's group: see flow_reconfigure. `before`: none at the start of this process.
 GroupPtr reconfigure(const std::optional<GroupPtr>& before, double timeout) {
-    flow_group* made = nullptr;
-    if (before) {
-        const auto group = backend_of(*before)->group();
-        backend_of(*before)->leave();
-        check(flow_reconfigure(within(group, milliseconds(timeout)).get(), &made));
-    } else {
-        check(flow_join(nullptr, "", timeout, &made));
-    }
-    const auto group = own(made);
-    check(flow_set_timeout(made, timeout));
+    if (!before) return join(std::nullopt, "", "", "", timeout);
+    const auto group = backend_of(*before)->next_of_job(milliseconds(timeout));
+    check(flow_set_timeout(group.get(), timeout));
     return boxed(c10::make_intrusive<FlowBackend>(group, milliseconds(timeout)));
 }
 
