@@ -60,7 +60,7 @@ def _make_default(group, store, timeout):
     name = torch.tensor([int.from_bytes(secrets.token_bytes(7), "little")])
     options = dist.BroadcastOptions()
     options.rootRank, options.asyncOp = 0, False
-    group.broadcast([name], options)
+    group.broadcast([name], options).wait()
     store = dist.PrefixStore(f"flow/elastic/{name.item()}", store)
     _made.append(group)
     try:
