@@ -157,9 +157,9 @@ int flow_new_group_of(const flow_group *group, const size_t *ranks, size_t count
 
 /* A new group of those ranks of the job that are left, in their order, and of processes that were started since: each has the place
  * of the one that has ended. All ranks that live call it, whether the group has failed or not, and wait for each other. What is
- * under way in the group of all ranks, and in groups made from it, fails, and nothing of it arrives later. Shared memory stays. The
- * handles of before are freed by flow_leave as ever. For the group of all ranks that flow_join with null, or this, has made, under
- * flow-launch. */
+ * under way in the group of all ranks, and in groups made from it, fails, and nothing of it arrives later. No thread is in
+ * flow_send or flow_recv of these groups meanwhile. Shared memory stays. The handles of before are freed by flow_leave as ever. For
+ * the group of all ranks that flow_join with null, or this, has made, under flow-launch. */
 int flow_reconfigure(const flow_group *group, flow_group **made);
 
 /* How many processes wait for flow_reconfigure to take them in. Ranks may see different numbers at a time. */
