@@ -18,7 +18,10 @@ from flow_torch import bindings
 
 ROUNDS, STEPS = int(sys.argv[1]), 4
 NEW = os.environ["FLOW_REPLACEMENT"] != "0"
+RANK = int(os.environ["RANK"])
+FIRST_NEW = (RANK, os.environ["FLOW_REPLACEMENT"]) == (0, "1")
 RECONFIGURE = bindings.reconfigure
+agreed = []
 
 
 def gradient(step):
@@ -54,9 +57,13 @@ def train(net, state):
         state["step"] += 1
 
 
+def job_store():
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def fail_once():
     """The last rank calls it alone, and so in vain."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = job_store()
     if dist.get_rank() < dist.get_world_size() - 1:
         return store.wait(["failed"])
     if not error_of(lambda: flow_torch.reconfigure(timedelta(seconds=0.1))):
@@ -72,24 +79,38 @@ def refuse_other_groups():
     dist.destroy_process_group()
 
 
-def die_with_the_group(before, timeout):
-    RECONFIGURE(before, timeout)
-    os.kill(os.getpid(), signal.SIGKILL)
+def agree(before, timeout):
+    """In place of bindings.reconfigure. The first newcomer is killed when all have agreed on it."""
+    made = RECONFIGURE(before, timeout)
+    agreed.append(made)
+    if FIRST_NEW:
+        job_store().wait(["agreed/1", "agreed/2"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if before is not None and made.size() == 3 and job_store().check(["first newcomer"]):
+        job_store().set(f"agreed/{RANK}", "")
+    return made
+
+
+def reconfigure():
+    """Calls it. How often the ranks have agreed meanwhile."""
+    agreed.clear()
+    flow_torch.reconfigure()
+    return len(agreed)
 
 
 def main():
     torch.set_num_threads(1)
     refuse_other_groups()
-    if NEW and (os.environ["RANK"], os.environ["FLOW_REPLACEMENT"]) == ("0", "1"):
-        bindings.reconfigure = die_with_the_group
-    else:
-        flow_torch.reconfigure()
+    bindings.reconfigure = agree
+    if FIRST_NEW:
+        job_store().set("first newcomer", "")
+    agreements = [reconfigure()]
     if not NEW:
         fail_once()
     net, state = torch.nn.Linear(200, 200, bias=False), {"step": -1 if NEW else 0}
     torch.nn.init.zeros_(net.weight)
     while True:
-        flow_torch.reconfigure()
+        agreements.append(reconfigure())
         try:
             if train(net, state):
                 break
@@ -101,6 +122,7 @@ def main():
         dist.all_reduce(total, group=pair)
     good = total.item() == (1 if dist.get_rank() == 1 else 2) and str(dist.get_rank()) == os.environ["RANK"]
     good &= bool((net.weight == sum(map(gradient, range(ROUNDS * STEPS)))).all())
+    good &= RANK != 2 or max(agreements) == 2  # with the first newcomer, and at once without it
     print(f"rank {dist.get_rank()}: {'good' if good else 'BAD'}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
