@@ -398,7 +398,10 @@ impl MemberWait<'_> {
         }
         if let Some(long) = &mut self.long {
             long.check(waited, call, || {
-                missing().iter().map(|&member| core.ranks[member]).collect()
+                missing()
+                    .iter()
+                    .map(|&member| core.world.seats[core.ranks[member]].number)
+                    .collect()
             });
         }
     }

@@ -283,8 +283,10 @@ impl Shared {
                 long = self.failure.core.world.long_wait();
             }
             if let Some(long) = &mut long {
+                let core = &self.failure.core;
                 long.check(begun.elapsed(), &operation, || {
-                    self.progress.late(&operation).map(|r| self.failure.core.ranks[r]).collect()
+                    let late = self.progress.late(&operation);
+                    late.map(|member| core.world.seats[core.ranks[member]].number).collect()
                 });
             }
             std::thread::sleep(POLL_INTERVAL);
