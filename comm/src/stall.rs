@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use flow_store::Store;
 
+use crate::bootstrap::lineage::Seat;
 use crate::trace::activity;
 
 /// The variable with the length of a wait that is reported, in seconds; set by flow-launch.
@@ -16,15 +17,15 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reports this rank's long waits to flow-launch.
 pub struct StallReporter {
-    rank: usize,
+    seat: Seat,
     after: Duration,
 }
 
 impl StallReporter {
-    /// Returns the reporter of rank `rank` of the job; None unless flow-launch listens.
-    pub fn from_env(rank: usize) -> Option<StallReporter> {
+    /// Returns the reporter of this process; None unless flow-launch listens.
+    pub fn from_env(seat: Seat) -> Option<StallReporter> {
         let seconds = std::env::var(REPORT).ok()?.parse().ok()?;
-        Some(StallReporter { rank, after: Duration::try_from_secs_f64(seconds).ok()? })
+        Some(StallReporter { seat, after: Duration::try_from_secs_f64(seconds).ok()? })
     }
 
     /// Begins a wait.
@@ -39,11 +40,11 @@ impl StallReporter {
         }
     }
 
-    /// Reports whether this process, which was started when so many have had its rank, waits to join.
-    pub fn newcomer(&self, store: &Store, replacement: usize, waits: bool) {
+    /// Reports whether this process, which was started in place of others, waits to join.
+    pub fn newcomer(&self, store: &Store, waits: bool) {
         let report = serde_json::json!({
-            "rank": self.rank,
-            "replacement": replacement,
+            "rank": self.seat.number,
+            "replacement": self.seat.replacement,
             "waits": waits,
         });
         self.send(store, &report);
@@ -52,7 +53,7 @@ impl StallReporter {
     fn send(&self, store: &Store, message: &serde_json::Value) {
         // The wait goes on all the same.
         if let Err(error) = store.send(message.to_string().as_bytes()) {
-            log::debug!("rank {}: cannot report a wait to flow-launch: {error}", self.rank);
+            log::debug!("rank {}: cannot report a wait to flow-launch: {error}", self.seat.number);
         }
     }
 }
@@ -85,7 +86,8 @@ impl Stall<'_> {
             return;
         }
         self.report(serde_json::json!({
-            "rank": self.reporter.rank,
+            "rank": self.reporter.seat.number,
+            "replacement": self.reporter.seat.replacement,
             "id": self.id,
             "operation": operation.to_string(),
             "seconds": waited.as_secs_f64(),
@@ -103,7 +105,12 @@ impl Stall<'_> {
 impl Drop for Stall<'_> {
     fn drop(&mut self) {
         if self.reported.is_some() {
-            self.report(serde_json::json!({ "rank": self.reporter.rank, "id": self.id }));
+            let Seat { number, replacement } = self.reporter.seat;
+            self.report(serde_json::json!({
+                "rank": number,
+                "replacement": replacement,
+                "id": self.id,
+            }));
         }
     }
 }

@@ -117,7 +117,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         transport = Some(opened);
     }
     let address = transport.as_ref().map(|transport| transport.address()).unwrap_or_default();
-    let waits = StallReporter::from_env(seats[rank].number).filter(|_| launched);
+    let waits = StallReporter::from_env(seats[rank]).filter(|_| launched);
     let mut monitor = store.as_ref().map(|store| BootstrapMonitor {
         rank,
         size,

@@ -56,7 +56,7 @@ impl Agreement {
                 .map_err(|reason| system(world.seat(), reason))?,
             lineage: lineage.clone(),
             arena: Some(Arc::clone(&world.arena)),
-            waits: StallReporter::from_env(own.seat.number).filter(|_| lineage.launched),
+            waits: StallReporter::from_env(own.seat).filter(|_| lineage.launched),
             own,
             begin: Instant::now(),
             timeout,
@@ -81,7 +81,7 @@ impl Agreement {
         let agreement = Self {
             store: connect(membership, timeout).map_err(|reason| system(seat.number, reason))?,
             own: own_process(&lineage, seat, None),
-            waits: StallReporter::from_env(seat.number).filter(|_| lineage.launched),
+            waits: StallReporter::from_env(seat).filter(|_| lineage.launched),
             lineage,
             arena: None,
             begin: Instant::now(),
@@ -140,7 +140,7 @@ impl Agreement {
     /// Tells flow-launch whether this newcomer waits to be taken in.
     fn report_newcomer(&self, waits: bool) {
         if let Some(reporter) = &self.waits {
-            reporter.newcomer(&self.store, self.own.seat.replacement, waits);
+            reporter.newcomer(&self.store, waits);
         }
     }
 

@@ -32,7 +32,7 @@ impl Agent {
         let Outcome { rank, local_rank, .. } = group.outcome(index);
         let replacement = group.replacement(index) + 1;
         let mut own = assignment.clone();
-        own.restart_count += replacement;
+        own.restart_count += replacement - assignment.replacements[local_rank as usize];
         own.replacements = vec![replacement; own.local_world_size as usize];
         let spec = self.worker_specs(&own).swap_remove(local_rank as usize);
         let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };

@@ -291,7 +291,8 @@ impl Agent {
         }
         self.stop();
         let nodes = &self.job.nodes;
-        let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0;
+        // In place, the leading node knows how many restarts are left.
+        let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0 || self.job.is_in_place;
         let may_return = self.has_joined && is_awaited && self.signalled.is_none();
         if may_return {
             self.sinks.note(&format!("{reason}; stopping the workers and joining again"));

@@ -120,18 +120,18 @@ impl WorkerGroup {
 
     /// Returns the worker with this rank that the coordinator has decided about.
     pub fn take_undecided(&mut self, rank: u32) -> Option<Ended> {
-        let workers = &self.workers;
-        let is_its = |(index, ..): &Ended| workers[*index].spec.rank == rank;
-        let position = self.undecided.iter().position(is_its)?;
+        let mut undecided = self.undecided.iter();
+        let position = undecided.position(|(index, ..)| self.workers[*index].spec.rank == rank)?;
         Some(self.undecided.remove(position))
     }
 
     /// Kills the worker with this rank, if as many had the rank before it.
     pub fn kill(&self, rank: u32, replacement: u32) {
-        let mut running = self.current().filter(|worker| worker.end.is_none());
-        let is_it =
-            |worker: &&Worker| (worker.spec.rank, worker.spec.replacement) == (rank, replacement);
-        running.find(is_it).into_iter().for_each(|worker| worker.process.kill());
+        for worker in self.current().filter(|worker| worker.end.is_none()) {
+            if (worker.spec.rank, worker.spec.replacement) == (rank, replacement) {
+                worker.process.kill();
+            }
+        }
     }
 
     /// Returns how many workers had this one's place before it.

@@ -191,37 +191,56 @@ impl Coordinator {
         if workers + u64::from(node.local_world_size) > u32::MAX.into() {
             return self.end(agent, 1, Some("all nodes together have too many workers".into()));
         }
+        if self.phase == JobPhase::Over {
+            return self.end(agent, 1, Some("the job is over".into()));
+        }
         let taken = self
             .agents
             .iter()
             .find(|(_, other)| self.is_static && other.node.node_rank == node.node_rank);
+        let mut displaced = None;
         if let Some((&other, AgentRecord { node: Node { host, .. }, .. })) = taken {
-            let has_restarts = self.in_place.is_some() || self.failures < self.max_restarts;
+            let has_restarts = match &self.in_place {
+                Some(in_place) => in_place.can_replace(other, &node),
+                None => self.failures < self.max_restarts,
+            };
             if !has_restarts || *host != node.host || other == LEADER {
                 let rank = node.node_rank.unwrap_or_default();
                 let cause =
                     format!("node rank {rank} is taken by host {host}: give each node its own");
                 return self.end(agent, 1, Some(cause));
             }
-            // The host restarted its agent before the loss of the old one was noticed.
-            self.end(other, 1, Some("another flow-launch has taken its place".into()));
-            self.gone(other, "was lost: it was started again", now);
-        }
-        if self.phase == JobPhase::Over {
-            return self.end(agent, 1, Some("the job is over".into()));
+            displaced = Some(other);
         }
         self.agents.insert(
             agent,
             AgentRecord { node, state: AgentState::Idle, cause: None, is_spare: false },
         );
+        if let Some(displaced) = displaced {
+            self.displace(displaced, now);
+        }
         let finishing = self.agents.values().any(|agent| agent.state == AgentState::Finished);
         let why = format!("{} has joined", self.describe(agent));
         if self.phase == JobPhase::Running && self.in_place.is_some() {
-            self.fill_vacancy(agent, &why);
+            if self.agents[&agent].state == AgentState::Idle {
+                self.fill_vacancy(agent, &why);
+            }
         } else if self.phase == JobPhase::Running && self.members().len() < self.max && !finishing {
             self.stop(StopReason::Change, Some(why), now);
         }
         self.turn_away();
+    }
+
+    /// Ends an agent whose host has started another before the loss of this one was noticed. It may
+    /// still be there, with its workers.
+    fn displace(&mut self, agent: AgentId, now: Instant) {
+        let why = "another flow-launch has taken its place";
+        if self.members().contains(&agent) {
+            let stop = Command::Stop { round: self.round, why: Some(why.into()) };
+            self.commands.push((agent, stop));
+        }
+        self.end(agent, 1, Some(why.into()));
+        self.gone(agent, "was lost: it was started again", now);
     }
 
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {

@@ -161,7 +161,12 @@ impl Leader {
             && let Some(message) = round.store.inbox().try_next()
         {
             match serde_json::from_slice(&message) {
-                Ok(WorkerReport::Stall(update)) => round.stalls.update(update, now),
+                // Else a worker has ended, or its node is lost: nobody would say that its wait is over.
+                Ok(WorkerReport::Stall(update)) => {
+                    if self.coordinator.runs(update.rank, update.replacement) {
+                        round.stalls.update(update, now);
+                    }
+                }
                 Ok(WorkerReport::Newcomer { rank, replacement, waits }) => {
                     let commands = self.coordinator.newcomer(rank, replacement, waits, now);
                     self.dispatch(commands);
@@ -203,8 +208,11 @@ impl Leader {
     }
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
-        // What a worker has sent before it, or another, has ended comes first.
-        if let AgentEvent::Exited { .. } = &event {
+        // What a worker has sent before it, or another, has ended comes first. An agent that joins may
+        // end another.
+        if let AgentEvent::Exited { .. } | AgentEvent::Gone { .. } | AgentEvent::Joined { .. } =
+            &event
+        {
             self.take_reports();
         }
         if let AgentEvent::Exited { round, rank, replacement, end, .. } = &event
@@ -321,7 +329,7 @@ struct Round {
 impl Round {
     /// Tells the workers how one of them has ended.
     fn exited(&mut self, rank: u32, replacement: u32, end: &str) {
-        self.stalls.rank_exited(rank);
+        self.stalls.rank_exited(rank, replacement);
         let key = match replacement {
             0 => format!("exit/{rank}"),
             count => format!("exit/{rank}.{count}"),

@@ -21,7 +21,8 @@ pub enum AgentEvent {
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
     /// A worker has ended; `end` is the text that its peers can read in their store. `replacement`:
-    /// the number of workers that had this rank before in the round. `failure`: how it failed, if the job may go on in place; the agent waits for the coordinator's verdict.
+    /// the number of workers that had this rank before in the round. `failure`: how it failed, if
+    /// the job may go on in place; the agent waits for the coordinator's verdict.
     Exited { round: u32, rank: u32, replacement: u32, end: String, failure: Option<Failure> },
     /// All its workers have succeeded.
     Finished { round: u32 },

@@ -14,7 +14,10 @@ const COALESCE_WINDOW: Duration = Duration::from_secs(1);
 /// A worker's report of a wait: sent when the wait has become long, and when it is over.
 #[derive(Debug, Deserialize)]
 pub struct StallUpdate {
-    rank: u32,
+    pub rank: u32,
+    /// The number of workers that had this rank before in the round.
+    #[serde(default)]
+    pub replacement: u32,
     /// Identifies the wait, as a rank may have several threads.
     id: u64,
     /// The operation with its sequence number and bucket. None: the wait is over.
@@ -32,6 +35,7 @@ pub struct StallUpdate {
 }
 
 struct Stall {
+    replacement: u32,
     operation: String,
     since: Instant,
     missing: Vec<u32>,
@@ -101,14 +105,16 @@ impl StallTracker {
         for (end, time) in self.pauses.iter().rev() {
             since += end.saturating_duration_since(since).min(*time);
         }
-        let StallUpdate { rank, id, missing, activity, .. } = wait;
-        self.waiting.insert((rank, id), Stall { operation, since, missing, activity });
+        let StallUpdate { rank, replacement, id, missing, activity, .. } = wait;
+        let stall = Stall { replacement, operation, since, missing, activity };
+        self.waiting.insert((rank, id), stall);
         self.report_at.get_or_insert(now + COALESCE_WINDOW);
     }
 
-    /// Notes that a worker has ended: it no longer waits.
-    pub fn rank_exited(&mut self, rank: u32) {
-        self.waiting.retain(|(waiting, _), _| *waiting != rank);
+    /// Notes that a worker has ended, which was started in place of so many others: it no longer waits.
+    pub fn rank_exited(&mut self, rank: u32, replacement: u32) {
+        self.waiting
+            .retain(|(waiting, _), stall| (*waiting, stall.replacement) != (rank, replacement));
     }
 
     /// Notes that everything was suspended for this long, until now: that time does not count.
@@ -212,6 +218,7 @@ mod tests {
     fn wait(rank: u32, operation: &str, missing: &[u32]) -> StallUpdate {
         StallUpdate {
             rank,
+            replacement: 0,
             id: 0,
             operation: Some(operation.into()),
             seconds: 30.0,
@@ -281,8 +288,18 @@ mod tests {
         stalls.update(StallUpdate { operation: None, ..wait(0, "", &[]) }, now);
         assert_eq!(stalls.elapsed(now + COALESCE_WINDOW), None);
         stalls.update(wait(1, "barrier #1", &[0]), now);
-        stalls.rank_exited(1);
+        stalls.rank_exited(1, 0);
         assert_eq!(stalls.elapsed(now + Duration::from_secs(60)), None);
+    }
+
+    #[test]
+    fn the_end_of_a_worker_leaves_the_waits_of_the_next_one() {
+        let (mut stalls, now) = (StallTracker::new(None), Instant::now());
+        stalls.update(StallUpdate { replacement: 1, ..wait(1, "barrier #1", &[0]) }, now);
+        stalls.rank_exited(1, 0);
+        assert_eq!(stalls.waiting.len(), 1);
+        stalls.rank_exited(1, 1);
+        assert_eq!(stalls.waiting.len(), 0);
     }
 
     #[test]
@@ -298,7 +315,7 @@ mod tests {
             StallUpdate { seconds: 108.0, ..wait(1, "barrier #1", &[0]) },
             now + seconds(106),
         );
-        stalls.rank_exited(0);
+        stalls.rank_exited(0, 0);
         stalls.elapsed(now + seconds(108));
         assert_eq!(stalls.deadline(), Some(now + seconds(138)));
     }

@@ -30,6 +30,13 @@ struct Place {
     role: String,
 }
 
+impl Place {
+    /// Whether a node has as many workers, of the same role.
+    fn fits(&self, node: &Node) -> bool {
+        self.assignment.local_world_size == node.local_world_size && self.role == node.role
+    }
+}
+
 #[derive(Clone, Copy)]
 struct Worker {
     agent: AgentId,
@@ -79,12 +86,17 @@ impl WorkerTable {
 
     /// Notes whether a worker that was started in place of so many others waits to join the job.
     pub fn newcomer(&mut self, rank: u32, replacement: u32, waits: bool) {
-        if let Some(worker) = self.workers.get_mut(&rank)
-            && worker.replacement == replacement
-            && worker.state.runs()
+        if self.runs(rank, replacement)
+            && let Some(worker) = self.workers.get_mut(&rank)
         {
             worker.state = if waits { WorkerState::Waiting } else { WorkerState::Running };
         }
+    }
+
+    /// Whether the worker that was started in place of so many others runs.
+    pub fn runs(&self, rank: u32, replacement: u32) -> bool {
+        let worker = self.workers.get(&rank);
+        worker.is_some_and(|worker| worker.replacement == replacement && worker.state.runs())
     }
 
     /// Whether the worker with this rank waits to join the job.
@@ -153,18 +165,28 @@ impl WorkerTable {
         lost
     }
 
-    /// Returns the ranks of a lost node for this one, if it has as many workers of the same role, and
-    /// as many restarts are left. Once a worker has ended well there is nothing left to take part in.
+    /// Whether a node can take the place of this agent's, if the agent is lost.
+    pub fn can_replace(&self, agent: AgentId, node: &Node) -> bool {
+        match self.places.get(&agent) {
+            Some(place) => self.can_start(node) && place.fits(node),
+            None => self.can_start(node),
+        }
+    }
+
+    /// Whether as many restarts are left as the node has workers. Once a worker has ended well there
+    /// is nothing left to take part in.
+    fn can_start(&self, node: &Node) -> bool {
+        node.local_world_size <= self.restarts_left() && !self.has_succeeded()
+    }
+
+    /// Returns the ranks of a lost node for this one, if there are some that it can have.
     pub fn take_vacancy(&mut self, node: &Node) -> Option<RankAssignment> {
-        let count = node.local_world_size;
-        if count > self.restarts_left() || self.has_succeeded() {
+        if !self.can_start(node) {
             return None;
         }
-        let position = self.vacant.iter().position(|place| {
-            place.assignment.local_world_size == count && place.role == node.role
-        })?;
+        let position = self.vacant.iter().position(|place| place.fits(node))?;
         let mut assignment = self.vacant.remove(position).assignment;
-        self.restarts += count;
+        self.restarts += node.local_world_size;
         for (rank, replacement) in (assignment.first_rank..).zip(&mut assignment.replacements) {
             let before = self.workers.get(&rank).map_or(0, |worker| worker.replacement);
             *replacement = before + 1;
@@ -186,9 +208,9 @@ impl WorkerTable {
     /// Returns the agent of the worker that runs with this rank, and the number of those before it,
     /// if the job goes on when this worker is lost.
     pub fn expendable(&self, rank: u32) -> Option<(AgentId, u32)> {
-        let worker =
-            self.workers.get(&rank).filter(|worker| worker.state == WorkerState::Running)?;
-        let others = self.count(WorkerState::Running) - 1;
+        let worker = self.workers.get(&rank).filter(|worker| worker.state.runs())?;
+        let joined = self.count(WorkerState::Running);
+        let others = if worker.state == WorkerState::Running { joined - 1 } else { joined };
         let goes_on = self.restarts_left() > 0 || self.is_enough(self.sound() - 1);
         (others > 0 && goes_on).then_some((worker.agent, worker.replacement))
     }

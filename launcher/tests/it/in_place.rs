@@ -149,28 +149,95 @@ fn a_spare_node_takes_the_place_of_one_that_is_lost() {
     let Some(net) = Net::new(3) else { return };
     let gate = Gate::new();
     let text = format!(
-        "echo rank $RANK of $WORLD_SIZE on $GROUP_RANK, $FLOW_REPLACEMENT before; {}",
+        "echo rank $RANK of $WORLD_SIZE on $GROUP_RANK, $FLOW_REPLACEMENT before, \
+         restart $TORCHELASTIC_RESTART_COUNT; [ $RANK-$FLOW_REPLACEMENT != 2-1 ] || exit 7; {}",
         gate.wait()
     );
     let start = |node| {
         let flags = format!(
             "--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {}:29400 --rdzv-id job \
-             --elastic in-place --max-restarts 2",
+             --elastic in-place --max-restarts 3",
             ipv4(0)
         );
         net.start(node, &script(&flags, &text))
     };
     let [agent_0, lost] = [0, 1].map(start);
-    lost.until_says(&["rank 2 of 4 on 1, 0 before", "rank 3 of 4 on 1, 0 before"]);
+    let says = |rank, before| format!("rank {rank} of 4 on 1, {before} before, restart {before}");
+    lost.until_says(&[&says(2, 0), &says(3, 0)]);
     let spare = start(2);
     until("it waits", || spare.stderr().contains("this node is a spare"));
     lost.signal(Signal::KILL);
     lost.finish();
-    spare.until_says(&["rank 2 of 4 on 1, 1 before", "rank 3 of 4 on 1, 1 before"]);
+    spare.until_says(&[&says(2, 1), &says(3, 1), &says(2, 2)]);
     gate.open();
-    for end in [agent_0, spare].map(Agent::finish) {
+    for (agent, starts) in [(agent_0, 2), (spare, 3)] {
+        let end = agent.finish();
+        assert_eq!((end.code, end.stdout.lines().count()), (Some(0), starts), "{end:?}");
+        assert_contains(
+            &end.stderr,
+            &["ranks 2-3 are started again on ", "(host node2) (2 of 3)", "alone (3 of 3)"],
+        );
+    }
+    net.until_nothing_is_left();
+}
+
+/// A second agent for a node: the first one and its workers end.
+#[test]
+fn an_agent_that_is_started_twice_takes_the_place_of_the_first() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let text = format!("echo rank $RANK, $FLOW_REPLACEMENT before; {}", gate.wait());
+    let start = |node| {
+        let flags = format!(
+            "--nnodes 2 --node_rank {node} --master_addr {} --master_port 29500 \
+             --nproc_per_node 2 --grace 0.5 --elastic in-place --max-restarts 2",
+            ipv4(0)
+        );
+        net.start(node, &script(&flags, &text))
+    };
+    let [agent_0, first] = [0, 1].map(start);
+    first.until_says(&["rank 2, 0 before", "rank 3, 0 before"]);
+    let second = start(1);
+    second.until_says(&["rank 2, 1 before", "rank 3, 1 before"]);
+    let end = first.finish();
+    assert_eq!(end.code, Some(1), "{end:?}");
+    assert_contains(&end.stderr, &["another flow-launch has taken its place"]);
+    gate.open();
+    for end in [agent_0, second].map(Agent::finish) {
         assert_eq!((end.code, end.stdout.lines().count()), (Some(0), 2), "{end:?}");
-        assert_contains(&end.stderr, &["ranks 2-3 are started again on ", "(host node2) (2 of 2)"]);
+        assert_contains(&end.stderr, &["ranks 2-3 are started again on node 1 "]);
+    }
+    net.until_nothing_is_left();
+}
+
+/// Its own `--max-restarts` does not matter.
+#[test]
+fn a_node_that_was_cut_off_comes_back() {
+    let Some(net) = Net::new(2) else { return };
+    let gate = Gate::new();
+    let text = format!("echo rank $RANK, $FLOW_REPLACEMENT before; {}", gate.wait());
+    let start = |node, flags: &str| {
+        let flags = format!(
+            "--nnodes 2 --node_rank {node} --master_addr {} --master_port 29500 \
+             --grace 0.5 --elastic in-place {flags}",
+            ipv4(0)
+        );
+        net.start(node, &script(&flags, &text))
+    };
+    let agent_0 = start(0, "--min-workers 1 --max-restarts 1");
+    let agent_1 = start(1, "");
+    agent_0.until_says(&["rank 0, 0 before"]);
+    agent_1.until_says(&["rank 1, 0 before"]);
+    net.cut(1);
+    until("the loss is noticed", || {
+        agent_0.stderr().contains("goes on with 1 worker")
+            && agent_1.stderr().contains("joining again")
+    });
+    net.restore(1);
+    agent_1.until_says(&["rank 1, 1 before"]);
+    gate.open();
+    for end in [agent_0, agent_1].map(Agent::finish) {
+        assert_eq!(end.code, Some(0), "{end:?}");
     }
     net.until_nothing_is_left();
 }

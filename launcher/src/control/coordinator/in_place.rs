@@ -36,6 +36,11 @@ impl Coordinator {
         std::mem::take(&mut self.commands)
     }
 
+    /// Whether a worker runs that was started in place of so many others with its rank.
+    pub fn runs(&self, rank: u32, replacement: u32) -> bool {
+        self.in_place.as_ref().is_none_or(|in_place| in_place.runs(rank, replacement))
+    }
+
     /// Returns the ranks of workers that were lost with their nodes since the last call, each with the
     /// number of those before it.
     pub fn take_lost_workers(&mut self) -> Vec<(u32, u32)> {

@@ -124,6 +124,34 @@ fn a_rank_that_hangs_is_killed() {
 }
 
 #[test]
+fn a_worker_that_hangs_while_it_is_taken_in_is_killed() {
+    let mut test = with_a_newcomer();
+    test.hang(Some(2));
+    assert_eq!(test.commands[0].1, Command::Kill { round: 1, rank: 2, replacement: 1 });
+    // Nobody that had joined would be left to go on.
+    let mut test = with_a_newcomer();
+    test.coordinator.in_place.as_mut().unwrap().succeeded(0);
+    test.hang(Some(1));
+    assert_eq!(test.stops(), (vec![0, 1], None));
+}
+
+#[test]
+fn only_the_present_worker_with_a_rank_runs() {
+    let mut test = in_place("--max-restarts 9 --min-workers 1");
+    assert!(test.coordinator.runs(2, 0) && !test.coordinator.runs(2, 1));
+    test.exit(1, 2, Some("it failed"));
+    assert!(test.coordinator.runs(2, 1) && !test.coordinator.runs(2, 0));
+    test.newcomer(2, true);
+    assert!(test.coordinator.runs(2, 1));
+    test.handle(1, AgentEvent::Gone { why: "silence".into() });
+    assert!(!test.coordinator.runs(2, 1));
+    test.exit(LEADER, 0, None);
+    assert!(!test.coordinator.runs(0, 0));
+    // Other jobs start all workers again, and have other stores then.
+    assert!(Test::new(STATIC).coordinator.runs(2, 0));
+}
+
+#[test]
 fn nodes_must_agree_whether_the_job_goes_on_in_place() {
     let mut test = Test::new(&format!("{STATIC} --elastic in-place"));
     test.join(LEADER, 1);
@@ -164,11 +192,39 @@ fn a_node_that_comes_back_has_the_ranks_of_before() {
 
 #[test]
 fn a_node_that_is_started_again_takes_its_own_place_in_place() {
-    let mut test = in_place("--max-restarts 3 --min-workers 2");
+    let mut test = in_place("--max-restarts 3");
     let node = test.coordinator.agents[&1].node.clone();
     test.handle(2, AgentEvent::Joined { node });
     assert_eq!(test.coordinator.take_lost_workers(), [(2, 0)]);
-    assert_eq!(taken(&mut test, 2).1.replacements, [1]);
+    // The old agent may still be there.
+    let why = "another flow-launch has taken its place";
+    let commands: Vec<_> = test.commands.drain(..2).collect();
+    let end = JobResult { code: 1, cause: Some(why.into()) };
+    let stop = Command::Stop { round: 1, why: Some(why.into()) };
+    assert_eq!(commands, [(1, stop), (1, Command::Finish(end))]);
+    let (said, assignment) = taken(&mut test, 2);
+    let expected = "node 1 (host host1) was lost: it was started again; rank 2 is started again on \
+                    node 1 (host host1) (1 of 3)";
+    assert_eq!((&said[..], assignment.replacements), (expected, vec![1]));
+    assert_eq!(test.coordinator.members(), [LEADER, 2]);
+}
+
+/// Else a second start by mistake would end a job that is well.
+#[test]
+fn an_agent_that_could_not_take_the_place_leaves_the_other_one_alone() {
+    let refused = |flags: &str, succeeded: Option<u32>, workers| {
+        let mut test = in_place(flags);
+        succeeded.into_iter().for_each(|rank| test.exit(LEADER, rank, None));
+        let node = test.coordinator.agents[&1].node.clone();
+        test.handle(2, AgentEvent::Joined { node: Node { local_world_size: workers, ..node } });
+        let (code, cause) = test.end();
+        assert!(code == 1 && cause.unwrap().contains("node rank 1 is taken by host host1"));
+        assert_eq!(test.coordinator.members(), [LEADER, 1]);
+    };
+    refused("", None, 1);
+    refused("--min-workers 1", None, 1);
+    refused("--max-restarts 9", None, 2);
+    refused("--max-restarts 9", Some(0), 1);
 }
 
 #[test]
