@@ -13,7 +13,8 @@ fn here() -> &'static Path {
 /// A program of `tests`, compiled into `folder`.
 fn compile(name: &str, folder: &Path) -> PathBuf {
     let library = program("libflow_comm.so");
-    let (built, to) = (folder.join(name), library.parent().unwrap().display());
+    let built = folder.join(name);
+    let to = library.parent().unwrap().display();
     let mut compiler = Command::new("cc");
     compiler.args(["-x", "c", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I"]);
     compiler.arg(here().join("include")).arg(here().join(format!("tests/{name}.c")));

@@ -1,24 +1,13 @@
 /* Two ranks call every function of flow_comm.h but those of elastic.c. Prints "rank R is done", or what was not as it should be. */
 #define _GNU_SOURCE /* gettid */
-#include "flow_comm.h"
+#include "check.h"
 
 #include <math.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition,                 \
-                    flow_error_message());                                                         \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-#define OK(call) CHECK((call) == FLOW_OK)
 #define FAILS(code, text, call)                                                                    \
     do {                                                                                           \
         CHECK((call) == (code));                                                                   \

@@ -1,22 +1,10 @@
 /* Three ranks under flow-launch --elastic in-place. Rank 1 is killed; the others go on, and take in the one that is started for it. Prints
  * "rank R is done", or what was not as it should be. */
-#include "flow_comm.h"
+#include "check.h"
 
 #include <signal.h>
 #include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition)) {                                                                        \
-            fprintf(stderr, "line %d: %s; last error: %s\n", __LINE__, #condition,                 \
-                    flow_error_message());                                                         \
-            exit(1);                                                                               \
-        }                                                                                          \
-    } while (0)
-#define OK(call) CHECK((call) == FLOW_OK)
 
 static flow_group *group;
 

@@ -148,7 +148,7 @@ pub enum Error {
         reason: String,
     },
     /// Others wait to join: [`Elastic::run`](crate::Elastic::run) takes them in when it gets this.
-    #[error("rank {rank}: {count} processes wait to join: return this error to Elastic::run")]
+    #[error("rank {rank}: others wait to join ({count}): return this error to Elastic::run")]
     Newcomers {
         /// This rank.
         rank: usize,

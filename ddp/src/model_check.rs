@@ -78,6 +78,21 @@ pub fn gather_texts(group: &ProcessGroup, text: &str) -> flow_comm::Result<Vec<S
     Ok(texts)
 }
 
+/// Gives all ranks the bytes of rank `root`.
+pub fn broadcast_bytes(
+    group: &ProcessGroup,
+    root: usize,
+    bytes: &mut Vec<u8>,
+) -> flow_comm::Result<()> {
+    let mut length = [bytes.len() as i64];
+    group.broadcast(&mut length, root)?;
+    bytes.resize(length[0] as usize, 0);
+    if !bytes.is_empty() {
+        group.broadcast(bytes, root)?;
+    }
+    Ok(())
+}
+
 /// Names the kind of a device. Ranks may not mix GPUs, whichever they are, and the CPU.
 pub(crate) fn device_kind(device: Device) -> String {
     match device {

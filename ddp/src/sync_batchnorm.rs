@@ -114,6 +114,12 @@ pub(crate) fn renew(buffers: &[usize], group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// Whether one of these tensors is the running mean of a converted layer.
+pub(crate) fn has_converted(tensors: &[Tensor]) -> bool {
+    let identities: Vec<usize> = tensors.iter().map(flow_autograd::identity).collect();
+    !groups_of(&identities).is_empty()
+}
+
 /// Ends the groups of converted layers.
 pub(crate) fn abort(buffers: &[usize], cause: &str) {
     for group in groups_of(buffers) {

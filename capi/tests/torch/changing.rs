@@ -61,7 +61,8 @@ fn ranks_that_are_killed_are_taken_in_again() {
     if is_skipped() {
         return;
     }
-    let (python, script) = (python(), script("elastic.py"));
+    let python = python();
+    let script = script("elastic.py");
     let mut command = launcher(&["--nproc-per-node", "3", "--elastic", "in-place"]);
     command.args(["--max-restarts", "3", "--no-python", &python, &script, "2"]);
     let finished = run(with_flow(&mut command));

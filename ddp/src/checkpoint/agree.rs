@@ -5,6 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::error::{CheckpointError, Result};
+use crate::model_check::broadcast_bytes;
 
 /// Returns this rank's result if no rank has failed; else its own error, or that of the first rank
 /// that has one. All ranks call this.
@@ -14,7 +15,7 @@ pub fn agree<T>(group: &ProcessGroup, own: Result<T>) -> Result<T> {
     let Some(rank) = have_failed.iter().position(|&has_failed| has_failed == 1) else { return own };
     let mut error =
         own.as_ref().err().map(|error| error.to_string().into_bytes()).unwrap_or_default();
-    broadcast(group, rank, &mut error)?;
+    broadcast_bytes(group, rank, &mut error)?;
     let reason = String::from_utf8_lossy(&error).into_owned();
     own.and(Err(CheckpointError::OtherRank { rank, reason }))
 }
@@ -27,21 +28,10 @@ pub fn from_rank_0<T: Serialize + DeserializeOwned>(
     let text = own.as_ref().map(|own| own.as_ref().map_err(ToString::to_string));
     let mut bytes =
         text.map(|text| serde_json::to_vec(&text).unwrap_or_default()).unwrap_or_default();
-    broadcast(group, 0, &mut bytes)?;
+    broadcast_bytes(group, 0, &mut bytes)?;
     own.unwrap_or_else(|| {
         let result: Result<T, String> = serde_json::from_slice(&bytes)
             .unwrap_or_else(|error| Err(format!("its answer cannot be read: {error}")));
         result.map_err(|reason| CheckpointError::OtherRank { rank: 0, reason })
     })
-}
-
-/// Gives all ranks the bytes of rank `root`.
-pub fn broadcast(group: &ProcessGroup, root: usize, bytes: &mut Vec<u8>) -> Result<()> {
-    let mut length = [bytes.len() as i64];
-    group.broadcast(&mut length, root)?;
-    bytes.resize(length[0] as usize, 0);
-    if !bytes.is_empty() {
-        group.broadcast(bytes, root)?;
-    }
-    Ok(())
 }

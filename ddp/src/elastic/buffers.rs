@@ -8,7 +8,7 @@ use tch::nn::VarStore;
 
 /// The buffers of a model, such as running statistics, and copies of them.
 pub struct Buffers {
-    buffers: Vec<Tensor>,
+    pub buffers: Vec<Tensor>,
     copies: Vec<Tensor>,
 }
 

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::Elastic;
 use crate::error::{Error, Result, job_rank};
-use crate::model_check::{agree, first_mismatch};
+use crate::model_check::{agree, broadcast_bytes, first_mismatch};
 
 /// The bytes of tensors that are broadcast at once.
 const AT_ONCE: usize = 64 << 20;
@@ -59,7 +59,8 @@ impl<M, S: Serialize + DeserializeOwned> Elastic<'_, M, S> {
             if group.rank() == source { self.given(&variables).map(Some) } else { Ok(None) };
         let mut given = agree(&group, given)?;
         let header = given.as_mut().map(|(header, _)| std::mem::take(header));
-        let header = broadcast_bytes(&group, source, header.unwrap_or_default())?;
+        let mut header = header.unwrap_or_default();
+        broadcast_bytes(&group, source, &mut header)?;
         let header: Header<S> = ciborium::from_reader(&header[..])
             .map_err(|error| self.error(format!("the state of rank {source}: {error}")))?;
         if steps.iter().any(|&steps| steps < most) {
@@ -181,16 +182,6 @@ fn check_same_model(
         operation: "taking over the weights".into(),
         peer: difference,
     }))
-}
-
-/// Returns the bytes of rank `source`, which are `own` there.
-fn broadcast_bytes(group: &ProcessGroup, source: usize, own: Vec<u8>) -> Result<Vec<u8>> {
-    let mut length = [own.len() as i64];
-    group.broadcast(&mut length, source)?;
-    let mut bytes = own;
-    bytes.resize(length[0] as usize, 0);
-    group.broadcast(&mut bytes, source)?;
-    Ok(bytes)
 }
 
 /// Gives the tensors of ranks that take them the values that they have on rank `source`.

@@ -25,6 +25,7 @@ use tch::{Device, Tensor};
 use crate::builder::DdpBuilder;
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
+use crate::sync_batchnorm::has_converted;
 use buffers::Buffers;
 use loss::is_change_of_ranks;
 pub use training::Training;
@@ -151,14 +152,15 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
     /// and the program's state of the rank that has done most steps. All ranks call this. It returns when
     /// `train` has returned on all of them.
     ///
-    /// `train` passes errors on, of steps and of all else. Those that a lost rank causes end here: also
+    /// `train` passes errors on, of steps and of all else: as `anyhow::Error`, as a boxed error, or as
+    /// [`Error`]. Those that a lost rank causes end here: also
     /// inside another error, if that has them as its source. It uses the group of the training, and no
     /// group from before. What it does between steps, such as an evaluation, may happen once more, or on
     /// other ranks.
     ///
     /// # Errors
     ///
-    /// Other errors of `train`; an error of [`reconfigure`](ProcessGroup::reconfigure); ranks whose models
+    /// Layers that [`convert_sync_batchnorm`](crate::convert_sync_batchnorm) has converted. Other errors of `train`; an error of [`reconfigure`](ProcessGroup::reconfigure); ranks whose models
     /// or optimizers differ; ranks that change so many times without a step. When one rank gets an error,
     /// the others wait until its process has ended, and go on without it.
     pub fn run<T, E>(
@@ -201,6 +203,11 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
         &mut self,
         train: &mut impl FnMut(&mut Training<M, S>) -> Result<T, E>,
     ) -> Result<T, E> {
+        if has_converted(&self.buffers.buffers) {
+            let reason = "convert_sync_batchnorm keeps the group that it was called with, and groups change here: \
+                          leave its layers as they are";
+            return Err(self.error(reason.into()).into());
+        }
         if self.is_on_gpu && self.group.device() == Device::Cpu {
             self.group.use_device(DeviceKind::Cuda).map_err(Error::from)?;
         }

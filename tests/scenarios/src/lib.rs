@@ -19,6 +19,7 @@ mod messages;
 mod mpi;
 mod nccl;
 mod reconfigure;
+mod reconfigured_memory;
 pub mod registry;
 mod trace;
 
@@ -51,6 +52,7 @@ const FILES: &[registry::File] = &[
     ("nccl", nccl::SCENARIOS),
     ("nccl::failures", nccl::failures::SCENARIOS),
     ("reconfigure", reconfigure::SCENARIOS),
+    ("reconfigured_memory", reconfigured_memory::SCENARIOS),
     ("trace", trace::SCENARIOS),
 ];
 

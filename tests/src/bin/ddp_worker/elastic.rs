@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use flow_ddp::{
     BoxError, DataLoader, Dataset, Ddp, DistributedSampler, Elastic, Error, OptimizerState,
-    ProcessGroup, SamplerState, TryBackwardStep,
+    ProcessGroup, SamplerState, TryBackwardStep, convert_sync_batchnorm,
 };
 use flow_tests::assert_contains;
 use flow_tests::registry::{Scenario, Test, launched, machines, process};
@@ -372,7 +372,10 @@ pub fn misused(group: &ProcessGroup) -> Result<()> {
     let mut elastic = Elastic::new((), &vs, sgd(&vs)?, own, group);
     elastic.run(|_| Ok::<_, Error>(()))?;
     ensure!(elastic.state().is_nan());
-    says(&error(elastic.run(|_| Ok::<_, Error>(())))?, &["run was called before"])
+    says(&error(elastic.run(|_| Ok::<_, Error>(())))?, &["run was called before"])?;
+    convert_sync_batchnorm(&vs, group)?;
+    let converted = Elastic::new((), &vs, sgd(&vs)?, 0, group).run(|_| Ok::<_, Error>(()));
+    says(&error(converted)?, &["Elastic", "convert_sync_batchnorm"])
 }
 
 /// A step that fails after its forward leaves parameters and buffers as they were.
