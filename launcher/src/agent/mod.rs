@@ -152,14 +152,15 @@ impl Agent {
 
     /// Executes the coordinator's commands.
     fn handle_commands(&mut self) {
-        while let Some(message) = self.control.poll() {
+        while let Some(message) = self.control.poll(&self.job, self.local_world_size) {
             match message {
                 ControlMessage::Command(command) => {
                     self.has_joined = true;
                     self.execute(command);
                 }
                 ControlMessage::Notice(notice) => self.sinks.note(&notice),
-                ControlMessage::Disconnected(reason) => self.handle_disconnect(reason),
+                ControlMessage::Disconnected(loss) => self.handle_disconnect(loss.why),
+                ControlMessage::SteppedDown(why) => self.step_down(&why),
             }
         }
         for event in self.control.events() {
@@ -200,6 +201,8 @@ impl Agent {
             }
             Command::Print(text) => self.sinks.note(&text),
             Command::Finish(result) => self.result = Some(result),
+            // The control plane's own.
+            Command::Record(_) | Command::Rejoin => {}
         }
     }
 
@@ -286,7 +289,7 @@ impl Agent {
 
     /// Handles the loss of the coordinator, which is normal when the job is over.
     fn handle_disconnect(&mut self, reason: String) {
-        if self.result.is_some() && self.group.is_none() {
+        if self.must_rejoin || (self.result.is_some() && self.group.is_none()) {
             return;
         }
         self.stop();
@@ -302,17 +305,22 @@ impl Agent {
         self.result.get_or_insert(JobResult { code: 1, cause: Some(reason) });
     }
 
+    /// Ends the work of a leader that may lead no more.
+    fn step_down(&mut self, why: &str) {
+        self.stop();
+        self.sinks.note(&format!("{why}; stopping the workers and joining again"));
+        self.must_rejoin = true;
+        self.rejoin();
+    }
+
     /// Joins again, if the connection was lost and no worker is left.
     fn rejoin(&mut self) {
         if !self.must_rejoin || self.group.is_some() {
             return;
         }
         (self.must_rejoin, self.has_joined) = (false, false);
-        match ControlPlane::reopen(&self.job, self.local_world_size) {
-            Ok(control) => self.control = control,
-            Err(error) => {
-                self.result = Some(JobResult { code: 1, cause: Some(format!("{error:#}")) })
-            }
+        if let Err(error) = self.control.reopen(&self.job, self.local_world_size) {
+            self.result = Some(JobResult { code: 1, cause: Some(format!("{error:#}")) });
         }
     }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment;
+use crate::control::election::Progress;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::node::{Node, range};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
@@ -26,6 +27,9 @@ const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
 /// The time to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
+
+/// The time to wait for the nodes of the last round, once another node leads.
+const REJOINING: Duration = Duration::from_secs(5);
 
 /// The time that an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
@@ -45,7 +49,13 @@ pub struct Coordinator {
     last_failure: Option<(AgentId, Failure)>,
     agents: BTreeMap<AgentId, AgentRecord>,
     phase: JobPhase,
+    /// After a change of the leader: the number of nodes that are expected again.
+    awaited: Option<usize>,
+    /// The end of the job, once it is over.
+    result: Option<JobResult>,
     round: u32,
+    /// The number of nodes in the present round.
+    nodes: usize,
     failures: u32,
     commands: Vec<(AgentId, Command)>,
 }
@@ -66,10 +76,52 @@ impl Coordinator {
             last_failure: None,
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
+            awaited: None,
+            result: None,
             round: 0,
+            nodes: 0,
             failures: 0,
             commands: Vec::new(),
         }
+    }
+
+    /// Makes the coordinator of a job that has come so far, and whose leading node is lost.
+    pub fn resuming(job: &Job, progress: &Progress, now: Instant) -> Coordinator {
+        let mut coordinator = Coordinator::new(job, now);
+        coordinator.round = progress.round;
+        coordinator.awaited = Some(progress.nodes.saturating_sub(1));
+        coordinator.nodes = progress.nodes;
+        coordinator.result = progress.result.clone();
+        // As when another node is lost.
+        let is_restart = !coordinator.is_elastic() || job.is_in_place;
+        let restarts = progress.restarts + is_restart as u32;
+        match &mut coordinator.in_place {
+            Some(in_place) => in_place.resume(restarts),
+            None => coordinator.failures = restarts,
+        }
+        if restarts > job.max_restarts && is_restart {
+            let cause = Some("the leading node was lost, and no restart is left".into());
+            coordinator.result.get_or_insert(JobResult { code: 1, cause });
+        }
+        if coordinator.result.is_some() {
+            coordinator.phase = JobPhase::Over;
+        }
+        coordinator
+    }
+
+    /// Returns what another agent must know to go on in this one's place.
+    pub fn progress(&self) -> Progress {
+        Progress {
+            round: self.round,
+            restarts: self.in_place.as_ref().map_or(self.failures, WorkerTable::restarts),
+            nodes: self.nodes,
+            result: self.result.clone(),
+        }
+    }
+
+    /// Returns the agents but the leader's.
+    pub fn followers(&self) -> impl Iterator<Item = AgentId> {
+        self.agents.keys().copied().filter(|agent| *agent != LEADER)
     }
 
     /// Handles an event of an agent; returns commands for agents.
@@ -103,6 +155,8 @@ impl Coordinator {
                 self.exited(agent, rank, failure, now)
             }
             AgentEvent::Exited { .. }
+            | AgentEvent::Candidate { .. }
+            | AgentEvent::Has { .. }
             | AgentEvent::Trace { .. }
             | AgentEvent::Failed { .. }
             | AgentEvent::Finished { .. }
@@ -154,7 +208,7 @@ impl Coordinator {
     pub fn deadline(&self) -> Option<Instant> {
         match &self.phase {
             JobPhase::Gathering { since, enough, notice } => Some(match enough {
-                Some(enough) => *enough + self.timeouts.last_call,
+                Some(enough) => *enough + self.last_call(),
                 None => (*since + self.timeouts.join).min(*notice),
             }),
             JobPhase::Stopping { deadline, .. } => Some(*deadline),
@@ -167,9 +221,9 @@ impl Coordinator {
         self.agents.get(&agent).map(|agent| agent.node.host.as_str())
     }
 
-    /// Whether all agents but the leader's have gone.
+    /// Whether all agents but the leader's have gone, and none may come to hear of the end.
     pub fn is_alone(&self) -> bool {
-        self.agents.keys().all(|agent| *agent == LEADER)
+        self.awaited.is_none() && self.agents.keys().all(|agent| *agent == LEADER)
     }
 
     fn joined(&mut self, agent: AgentId, node: Node, now: Instant) {
@@ -192,7 +246,10 @@ impl Coordinator {
             return self.end(agent, 1, Some("all nodes together have too many workers".into()));
         }
         if self.phase == JobPhase::Over {
-            return self.end(agent, 1, Some("the job is over".into()));
+            // Who took part may not have heard of the end from the last leader.
+            let result = self.result.clone().filter(|_| self.awaited.is_some());
+            let over = JobResult { code: 1, cause: Some("the job is over".into()) };
+            return self.commands.push((agent, Command::Finish(result.unwrap_or(over))));
         }
         let taken = self
             .agents
@@ -340,13 +397,26 @@ impl Coordinator {
                     .extend(self.agents.keys().map(|agent| (*agent, Command::Print(text.clone()))));
             }
             self.phase = JobPhase::Gathering { since, enough, notice };
-            // Later rounds start with the nodes that are present: another may join at any time.
-            let last_call = if self.round == 0 { self.timeouts.last_call } else { Duration::ZERO };
-            if present >= self.max || enough.is_some_and(|enough| now >= enough + last_call) {
+            let is_complete = self.awaited.is_some_and(|awaited| present >= awaited.max(self.min));
+            let last_call = self.last_call();
+            if present >= self.max
+                || is_complete
+                || enough.is_some_and(|enough| now >= enough + last_call)
+            {
                 self.start();
             } else if enough.is_none() && now >= since + self.timeouts.join {
                 self.end_all(1, Some(self.missing(self.timeouts.join)));
             }
+        }
+    }
+
+    /// Returns the time to wait for more nodes, once there are enough.
+    fn last_call(&self) -> Duration {
+        match self.awaited {
+            Some(_) => self.timeouts.last_call.min(REJOINING),
+            None if self.round == 0 => self.timeouts.last_call,
+            // Later rounds start with the nodes that are present: another may join at any time.
+            None => Duration::ZERO,
         }
     }
 
@@ -381,6 +451,7 @@ impl Coordinator {
         // By node rank if they have one; otherwise in the order of joining, the leader first.
         members.sort_by_key(|agent| (self.agents[agent].node.node_rank, *agent));
         members.truncate(self.max);
+        (self.awaited, self.nodes) = (None, members.len());
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
         let assignments = assignment::assign(&nodes, self.failures);
         for (agent, assignment) in members.iter().zip(assignments) {
@@ -442,6 +513,7 @@ impl Coordinator {
         for agent in self.agents.keys().copied().collect::<Vec<_>>() {
             self.end(agent, code, cause.clone());
         }
+        self.result = Some(JobResult { code, cause });
         self.phase = JobPhase::Over;
     }
 

@@ -1,20 +1,22 @@
 //! The control plane of an agent that does not lead. One connection waits for commands; its long
 //! polls are the heartbeat. Another sends events.
 
-use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use flow_store::net::local_address_for;
 use flow_store::{Address, Error, Store};
 
+use crate::control::candidate::{Candidate, LEADER_KEY, LeaderPlace, PeerMessage};
+use crate::control::election::Member;
+use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
-use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, command_key};
+use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};
 use crate::control::token::token;
 use crate::job::Job;
 use crate::net;
@@ -26,6 +28,9 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The time to wait before looking up a host name again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The time between two searches for the leader.
+const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The time to try to connect before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
@@ -47,45 +52,67 @@ enum Outgoing {
 /// The control plane of an agent that does not lead: two threads that talk to the leader.
 pub struct Follower {
     events: Option<Sender<Outgoing>>,
-    messages: Receiver<ControlMessage>,
-    /// Holds one byte for each message.
-    wake_pipe: PipeReader,
+    messages: Mailbox<ControlMessage>,
     /// Whether there is a connection; `sent` closes when it has sent all events.
     connected: Arc<AtomicBool>,
     sent: Receiver<()>,
+    /// Where the leader may be.
+    addresses: Arc<Mutex<Vec<String>>>,
+    /// The endpoint, at which every leader may be.
+    endpoint: String,
+    /// Ends the thread that looks for the leader, or waits for its commands.
+    is_over: Arc<AtomicBool>,
+    /// If the job may go on under another leader.
+    pub candidate: Option<Candidate>,
 }
 
 impl Follower {
-    /// Joins the job whose leader is at `host` and `port`, within `timeout`.
+    /// Joins the job whose leader is at `host` and `port`, or at an address that the candidate knows,
+    /// within `timeout`.
     pub fn join(
         job: &Job,
         node: Node,
         host: &str,
         port: u16,
         timeout: Duration,
+        candidate: Option<Candidate>,
     ) -> anyhow::Result<Follower> {
-        let (sender, messages) = mpsc::channel();
-        let (wake_pipe, wake_writer) = io::pipe()?;
-        rustix::io::ioctl_fionbio(&wake_pipe, true)?;
+        let (sender, messages) = mailbox()?;
         let (events, receiver) = mpsc::channel();
         let (sending, sent) = mpsc::channel();
         let connected = Arc::new(AtomicBool::new(false));
-        let follower = FollowerThread {
-            address: Address::Tcp(net::join(host, port)),
+        let is_over = Arc::new(AtomicBool::new(false));
+        let addresses = Arc::new(Mutex::new(Vec::new()));
+        let seat = candidate.as_ref().map(|candidate| Seat {
+            id: candidate.election.id(),
+            port: candidate.port().unwrap_or_default(),
+            term: candidate.election.term(),
+        });
+        let thread = FollowerThread {
+            addresses: Arc::clone(&addresses),
             token: token(job)?,
             timeout,
             heartbeat: job.nodes.timeouts.heartbeat,
-            leader: host.to_string(),
             node,
+            seat,
             connected: Arc::clone(&connected),
+            is_over: Arc::clone(&is_over),
         };
-        let commands_out = CommandSender { messages: sender, wake_pipe: wake_writer };
-        thread::Builder::new().name("flow-control".into()).spawn(move || {
-            if let Err(reason) = follower.run(receiver, sending, &commands_out) {
-                commands_out.send(ControlMessage::Disconnected(reason));
-            }
-        })?;
-        Ok(Follower { events: Some(events), messages, wake_pipe, connected, sent })
+        let follower = Follower {
+            events: Some(events),
+            messages,
+            connected,
+            sent,
+            addresses,
+            endpoint: net::join(host, port),
+            is_over,
+            candidate,
+        };
+        follower.refresh_addresses();
+        thread::Builder::new()
+            .name("flow-control".into())
+            .spawn(move || thread.run(receiver, sending, &sender))?;
+        Ok(follower)
     }
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
@@ -105,80 +132,155 @@ impl Follower {
 
     /// Returns the next message, if one has come.
     pub fn poll(&mut self) -> Option<ControlMessage> {
-        let message = self.messages.try_recv().ok()?;
-        let _ = self.wake_pipe.read(&mut [0]);
-        Some(message)
+        self.answer_peers();
+        while let Some(message) = self.messages.poll() {
+            match (message, &mut self.candidate) {
+                (ControlMessage::Command(Command::Record(record)), Some(candidate)) => {
+                    let leader = record.members.first().map(|member| member.address.clone());
+                    candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
+                    candidate.election.follow();
+                    let age = record.age();
+                    candidate.election.learn(record, Instant::now());
+                    self.send(AgentEvent::Has { age });
+                }
+                (ControlMessage::Disconnected(loss), Some(candidate)) => {
+                    candidate.announce(&LeaderPlace::Unknown);
+                    candidate.election.lost(loss.is_silent, Instant::now());
+                    return Some(ControlMessage::Disconnected(loss));
+                }
+                (message, _) => return Some(message),
+            }
+        }
+        None
     }
 
-    /// Returns the descriptor that is readable when a message has come.
-    pub fn watch(&self) -> BorrowedFd<'_> {
-        self.wake_pipe.as_fd()
+    /// Returns the candidate if it is elected as the leader. It follows nobody from then on.
+    pub fn take_elected(&mut self) -> Option<Candidate> {
+        let candidate = self.candidate.take_if(Candidate::poll)?;
+        self.is_over.store(true, Ordering::SeqCst);
+        Some(candidate)
+    }
+
+    /// Handles what other agents have sent to this one's store.
+    fn answer_peers(&mut self) {
+        let Some(candidate) = &mut self.candidate else { return };
+        let mut has_learnt = false;
+        while let Some(message) = candidate.server.inbox().try_next() {
+            match serde_json::from_slice(&message) {
+                Ok(PeerMessage::Request { request, answer }) => {
+                    candidate.vote(&request, &answer);
+                    has_learnt = true;
+                }
+                Ok(PeerMessage::Led { record }) => {
+                    candidate.election.learn(record, Instant::now());
+                    has_learnt = true;
+                }
+                Ok(PeerMessage::Event(agent, AgentEvent::Joined { .. })) => {
+                    let command = serde_json::to_vec(&Command::Rejoin).unwrap_or_default();
+                    candidate.server.set(&command_key(agent, 0), &command);
+                }
+                Ok(PeerMessage::Event(..)) => {}
+                Err(error) => log::warn!(
+                    "malformed message of another agent ({error}): got '{}'",
+                    excerpt(&message)
+                ),
+            }
+        }
+        if has_learnt {
+            self.refresh_addresses();
+        }
+    }
+
+    fn refresh_addresses(&self) {
+        let members = self.candidate.iter().flat_map(|it| &it.election.record().members);
+        let others = members.map(|member| &member.address).chain([&self.endpoint]).cloned();
+        *self.addresses.lock().unwrap_or_else(PoisonError::into_inner) = others.collect();
+    }
+
+    /// Returns the descriptors that are readable when a message has come.
+    pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
+        let candidate = self.candidate.iter().flat_map(Candidate::watch);
+        candidate.chain([self.messages.watch()]).collect()
+    }
+
+    /// Returns when to call [`Follower::take_elected`].
+    pub fn deadline(&self) -> Option<Instant> {
+        self.candidate.as_ref()?.election.deadline()
     }
 }
 
 impl Drop for Follower {
     fn drop(&mut self) {
         self.events = None;
+        self.is_over.store(true, Ordering::SeqCst);
         if self.connected.load(Ordering::SeqCst) {
             let _ = self.sent.recv_timeout(FLUSH_TIMEOUT);
         }
     }
 }
 
-/// Hands messages to the event loop and wakes it.
-struct CommandSender {
-    messages: Sender<ControlMessage>,
-    wake_pipe: PipeWriter,
-}
-
-impl CommandSender {
-    fn try_clone(&self) -> io::Result<CommandSender> {
-        Ok(CommandSender {
-            messages: self.messages.clone(),
-            wake_pipe: self.wake_pipe.try_clone()?,
-        })
-    }
-
-    /// False if the event loop has gone.
-    fn send(&self, message: ControlMessage) -> bool {
-        self.messages.send(message).is_ok() && (&self.wake_pipe).write_all(b"!").is_ok()
-    }
+/// What the leader must know of an agent that may take its place.
+struct Seat {
+    id: u64,
+    /// The port of the store that the agent serves.
+    port: u16,
+    term: u64,
 }
 
 /// The thread that waits for commands.
 struct FollowerThread {
-    address: Address,
+    addresses: Arc<Mutex<Vec<String>>>,
     token: String,
     timeout: Duration,
     heartbeat: Duration,
-    leader: String,
     /// This node. If its address is empty, the one from which it reaches the leader is used.
     node: Node,
+    seat: Option<Seat>,
     connected: Arc<AtomicBool>,
+    is_over: Arc<AtomicBool>,
 }
 
 impl FollowerThread {
-    /// Joins and receives commands until the last one. The error says why the leader is lost.
     fn run(
+        self,
+        events: Receiver<Outgoing>,
+        sending: Sender<()>,
+        commands_out: &MailSender<ControlMessage>,
+    ) {
+        if let Err(loss) = self.follow(events, sending, commands_out) {
+            commands_out.send(ControlMessage::Disconnected(loss));
+        }
+    }
+
+    /// Joins and receives commands until the last one. The error says why the leader is lost.
+    fn follow(
         &self,
         events: Receiver<Outgoing>,
         sending: Sender<()>,
-        commands_out: &CommandSender,
-    ) -> Result<(), String> {
-        let store = self.open_first(commands_out).map_err(lost)?;
+        commands_out: &MailSender<ControlMessage>,
+    ) -> Result<(), Loss> {
+        let (store, address) = self.find(commands_out).map_err(lost)?;
         store.set_reply_timeout(self.heartbeat / 2);
-        let events_out = self.open(self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
+        let events_out = self.open(&address, self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
         events_out.set_reply_timeout(self.heartbeat);
-        let node = self.node()?;
+        let node = self.node(&address)?;
+        let member = self
+            .seat
+            .as_ref()
+            .map(|seat| Member { id: seat.id, address: net::join(&node.address, seat.port) });
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
         events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
+        if let (Some(member), Some(seat)) = (member, &self.seat) {
+            let event = AgentEvent::Candidate { member, term: seat.term };
+            events_out.send(&message(agent, &event)).map_err(lost)?;
+        }
         self.connected.store(true, Ordering::SeqCst);
         let errors_out = commands_out
             .try_clone()
-            .map_err(|error| format!("cannot duplicate a pipe: {error}"))?;
+            .map_err(|error| told(format!("cannot duplicate a pipe: {error}")))?;
         thread::Builder::new()
             .name("flow-events".into())
             .spawn(move || {
@@ -187,51 +289,136 @@ impl FollowerThread {
                     errors_out.send(ControlMessage::Disconnected(lost(error)));
                 }
             })
-            .map_err(|error| format!("cannot start a thread: {error}"))?;
-        receive_commands(&store, agent, commands_out)
+            .map_err(|error| told(format!("cannot start a thread: {error}")))?;
+        self.receive_commands(&store, agent, commands_out)
     }
 
-    /// Connects, and says so if that takes long.
-    fn open_first(&self, commands_out: &CommandSender) -> Result<Store, Error> {
+    /// Finds the leader, and says so if that takes long. Returns the connection and the address.
+    fn find(&self, commands_out: &MailSender<ControlMessage>) -> Result<(Store, String), Error> {
         let begin = Instant::now();
-        let soon = self.timeout.min(FIRST_NOTICE);
-        match self.open(soon) {
-            Err(Error::Connect { cause, .. }) if self.timeout > soon => {
+        let mut notice_at = Some(begin + FIRST_NOTICE.min(self.timeout));
+        loop {
+            let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            // A host that is off does not answer, while another one may.
+            let patience = if addresses.len() > 1 { RETRY_INTERVAL } else { FIRST_NOTICE };
+            let mut failure = None;
+            for address in &addresses {
+                let left = self.timeout.saturating_sub(begin.elapsed());
+                match self.leader_at(address, left.min(patience)) {
+                    // This agent may have become the leader itself.
+                    Ok(Some(_)) if self.is_over.load(Ordering::SeqCst) => {}
+                    Ok(Some(leader)) => return Ok(leader),
+                    Ok(None) => {}
+                    Err(error @ Error::Denied { .. }) => return Err(error),
+                    Err(error) => failure = Some(error),
+                }
+            }
+            let failure = failure.unwrap_or_else(|| Error::Connect {
+                address: Address::Tcp(addresses.join(", ")),
+                timeout: self.timeout,
+                cause: "nobody there leads the job".into(),
+            });
+            if begin.elapsed() >= self.timeout || self.is_over.load(Ordering::SeqCst) {
+                return Err(match failure {
+                    Error::Connect { address, cause, .. } => {
+                        Error::Connect { address, timeout: self.timeout, cause }
+                    }
+                    other => other,
+                });
+            }
+            if notice_at.take_if(|at| *at <= Instant::now()).is_some()
+                && let Error::Connect { cause, .. } = failure
+            {
                 commands_out.send(ControlMessage::Notice(format!(
                     "no connection to the leading node at {} yet ({cause}); trying for {} s",
-                    self.address,
+                    addresses.join(", "),
                     self.timeout.as_secs()
                 )));
-                self.open(self.timeout.saturating_sub(begin.elapsed()))
             }
-            result => result,
+            thread::sleep(SEARCH_INTERVAL.min(self.timeout.saturating_sub(begin.elapsed())));
+        }
+    }
+
+    /// Connects to the leader if the agent at this address is it, or knows it.
+    fn leader_at(
+        &self,
+        address: &str,
+        timeout: Duration,
+    ) -> Result<Option<(Store, String)>, Error> {
+        let store = self.open(address, timeout)?;
+        store.set_reply_timeout(timeout.max(RETRY_INTERVAL));
+        let place = store.get(LEADER_KEY, RETRY_INTERVAL)?;
+        match serde_json::from_slice(&place) {
+            Ok(LeaderPlace::Here) => Ok(Some((store, address.to_string()))),
+            Ok(LeaderPlace::At(leader)) => Ok(Some((self.open(&leader, timeout)?, leader))),
+            Ok(LeaderPlace::Unknown) | Err(_) => Ok(None),
         }
     }
 
     /// Returns this node, with its address.
-    fn node(&self) -> Result<Node, String> {
+    fn node(&self, leader: &str) -> Result<Node, Loss> {
         let mut node = self.node.clone();
         if node.address.is_empty() {
-            // Some port, as none is spoken to.
-            let address = local_address_for((self.leader.as_str(), 1))
-                .map_err(|error| format!("{}: {error}", self.leader))?;
+            let address =
+                local_address_for(leader).map_err(|error| told(format!("{leader}: {error}")))?;
             node.address = address.to_string();
         }
         Ok(node)
     }
 
     /// Connects. Tries again on an unknown host name, which may be that of a host that is starting.
-    fn open(&self, timeout: Duration) -> Result<Store, Error> {
+    fn open(&self, address: &str, timeout: Duration) -> Result<Store, Error> {
         let begin = Instant::now();
+        let address = Address::Tcp(address.into());
         loop {
             let left = timeout.saturating_sub(begin.elapsed());
-            match Store::connect(&self.address, &self.token, left) {
+            match Store::connect(&address, &self.token, left) {
                 Err(Error::Connect { .. }) if begin.elapsed() + RETRY_INTERVAL < timeout => {
                     thread::sleep(RETRY_INTERVAL)
                 }
                 result => return result,
             }
         }
+    }
+
+    /// Hands on commands of the leader, to the last one. Each wait for one is a heartbeat.
+    fn receive_commands(
+        &self,
+        store: &Store,
+        agent: AgentId,
+        commands_out: &MailSender<ControlMessage>,
+    ) -> Result<(), Loss> {
+        let mut heard = Instant::now();
+        for number in 0.. {
+            let text = loop {
+                match store.get(&command_key(agent, number), HEARTBEAT) {
+                    Err(Error::Timeout { .. }) if self.is_over.load(Ordering::SeqCst) => {
+                        return Ok(());
+                    }
+                    Err(Error::Timeout { .. }) => heard = Instant::now(),
+                    Err(error) => {
+                        let is_silent = heard.elapsed() >= self.heartbeat / 2;
+                        return Err(Loss { is_silent, ..lost(error) });
+                    }
+                    Ok(text) => break text,
+                }
+            };
+            let command: Command = serde_json::from_slice(&text).map_err(|error| {
+                told(format!(
+                    "malformed command of the leading node ({error}): got '{}'; do all nodes run \
+                     the same version?",
+                    excerpt(&text)
+                ))
+            })?;
+            if command == Command::Rejoin {
+                return Err(told("the leading node leads the job no more".into()));
+            }
+            let is_last = matches!(command, Command::Finish(_));
+            if !commands_out.send(ControlMessage::Command(command)) || is_last {
+                break;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -248,43 +435,19 @@ fn send_events(events: Receiver<Outgoing>, agent: AgentId, store: &Store) -> Res
     Ok(())
 }
 
-/// Hands on commands of the leader, to the last one. Each wait for one is a heartbeat.
-fn receive_commands(
-    store: &Store,
-    agent: AgentId,
-    commands_out: &CommandSender,
-) -> Result<(), String> {
-    for number in 0.. {
-        let text = loop {
-            match store.get(&command_key(agent, number), HEARTBEAT) {
-                Err(Error::Timeout { .. }) => {}
-                text => break text.map_err(lost)?,
-            }
-        };
-        let command: Command = serde_json::from_slice(&text).map_err(|error| {
-            format!(
-                "malformed command of the leading node ({error}): got '{}'; do all nodes run the \
-                 same version?",
-                excerpt(&text)
-            )
-        })?;
-        let is_last = matches!(command, Command::Finish(_));
-        if !commands_out.send(ControlMessage::Command(command)) || is_last {
-            break;
-        }
-    }
-    Ok(())
-}
-
 /// Says why the leader is lost.
-fn lost(error: Error) -> String {
-    match error {
+fn lost(error: Error) -> Loss {
+    told(match error {
         Error::Denied { address, reason } => {
             let hint = "without FLOW_TOKEN, --rdzv-id must be the same";
             format!("the leading node at {address} refuses this one: {reason} ({hint})")
         }
         error => format!("the leading node cannot be reached: {error}"),
-    }
+    })
+}
+
+fn told(why: String) -> Loss {
+    Loss { why, is_silent: false }
 }
 
 fn message(agent: AgentId, event: &AgentEvent) -> Vec<u8> {

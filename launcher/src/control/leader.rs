@@ -7,21 +7,29 @@
 //!
 //! The leader's own agent uses no connection: `send` hands the event to the coordinator, and the
 //! commands wait in a queue for the next `poll`.
+//!
+//! An elected leader does nothing before a majority follows it: events wait until then.
 
-use std::collections::{HashMap, VecDeque};
-use std::iter;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use flow_store::net::secret;
-use flow_store::{Address, Server, TcpStoreServer};
+use flow_store::{Address, Server, Store, TcpStoreServer};
 use serde::Deserialize;
 
 use crate::control::assignment::RendezvousStoreInfo;
+use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::coordinator::Coordinator;
+use crate::control::election::{JobRecord, MemberId};
 use crate::control::node::Node;
-use crate::control::protocol::{AgentEvent, AgentId, ClusterEvent, Command, LEADER, command_key};
+use crate::control::protocol::{
+    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, command_key,
+};
 use crate::control::stall::{StallAction, StallTracker, StallUpdate};
 use crate::control::token::token;
 use crate::job::{Job, Rendezvous};
@@ -30,6 +38,9 @@ use crate::report::text::excerpt;
 
 /// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
+
+/// The interval at which an elected leader looks whether another agent leads at the endpoint.
+const CLAIM_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How the workers of a node that is lost have ended.
 const LOST: &str = "the loss of its node";
@@ -50,7 +61,19 @@ enum WorkerReport {
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.
 pub struct Leader {
     coordinator: Coordinator,
-    agents: Server,
+    /// The agents' store, and this agent's part in elections.
+    candidate: Candidate,
+    /// The followers that may be members.
+    members: HashMap<AgentId, MemberId>,
+    /// Events that came before this agent might act as the leader.
+    early: Vec<(AgentId, AgentEvent)>,
+    /// Why it leads no more.
+    stepped_down: Option<String>,
+    /// When `poll` was last called: another may lead if that is too long ago.
+    polled: Instant,
+    lease: Duration,
+    /// An elected leader's claim of the endpoint ends with it.
+    _claim: Option<Claim>,
     /// The number of commands sent to each agent.
     commands_sent: HashMap<AgentId, u64>,
     /// The stores of the present round.
@@ -61,7 +84,7 @@ pub struct Leader {
     /// PyTorch's store is served here. If not, `master_port` is the user's choice of MASTER_PORT.
     has_agent_store: bool,
     master_port: Option<u16>,
-    commands: VecDeque<Command>,
+    messages: VecDeque<ControlMessage>,
     cluster_events: Vec<ClusterEvent>,
     hang_timeout: Option<Duration>,
     /// Once the job is over: when to leave at the latest.
@@ -88,30 +111,72 @@ impl Leader {
             }
             _ => (token(job)?, net::interface(&[host, &node.address]), None),
         };
-        let agents = Server::start(&Address::Tcp(net::join(&bind.to_string(), port)), &token)?;
-        let Address::Tcp(bound) = agents.address() else {
-            bail!("it is served elsewhere: {}", agents.address())
+        let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), port)), &token)?;
+        let mut candidate = Candidate::new(server, &token, job.nodes.timeouts.heartbeat)?;
+        let Some(port) = candidate.port() else {
+            bail!("it is served elsewhere: {}", candidate.server.address())
         };
-        let port = bound
-            .rsplit_once(':')
-            .and_then(|(_, port)| port.parse().ok())
-            .context("it has no port")?;
-        let mut leader = Leader {
-            coordinator: Coordinator::new(job, Instant::now()),
-            agents,
+        candidate.election.found(net::join(&node.address, port), Instant::now());
+        let mut leader =
+            Leader::new(job, &node, port, candidate, Coordinator::new(job, Instant::now()));
+        leader.master_port = master_port;
+        leader.send(AgentEvent::Joined { node });
+        Ok(leader)
+    }
+
+    /// Leads a job whose last leader is lost. New agents come to `endpoint`.
+    pub fn elected(
+        job: &Job,
+        node: Node,
+        candidate: Candidate,
+        endpoint: String,
+    ) -> anyhow::Result<Leader> {
+        let port = candidate.port().context("this agent's store has no port")?;
+        let record = candidate.election.record().clone();
+        let coordinator = Coordinator::resuming(job, &record.progress, Instant::now());
+        let claim = Claim::start(token(job)?, endpoint, record)?;
+        let mut leader = Leader::new(job, &node, port, candidate, coordinator);
+        leader._claim = Some(claim);
+        leader.messages.push_back(ControlMessage::Notice(
+            "the leading node is lost: this one leads the job from now on".into(),
+        ));
+        leader.send(AgentEvent::Joined { node });
+        Ok(leader)
+    }
+
+    fn new(
+        job: &Job,
+        node: &Node,
+        port: u16,
+        candidate: Candidate,
+        coordinator: Coordinator,
+    ) -> Leader {
+        candidate.announce(&LeaderPlace::Here);
+        Leader {
+            coordinator,
+            candidate,
+            members: HashMap::new(),
+            early: Vec::new(),
+            stepped_down: None,
+            polled: Instant::now(),
+            lease: job.nodes.timeouts.heartbeat,
+            _claim: None,
             commands_sent: HashMap::new(),
             round: None,
             address: node.address.clone(),
             port,
             has_agent_store: job.nodes.has_agent_store,
-            master_port,
-            commands: VecDeque::new(),
+            master_port: None,
+            messages: VecDeque::new(),
             cluster_events: Vec::new(),
             hang_timeout: job.hang_timeout,
             linger_until: None,
-        };
-        leader.send(AgentEvent::Joined { node });
-        Ok(leader)
+        }
+    }
+
+    /// Ends the leadership.
+    pub fn into_candidate(self) -> Candidate {
+        self.candidate
     }
 
     /// Handles an event of this node's agent.
@@ -119,14 +184,36 @@ impl Leader {
         self.handle(LEADER, event);
     }
 
-    /// Takes the next command for this node's agent. Handles what other agents and workers have
-    /// sent.
-    pub fn poll(&mut self) -> Option<Command> {
-        while let Some(message) = self.agents.inbox().try_next() {
+    /// Takes the next message for this node's agent. Handles what other agents and workers have sent.
+    pub fn poll(&mut self) -> Option<ControlMessage> {
+        self.take_messages();
+        if self.stepped_down.is_none() {
+            self.keep_leading();
+        }
+        if self.may_act() {
+            self.coordinate();
+        }
+        self.messages.pop_front()
+    }
+
+    /// Handles what other agents have sent.
+    fn take_messages(&mut self) {
+        while let Some(message) = self.candidate.server.inbox().try_next() {
             match serde_json::from_slice(&message) {
-                Ok((agent, event)) if agent != LEADER => self.handle(agent, event),
-                Ok((agent, event)) => {
+                Ok(PeerMessage::Event(agent, event)) if agent != LEADER => {
+                    self.handle(agent, event)
+                }
+                Ok(PeerMessage::Event(agent, event)) => {
                     log::warn!("malformed event: {event:?} in the name of agent {agent}")
+                }
+                Ok(PeerMessage::Request { request, answer }) => {
+                    self.candidate.vote(&request, &answer)
+                }
+                Ok(PeerMessage::Led { record }) => {
+                    self.candidate.election.learn(record, Instant::now());
+                    if !self.candidate.election.is_leading() {
+                        self.step_down("another node leads this job");
+                    }
                 }
                 Err(error) => log::warn!(
                     "malformed event of another node's agent ({error}): got '{}'; do all nodes \
@@ -135,6 +222,55 @@ impl Leader {
                 ),
             }
         }
+    }
+
+    /// Gives the leadership up if it cannot be kept. Sends the record to all when it has changed.
+    fn keep_leading(&mut self) {
+        let now = Instant::now();
+        let since = std::mem::replace(&mut self.polled, now);
+        if now - since > self.lease / 2 && self.candidate.election.has_followers() {
+            self.candidate.election.doubt(now);
+            self.send_record();
+        }
+        self.candidate.election.elapsed(now);
+        if !self.candidate.election.is_leading() {
+            return self.step_down("too few nodes follow this one");
+        }
+        self.coordinate_early();
+        if self.candidate.election.update(self.coordinator.progress()) {
+            self.send_record();
+        }
+    }
+
+    fn send_record(&mut self) {
+        let record = self.candidate.election.record().clone();
+        for agent in self.members.keys().copied().collect::<Vec<_>>() {
+            self.command(agent, &Command::Record(record.clone()));
+        }
+    }
+
+    /// Ends the leadership: the agent looks for another leader, as all others do.
+    fn step_down(&mut self, why: &str) {
+        let is_over = self.linger_until.is_some();
+        if is_over || self.stepped_down.is_some() {
+            return;
+        }
+        self.candidate.announce(&LeaderPlace::Unknown);
+        for agent in self
+            .coordinator
+            .followers()
+            .chain(self.members.keys().copied())
+            .collect::<BTreeSet<_>>()
+        {
+            self.command(agent, &Command::Rejoin);
+        }
+        self.stepped_down = Some(why.into());
+        self.messages.clear();
+        self.messages.push_back(ControlMessage::SteppedDown(why.into()));
+    }
+
+    /// Runs the coordinator.
+    fn coordinate(&mut self) {
         self.take_reports();
         let now = Instant::now();
         if let Some(round) = &mut self.round {
@@ -151,7 +287,6 @@ impl Leader {
         }
         let commands = self.coordinator.elapsed(now);
         self.dispatch(commands);
-        self.commands.pop_front()
     }
 
     /// Handles what workers have sent.
@@ -191,14 +326,17 @@ impl Leader {
 
     /// Returns the descriptors that are readable when something has come.
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
-        let round = self.round.as_ref().map(|round| &round.store);
-        iter::once(&self.agents).chain(round).map(|store| store.inbox().as_fd()).collect()
+        let round = self.round.iter().map(|round| round.store.inbox().as_fd());
+        self.candidate.watch().into_iter().chain(round).collect()
     }
 
     /// Returns when something is due.
     pub fn deadline(&self) -> Option<Instant> {
         let stalls = self.round.as_ref().and_then(|round| round.stalls.deadline());
-        [self.linger_until, self.coordinator.deadline(), stalls].into_iter().flatten().min()
+        let election = &self.candidate.election;
+        let look = election.has_followers().then(|| self.polled + self.lease / 8);
+        let deadlines = [self.linger_until, self.coordinator.deadline(), stalls, look];
+        deadlines.into_iter().chain([election.deadline()]).flatten().min()
     }
 
     /// Whether all followers have received the result, or had time to.
@@ -208,6 +346,58 @@ impl Leader {
     }
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
+        let now = Instant::now();
+        if self.stepped_down.is_some() {
+            if let AgentEvent::Joined { .. } = event {
+                self.command(agent, &Command::Rejoin);
+            }
+            return;
+        }
+        match event {
+            AgentEvent::Candidate { member, term } => {
+                if self.candidate.election.heard_of(term, now) {
+                    return self.step_down("there has been a later election");
+                }
+                self.members.insert(agent, member.id);
+                self.candidate.election.joined(member);
+                let record = self.candidate.election.record().clone();
+                return self.command(agent, &Command::Record(record));
+            }
+            AgentEvent::Has { age } => {
+                if let Some(member) = self.members.get(&agent) {
+                    self.candidate.election.acknowledged(*member, age);
+                }
+                return;
+            }
+            AgentEvent::Gone { .. } => {
+                if let Some(member) = self.members.remove(&agent)
+                    && self.candidate.election.left(member, now)
+                {
+                    self.step_down("this node has lost most of those that elect the leader");
+                }
+            }
+            _ => {}
+        }
+        self.early.push((agent, event));
+        self.coordinate_early();
+    }
+
+    fn coordinate_early(&mut self) {
+        if self.may_act() {
+            for (agent, event) in std::mem::take(&mut self.early) {
+                self.coordinate_event(agent, event);
+            }
+        }
+    }
+
+    /// Whether this agent may do what the coordinator decides. Once the job is over it only tells the
+    /// others.
+    fn may_act(&self) -> bool {
+        let is_over = self.linger_until.is_some();
+        self.stepped_down.is_none() && (is_over || self.candidate.election.acts())
+    }
+
+    fn coordinate_event(&mut self, agent: AgentId, event: AgentEvent) {
         // What a worker has sent before it, or another, has ended comes first. An agent that joins may
         // end another.
         if let AgentEvent::Exited { .. } | AgentEvent::Gone { .. } | AgentEvent::Joined { .. } =
@@ -263,6 +453,10 @@ impl Leader {
             // Only the leader's own result ends the job; a follower may be refused before that.
             if agent == LEADER && matches!(command, Command::Finish(_)) {
                 self.linger_until.get_or_insert_with(|| Instant::now() + LINGER);
+                // Whoever leads next must know.
+                if self.candidate.election.update(self.coordinator.progress()) {
+                    self.send_record();
+                }
             }
             match &command {
                 // It contains the store's token, which must not be logged.
@@ -272,15 +466,20 @@ impl Leader {
                 command => log::debug!("command for agent {agent}: {command:?}"),
             }
             if agent == LEADER {
-                self.commands.push_back(command);
-                continue;
+                self.messages.push_back(ControlMessage::Command(command));
+            } else {
+                self.command(agent, &command);
             }
-            let number = self.commands_sent.entry(agent).or_default();
-            // Plain data: it cannot fail.
-            let text = serde_json::to_vec(&command).unwrap_or_default();
-            self.agents.set(&command_key(agent, *number), &text);
-            *number += 1;
         }
+    }
+
+    /// Sends a command to a follower.
+    fn command(&mut self, agent: AgentId, command: &Command) {
+        let number = self.commands_sent.entry(agent).or_default();
+        // Plain data: it cannot fail.
+        let text = serde_json::to_vec(command).unwrap_or_default();
+        self.candidate.server.set(&command_key(agent, *number), &text);
+        *number += 1;
     }
 
     /// Opens new stores for the workers of a round, in place of the last round's.
@@ -290,8 +489,9 @@ impl Leader {
         }
         self.round = None;
         let token = secret()?;
-        let store = self.agents.beside(&token)?;
-        let tcp_store = self.has_agent_store.then(|| self.agents.serve_tcp_store()).transpose()?;
+        let store = self.candidate.server.beside(&token)?;
+        let tcp_store =
+            self.has_agent_store.then(|| self.candidate.server.serve_tcp_store()).transpose()?;
         let master_port = match (self.has_agent_store, self.master_port) {
             (true, _) => self.port,
             (false, Some(port)) => port,
@@ -335,6 +535,38 @@ impl Round {
             count => format!("exit/{rank}.{count}"),
         };
         self.store.set(&key, end.as_bytes());
+    }
+}
+
+/// Tells whoever leads at the endpoint, where new agents come to, that another agent leads: its host
+/// may have come back. Ends when it is dropped.
+struct Claim {
+    is_over: Arc<AtomicBool>,
+}
+
+impl Claim {
+    fn start(token: String, endpoint: String, record: JobRecord) -> anyhow::Result<Claim> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let claim = Claim { is_over: Arc::clone(&is_over) };
+        thread::Builder::new().name("flow-claim".into()).spawn(move || {
+            let address = Address::Tcp(endpoint);
+            let message = serde_json::to_vec(&PeerMessage::Led { record }).unwrap_or_default();
+            while !is_over.load(Ordering::SeqCst) {
+                // Nobody is there, as a rule.
+                if let Ok(store) = Store::connect(&address, &token, CLAIM_INTERVAL) {
+                    store.set_reply_timeout(CLAIM_INTERVAL);
+                    let _ = store.send(&message);
+                }
+                thread::sleep(CLAIM_INTERVAL);
+            }
+        })?;
+        Ok(claim)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::SeqCst);
     }
 }
 

@@ -6,15 +6,21 @@
 //! | `coordinator/in_place.rs`, `worker_table.rs` | what follows when a worker fails, in place (pure) |
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
+//! | `election/` | who leads when the leading agent is lost (pure) |
+//! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
+//! | `mailbox.rs` | messages of threads to the event loop |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
 //! | `follower.rs` | any other agent: a client of the leader's store |
 //! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
 
 pub mod assignment;
+mod candidate;
 pub mod coordinator;
+mod election;
 mod follower;
 mod job_phase;
 mod leader;
+mod mailbox;
 pub mod node;
 pub mod protocol;
 mod stall;
@@ -26,13 +32,16 @@ use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use flow_store::net::host_name;
+use anyhow::Context;
+use flow_store::net::{host_name, local_address_for};
+use flow_store::{Address, Server};
 
+use crate::control::candidate::Candidate;
 use crate::control::follower::Follower;
 use crate::control::leader::Leader;
 use crate::control::node::Node;
-use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage};
-use crate::control::token::TOKEN;
+use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage, Loss};
+use crate::control::token::{TOKEN, token};
 use crate::job::{Job, Rendezvous};
 use crate::net;
 
@@ -43,58 +52,17 @@ const REJOIN_TIMEOUT: Duration = Duration::from_secs(60);
 pub enum ControlPlane {
     /// The coordinator runs in this agent, which leads the others if there are any.
     Leader(Box<Leader>),
-    Follower(Follower),
+    Follower(Box<Follower>),
+    /// The agent has no part in the job, and does not come to have one.
+    Closed,
 }
 
 impl ControlPlane {
     /// Joins the job as its leader or as a follower. [`ControlPlane::poll`] returns the outcome.
     pub fn open(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
-        ControlPlane::join(job, local_world_size, job.nodes.timeouts.join, true)
-    }
-
-    /// Joins again as a follower, after the connection was lost.
-    pub fn reopen(job: &Job, local_world_size: u32) -> anyhow::Result<ControlPlane> {
-        ControlPlane::join(
-            job,
-            local_world_size,
-            job.nodes.timeouts.join.min(REJOIN_TIMEOUT),
-            false,
-        )
-    }
-
-    fn join(
-        job: &Job,
-        local_world_size: u32,
-        timeout: Duration,
-        may_lead: bool,
-    ) -> anyhow::Result<ControlPlane> {
-        let node = |address: String, node_rank: Option<u32>| Node {
-            host: host_name(),
-            address: job.nodes.local_addr.clone().unwrap_or(address),
-            node_rank,
-            local_world_size,
-            role: job.role.clone(),
-            nodes: (job.nodes.min, job.nodes.max),
-            is_in_place: job.is_in_place,
-        };
-        let (node_rank, host, port, serves) = match &job.nodes.rendezvous {
-            Rendezvous::Alone { master_addr, master_port } => {
-                let host = master_addr
-                    .as_deref()
-                    .or(job.nodes.local_addr.as_deref())
-                    .unwrap_or("127.0.0.1");
-                // A port that was given is for PyTorch's store, whoever serves that.
-                (None, host, master_port.filter(|_| job.nodes.has_agent_store).unwrap_or(0), true)
-            }
-            Rendezvous::Static { node_rank, master_addr, master_port } => {
-                (Some(*node_rank), &**master_addr, *master_port, *node_rank == 0)
-            }
-            Rendezvous::Endpoint { host, port, is_host } => {
-                (None, &**host, *port, is_host.unwrap_or_else(|| net::is_local(host)))
-            }
-        };
-        if serves && may_lead {
-            match Leader::serving(job, node(host.into(), node_rank), host, port) {
+        let (host, port) = meeting_place(job);
+        if serves(job) {
+            match Leader::serving(job, node(job, local_world_size, host.into()), host, port) {
                 Ok(leader) => {
                     if job.nodes.max > 1 && std::env::var_os(TOKEN).is_none() {
                         log::warn!(
@@ -117,13 +85,37 @@ impl ControlPlane {
                 }
             }
         }
-        Ok(ControlPlane::Follower(Follower::join(
-            job,
-            node(String::new(), node_rank),
-            host,
-            port,
-            timeout,
-        )?))
+        let candidate =
+            if may_change_leader(job) { Some(candidate(job, host, port)?) } else { None };
+        ControlPlane::follow(job, local_world_size, job.nodes.timeouts.join, candidate)
+    }
+
+    /// Joins again, after the connection or the leadership was lost. Another node may lead by then, or
+    /// this one.
+    pub fn reopen(&mut self, job: &Job, local_world_size: u32) -> anyhow::Result<()> {
+        let candidate = match std::mem::replace(self, ControlPlane::Closed) {
+            ControlPlane::Leader(leader) => Some(leader.into_candidate()),
+            ControlPlane::Follower(mut follower) => follower.candidate.take(),
+            ControlPlane::Closed => None,
+        };
+        let timeout = job.nodes.timeouts.join.min(REJOIN_TIMEOUT);
+        *self = ControlPlane::follow(job, local_world_size, timeout, candidate)?;
+        Ok(())
+    }
+
+    fn follow(
+        job: &Job,
+        local_world_size: u32,
+        timeout: Duration,
+        mut candidate: Option<Candidate>,
+    ) -> anyhow::Result<ControlPlane> {
+        if let Some(candidate) = &mut candidate {
+            candidate.election.may_stand(Instant::now());
+        }
+        let (host, port) = meeting_place(job);
+        let node = node(job, local_world_size, String::new());
+        let follower = Follower::join(job, node, host, port, timeout, candidate)?;
+        Ok(ControlPlane::Follower(Box::new(follower)))
     }
 
     /// Sends an event to the coordinator.
@@ -131,6 +123,7 @@ impl ControlPlane {
         match self {
             ControlPlane::Leader(leader) => leader.send(event),
             ControlPlane::Follower(follower) => follower.send(event),
+            ControlPlane::Closed => {}
         }
     }
 
@@ -142,10 +135,22 @@ impl ControlPlane {
     }
 
     /// Takes the next message from the coordinator, if any.
-    pub fn poll(&mut self) -> Option<ControlMessage> {
+    pub fn poll(&mut self, job: &Job, local_world_size: u32) -> Option<ControlMessage> {
+        if let ControlPlane::Follower(follower) = self
+            && let Some(candidate) = follower.take_elected()
+        {
+            match elected(job, local_world_size, candidate) {
+                Ok(leader) => *self = ControlPlane::Leader(Box::new(leader)),
+                Err(error) => {
+                    let why = format!("this node is elected as the leader, but {error:#}");
+                    return Some(ControlMessage::Disconnected(Loss { why, is_silent: false }));
+                }
+            }
+        }
         match self {
-            ControlPlane::Leader(leader) => leader.poll().map(ControlMessage::Command),
+            ControlPlane::Leader(leader) => leader.poll(),
             ControlPlane::Follower(follower) => follower.poll(),
+            ControlPlane::Closed => None,
         }
     }
 
@@ -153,7 +158,7 @@ impl ControlPlane {
     pub fn events(&mut self) -> Vec<ClusterEvent> {
         match self {
             ControlPlane::Leader(leader) => leader.events(),
-            ControlPlane::Follower(_) => Vec::new(),
+            ControlPlane::Follower(_) | ControlPlane::Closed => Vec::new(),
         }
     }
 
@@ -168,7 +173,8 @@ impl ControlPlane {
     pub fn watch(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             ControlPlane::Leader(leader) => leader.watch(),
-            ControlPlane::Follower(follower) => vec![follower.watch()],
+            ControlPlane::Follower(follower) => follower.watch(),
+            ControlPlane::Closed => Vec::new(),
         }
     }
 
@@ -176,7 +182,8 @@ impl ControlPlane {
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             ControlPlane::Leader(leader) => leader.deadline(),
-            ControlPlane::Follower(_) => None,
+            ControlPlane::Follower(follower) => follower.deadline(),
+            ControlPlane::Closed => None,
         }
     }
 
@@ -184,9 +191,79 @@ impl ControlPlane {
     pub fn is_done(&self) -> bool {
         match self {
             ControlPlane::Leader(leader) => leader.is_alone(),
-            ControlPlane::Follower(_) => true,
+            ControlPlane::Follower(_) | ControlPlane::Closed => true,
         }
     }
+}
+
+/// Returns the host and the port at which the agents of a job meet.
+fn meeting_place(job: &Job) -> (&str, u16) {
+    match &job.nodes.rendezvous {
+        Rendezvous::Alone { master_addr, master_port } => {
+            let host =
+                master_addr.as_deref().or(job.nodes.local_addr.as_deref()).unwrap_or("127.0.0.1");
+            // A port that was given is for PyTorch's store, whoever serves that.
+            (host, master_port.filter(|_| job.nodes.has_agent_store).unwrap_or(0))
+        }
+        Rendezvous::Static { master_addr, master_port, .. } => (master_addr, *master_port),
+        Rendezvous::Endpoint { host, port, .. } => (host, *port),
+    }
+}
+
+/// Whether this agent serves the others at the meeting place, if no other of this host does.
+fn serves(job: &Job) -> bool {
+    match &job.nodes.rendezvous {
+        Rendezvous::Alone { .. } => true,
+        Rendezvous::Static { node_rank, .. } => *node_rank == 0,
+        Rendezvous::Endpoint { host, is_host, .. } => {
+            is_host.unwrap_or_else(|| net::is_local(host))
+        }
+    }
+}
+
+/// Describes this node; `address` if the user gives none.
+fn node(job: &Job, local_world_size: u32, address: String) -> Node {
+    let node_rank = match job.nodes.rendezvous {
+        Rendezvous::Static { node_rank, .. } => Some(node_rank),
+        _ => None,
+    };
+    Node {
+        host: host_name(),
+        address: job.nodes.local_addr.clone().unwrap_or(address),
+        node_rank,
+        local_world_size,
+        role: job.role.clone(),
+        nodes: (job.nodes.min, job.nodes.max),
+        is_in_place: job.is_in_place,
+    }
+}
+
+/// Whether the job goes on when its leading node is lost.
+fn may_change_leader(job: &Job) -> bool {
+    let is_awaited = job.nodes.min < job.nodes.max || job.max_restarts > 0;
+    matches!(job.nodes.rendezvous, Rendezvous::Endpoint { .. }) && is_awaited
+}
+
+/// Makes this agent one that may lead: it serves a store at a free port.
+fn candidate(job: &Job, host: &str, port: u16) -> anyhow::Result<Candidate> {
+    let own = job.nodes.local_addr.clone();
+    // The endpoint's host may not be known yet.
+    let own = own.or_else(|| Some(local_address_for((host, port)).ok()?.to_string()));
+    let bind = own.as_deref().and_then(net::own).unwrap_or_else(net::any);
+    let token = token(job)?;
+    let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), 0)), &token)
+        .context("cannot serve a store, which this node needs to lead the job one day")?;
+    Candidate::new(server, &token, job.nodes.timeouts.heartbeat)
+}
+
+/// Makes this agent the leader that it is elected as.
+fn elected(job: &Job, local_world_size: u32, candidate: Candidate) -> anyhow::Result<Leader> {
+    let address = candidate.election.address().unwrap_or_default();
+    let (own, _) = address.rsplit_once(':').context("it has no address")?;
+    let own = own.trim_start_matches('[').trim_end_matches(']');
+    let (host, port) = meeting_place(job);
+    let node = node(job, local_world_size, own.into());
+    Leader::elected(job, node, candidate, net::join(host, port))
 }
 
 fn must_serve(job: &Job) -> bool {

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::RankAssignment;
+use crate::control::election::{JobRecord, Member};
 use crate::control::node::Node;
 use crate::trace::folder::Piece;
 
@@ -18,6 +19,11 @@ pub const LEADER: AgentId = 0;
 pub enum AgentEvent {
     /// The agent can start workers.
     Joined { node: Node },
+    /// The agent may be made a member of those that elect the next leader. `term`: the latest that it
+    /// knows.
+    Candidate { member: Member, term: u64 },
+    /// It has the record of this age.
+    Has { age: (u64, u64) },
     /// A worker has failed; the agent stops its others.
     Failed { round: u32, failure: Failure },
     /// A worker has ended; `end` is the text that its peers can read in their store. `replacement`:
@@ -82,6 +88,10 @@ pub enum Command {
     },
     /// Print a notice.
     Print(String),
+    /// Keep this, in case the leader is lost.
+    Record(JobRecord),
+    /// This agent does not lead, or no longer: look for the one that does.
+    Rejoin,
     /// The job is over.
     Finish(JobResult),
 }
@@ -101,7 +111,17 @@ pub enum ControlMessage {
     /// Joining takes long; for the user.
     Notice(String),
     /// The coordinator cannot be reached, or refuses this node.
-    Disconnected(String),
+    Disconnected(Loss),
+    /// The node led the job, and may do so no more.
+    SteppedDown(String),
+}
+
+/// The loss of the leader.
+#[derive(Debug)]
+pub struct Loss {
+    pub why: String,
+    /// Nothing was heard of it for long; else the connection has ended.
+    pub is_silent: bool,
 }
 
 /// Something that the leader has learnt, for `--events`.

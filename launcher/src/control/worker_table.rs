@@ -74,6 +74,16 @@ impl WorkerTable {
         })
     }
 
+    /// Goes on where another table has ended, after so many restarts.
+    pub fn resume(&mut self, restarts: u32) {
+        self.restarts = restarts.min(self.max_restarts);
+    }
+
+    /// Returns the number of workers that were started in place of others.
+    pub fn restarts(&self) -> u32 {
+        self.restarts
+    }
+
     /// Notes that an agent of this role starts workers with these ranks.
     pub fn start(&mut self, agent: AgentId, role: &str, assignment: &RankAssignment) {
         for (rank, &replacement) in (assignment.first_rank..).zip(&assignment.replacements) {

@@ -11,6 +11,7 @@ mod flags;
 mod hosts;
 mod in_place;
 mod install;
+mod leading;
 mod libraries;
 mod logs;
 mod net;

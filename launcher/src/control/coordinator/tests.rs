@@ -5,6 +5,7 @@ use crate::control::assignment::RankAssignment;
 use std::ffi::OsString;
 
 mod in_place;
+mod resuming;
 
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -1,0 +1,148 @@
+//! An agent as one that leads, or may: the store that it serves, and its part in elections.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use flow_store::{Address, Server, Store};
+use serde::{Deserialize, Serialize};
+
+use crate::control::election::{Election, JobRecord, Outcome, Vote, VoteRequest};
+use crate::control::mailbox::{MailSender, Mailbox, mailbox};
+use crate::control::protocol::{AgentEvent, AgentId};
+
+/// The time that another member has for its answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The key under which every agent that serves a store says who leads.
+pub const LEADER_KEY: &str = "leader";
+
+/// Where the leader is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum LeaderPlace {
+    Unknown,
+    /// It serves this store.
+    Here,
+    At(String),
+}
+
+/// A message that comes through an agent's store.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum PeerMessage {
+    Event(AgentId, AgentEvent),
+    /// A request for a vote; the answer goes to a key of this store.
+    Request {
+        request: VoteRequest,
+        answer: String,
+    },
+    /// Another agent leads the job.
+    Led {
+        record: JobRecord,
+    },
+}
+
+/// The store that an agent serves, and its part in elections.
+pub struct Candidate {
+    pub server: Server,
+    pub election: Election,
+    token: Arc<str>,
+    votes: Mailbox<Vote>,
+    votes_out: MailSender<Vote>,
+}
+
+impl Candidate {
+    /// Makes the candidate that serves this store to those that know `token`. The others take it for
+    /// lost when it is silent as long as `lease`.
+    pub fn new(server: Server, token: &str, lease: Duration) -> anyhow::Result<Candidate> {
+        let (votes_out, votes) = mailbox()?;
+        let mut id = [0; 8];
+        rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
+        let candidate = Candidate {
+            server,
+            election: Election::new(u64::from_ne_bytes(id), lease, Instant::now()),
+            token: token.into(),
+            votes,
+            votes_out,
+        };
+        candidate.announce(&LeaderPlace::Unknown);
+        Ok(candidate)
+    }
+
+    /// Tells those that ask this store who leads.
+    pub fn announce(&self, leader: &LeaderPlace) {
+        // Plain data: it cannot fail.
+        let text = serde_json::to_vec(leader).unwrap_or_default();
+        self.server.set(LEADER_KEY, &text);
+    }
+
+    /// Returns the port of the store.
+    pub fn port(&self) -> Option<u16> {
+        let Address::Tcp(address) = self.server.address() else { return None };
+        address.rsplit_once(':')?.1.parse().ok()
+    }
+
+    /// Answers a candidate.
+    pub fn vote(&mut self, request: &VoteRequest, answer: &str) {
+        let vote = self.election.vote(request, Instant::now());
+        log::debug!("{request:?}: {vote:?}");
+        self.server.set(answer, &serde_json::to_vec(&vote).unwrap_or_default());
+    }
+
+    /// Counts votes, and stands for election if it is time. Returns whether this agent is elected.
+    pub fn poll(&mut self) -> bool {
+        while let Some(vote) = self.votes.poll() {
+            log::debug!("answer: {vote:?}");
+            match self.election.count(vote, Instant::now()) {
+                Outcome::Open => {}
+                Outcome::Ask(request) => self.ask(&request),
+                Outcome::Elected => return true,
+            }
+        }
+        if let Some(request) = self.election.elapsed(Instant::now()) {
+            self.ask(&request);
+        }
+        false
+    }
+
+    /// Asks all other members for their votes.
+    fn ask(&self, request: &VoteRequest) {
+        for member in &request.record.members {
+            if member.id == request.candidate {
+                continue;
+            }
+            let Ok(votes_out) = self.votes_out.try_clone() else { continue };
+            let address = Address::Tcp(member.address.clone());
+            let token = Arc::clone(&self.token);
+            let request = request.clone();
+            let asked = thread::Builder::new().name("flow-election".into()).spawn(move || {
+                // Whoever does not answer does not vote.
+                if let Some(vote) = answer_of(&address, &token, request) {
+                    votes_out.send(vote);
+                }
+            });
+            if let Err(error) = asked {
+                log::warn!("cannot ask {} for its vote: {error}", member.address);
+            }
+        }
+    }
+
+    /// Returns the descriptors that are readable when something has come.
+    pub fn watch(&self) -> [BorrowedFd<'_>; 2] {
+        [self.server.inbox().as_fd(), self.votes.watch()]
+    }
+}
+
+fn answer_of(address: &Address, token: &str, request: VoteRequest) -> Option<Vote> {
+    let store = Store::connect(address, token, ANSWER_TIMEOUT).ok()?;
+    store.set_reply_timeout(ANSWER_TIMEOUT);
+    let kind = if request.is_trial { "trial" } else { "vote" };
+    let answer = format!("{kind}/{}/{}", request.candidate, request.term);
+    let message = PeerMessage::Request { request, answer: answer.clone() };
+    store.send(&serde_json::to_vec(&message).ok()?).ok()?;
+    let vote = store.get(&answer, ANSWER_TIMEOUT).ok()?;
+    // Nobody reads it again.
+    let _ = store.delete(&[answer]);
+    serde_json::from_slice(&vote).ok()
+}

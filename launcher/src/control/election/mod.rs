@@ -1,0 +1,505 @@
+//! Who leads the job when the leading agent is lost (pure).
+//!
+//! These are Raft's elections, and its changes of one member at a time (Ongaro, "Consensus: Bridging
+//! Theory and Practice", chapters 3 and 4). Two things are simpler here. The log is one small
+//! [`JobRecord`]: a newer one replaces an older. And nothing is kept on disk: an agent that is
+//! started again is another member.
+//!
+//! A leader acts only while a majority of the members is connected to it. A member is connected to
+//! one leader at most, and votes for another one only when it has lost this one. So there are never
+//! two leaders that act.
+
+#[cfg(test)]
+mod simulation;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::control::protocol::JobResult;
+
+/// Identifies the process of an agent that may lead.
+pub type MemberId = u64;
+
+/// The time between the candidacies of two members, so that one is elected before the next stands.
+const STAGGER: Duration = Duration::from_millis(300);
+
+/// An agent whose vote counts, and that may lead.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Member {
+    pub id: MemberId,
+    /// The address of the store that it serves.
+    pub address: String,
+}
+
+/// What an agent must know to lead the job. The leader sends each change to all agents.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct JobRecord {
+    /// Each elected leader has a term of its own.
+    pub term: u64,
+    /// Each change in a term has a version of its own.
+    pub version: u64,
+    /// Those that elect the next leader; the present one is the first.
+    pub members: Vec<Member>,
+    pub progress: Progress,
+}
+
+/// How far the job has come.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    pub round: u32,
+    /// The restarts that are used up.
+    pub restarts: u32,
+    /// The number of nodes in the round.
+    pub nodes: usize,
+    /// How the job has ended.
+    pub result: Option<JobResult>,
+}
+
+impl JobRecord {
+    /// Orders the records of a job by age.
+    pub fn age(&self) -> (u64, u64) {
+        (self.term, self.version)
+    }
+
+    fn has(&self, id: MemberId) -> bool {
+        self.members.iter().any(|member| member.id == id)
+    }
+
+    fn has_majority(&self, among: impl Fn(MemberId) -> bool) -> bool {
+        2 * self.members.iter().filter(|member| among(member.id)).count() > self.members.len()
+    }
+}
+
+/// A candidate's request for a vote.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct VoteRequest {
+    /// It only asks whether it would get the vote, so that a member that cannot win does not disturb
+    /// a leader by a later term.
+    pub is_trial: bool,
+    pub term: u64,
+    pub candidate: MemberId,
+    /// The candidate's record: members with a newer one refuse, others take it.
+    pub record: JobRecord,
+}
+
+/// The answer to a [`VoteRequest`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Vote {
+    pub is_trial: bool,
+    pub term: u64,
+    pub voter: MemberId,
+    pub granted: bool,
+    /// The voter's record, if it is newer than the candidate's.
+    pub record: Option<JobRecord>,
+}
+
+/// What follows from a vote.
+#[derive(Debug, PartialEq)]
+pub enum Outcome {
+    Open,
+    /// All other members must be asked this.
+    Ask(VoteRequest),
+    /// This agent leads from now on.
+    Elected,
+}
+
+/// An agent's part in the choice of a leader.
+pub struct Election {
+    me: MemberId,
+    /// The time after which a leader takes a member that is silent for lost.
+    lease: Duration,
+    record: JobRecord,
+    /// The latest term that this agent has voted in or heard of.
+    term: u64,
+    /// The candidate that has this agent's vote in `term`.
+    voted: Option<MemberId>,
+    role: Role,
+}
+
+enum Role {
+    Following,
+    /// It has no leader, and is or may become a candidate.
+    Searching {
+        /// Before this it may still count as the lost leader's member.
+        free_at: Instant,
+        /// When to stand for election; None while workers of the last round are left.
+        stand_at: Option<Instant>,
+        is_trial: bool,
+        votes: BTreeSet<MemberId>,
+    },
+    Leading(Leadership),
+}
+
+/// The leader's knowledge of the others.
+struct Leadership {
+    /// Those that are connected, in the order in which they came, and the age of the record that they have.
+    present: Vec<(Member, (u64, u64))>,
+    /// The first record of this term.
+    first: (u64, u64),
+    /// A majority has had a record of this term: this agent acts as the leader.
+    is_established: bool,
+    /// A leader that is not established by then gives up.
+    give_up_at: Instant,
+    /// All that were alive when it was sent have had time to answer the present record.
+    is_fresh: bool,
+}
+
+impl Election {
+    pub fn new(me: MemberId, lease: Duration, now: Instant) -> Election {
+        Election {
+            me,
+            lease,
+            record: JobRecord::default(),
+            term: 0,
+            voted: None,
+            role: searching(now),
+        }
+    }
+
+    /// Begins a job, as its leader and only member.
+    pub fn found(&mut self, address: String, now: Instant) {
+        let me = Member { id: self.me, address };
+        (self.term, self.voted) = (1, Some(self.me));
+        self.record = JobRecord { term: 1, members: vec![me.clone()], ..JobRecord::default() };
+        self.lead(me, now);
+    }
+
+    fn lead(&mut self, me: Member, now: Instant) {
+        self.record.version += 1;
+        let age = self.record.age();
+        self.role = Role::Leading(Leadership {
+            present: vec![(me, age)],
+            first: age,
+            is_established: false,
+            give_up_at: now + self.lease,
+            is_fresh: true,
+        });
+        self.establish();
+    }
+
+    pub fn record(&self) -> &JobRecord {
+        &self.record
+    }
+
+    pub fn id(&self) -> MemberId {
+        self.me
+    }
+
+    /// Returns this agent's address, if it is a member.
+    pub fn address(&self) -> Option<&str> {
+        let own = self.record.members.iter().find(|member| member.id == self.me);
+        own.map(|member| member.address.as_str())
+    }
+
+    /// Whether this agent leads, and may act as the leader.
+    pub fn acts(&self) -> bool {
+        matches!(&self.role, Role::Leading(leadership) if leadership.is_established)
+    }
+
+    pub fn is_leading(&self) -> bool {
+        matches!(self.role, Role::Leading(_))
+    }
+
+    /// Whether this agent leads others that may be members.
+    pub fn has_followers(&self) -> bool {
+        matches!(&self.role, Role::Leading(leadership) if leadership.present.len() > 1)
+    }
+
+    /// Notes that this agent is connected to a leader.
+    pub fn follow(&mut self) {
+        self.role = Role::Following;
+    }
+
+    /// Takes a record of a leader, or of a voter. A leader that hears of a later term leads no more.
+    pub fn learn(&mut self, record: JobRecord, now: Instant) {
+        if record.age() <= self.record.age() {
+            return;
+        }
+        self.heard_of(record.term, now);
+        self.record = record;
+    }
+
+    /// Notes that the leader is lost. If it is only silent, it may still count this agent as one that
+    /// is connected.
+    pub fn lost(&mut self, is_silent: bool, now: Instant) {
+        self.search(if is_silent { now + self.lease } else { now });
+    }
+
+    fn search(&mut self, free_at: Instant) {
+        self.role = searching(free_at);
+    }
+
+    /// Notes that this agent could lead now: none of its workers is left.
+    pub fn may_stand(&mut self, now: Instant) {
+        let turn = self.turn();
+        if let Role::Searching { free_at, stand_at, .. } = &mut self.role {
+            *stand_at = turn.map(|turn| now.max(*free_at) + turn * STAGGER);
+        }
+    }
+
+    /// Returns the number of members that stand before this one: the last leader stands last.
+    fn turn(&self) -> Option<u32> {
+        let place = self.record.members.iter().position(|member| member.id == self.me)?;
+        Some(place.checked_sub(1).unwrap_or(self.record.members.len() - 1) as u32)
+    }
+
+    /// Returns when to call [`Election::elapsed`].
+    pub fn deadline(&self) -> Option<Instant> {
+        match &self.role {
+            Role::Following => None,
+            Role::Searching { stand_at, .. } => *stand_at,
+            Role::Leading(leadership) => {
+                (!leadership.is_established).then_some(leadership.give_up_at)
+            }
+        }
+    }
+
+    /// Stands for election if it is time. Returns the request for all other members.
+    pub fn elapsed(&mut self, now: Instant) -> Option<VoteRequest> {
+        match &mut self.role {
+            Role::Leading(leadership)
+                if !leadership.is_established && leadership.give_up_at <= now =>
+            {
+                self.search(now);
+                None
+            }
+            Role::Searching { stand_at: Some(at), .. } if *at <= now => {
+                let turn = self.turn()?;
+                let again = now + (turn + self.record.members.len() as u32 + 1) * STAGGER;
+                if let Role::Searching { stand_at, .. } = &mut self.role {
+                    *stand_at = Some(again);
+                }
+                Some(self.stand(true))
+            }
+            _ => None,
+        }
+    }
+
+    fn stand(&mut self, trial: bool) -> VoteRequest {
+        if let Role::Searching { is_trial, votes, .. } = &mut self.role {
+            *is_trial = trial;
+            *votes = BTreeSet::from([self.me]);
+        }
+        if !trial {
+            self.term += 1;
+            self.voted = Some(self.me);
+        }
+        let term = if trial { self.term + 1 } else { self.term };
+        VoteRequest { is_trial: trial, term, candidate: self.me, record: self.record.clone() }
+    }
+
+    /// Answers a candidate.
+    pub fn vote(&mut self, request: &VoteRequest, now: Instant) -> Vote {
+        let is_free = matches!(self.role, Role::Searching { free_at, .. } if free_at <= now);
+        let is_older = request.record.age() < self.record.age();
+        if is_free {
+            self.learn(request.record.clone(), now);
+        }
+        let has_voted = request.term < self.term
+            || (request.term == self.term && self.voted.is_some_and(|id| id != request.candidate));
+        let granted = is_free && !is_older && !has_voted;
+        if granted && !request.is_trial {
+            (self.term, self.voted) = (request.term, Some(request.candidate));
+            // It gets the time to be found before this one stands itself.
+            if let Role::Searching { stand_at: Some(at), .. } = &mut self.role {
+                *at = (*at).max(now + self.lease);
+            }
+        }
+        Vote {
+            is_trial: request.is_trial,
+            term: if granted { request.term } else { self.term },
+            voter: self.me,
+            granted,
+            record: is_older.then(|| self.record.clone()),
+        }
+    }
+
+    /// Takes an answer.
+    pub fn count(&mut self, vote: Vote, now: Instant) -> Outcome {
+        if let Some(record) = vote.record {
+            self.learn(record, now);
+        }
+        if !vote.granted {
+            self.heard_of(vote.term, now);
+            return Outcome::Open;
+        }
+        let Role::Searching { is_trial, votes, .. } = &mut self.role else { return Outcome::Open };
+        let term = if *is_trial { self.term + 1 } else { self.term };
+        if vote.is_trial != *is_trial || vote.term != term || votes.is_empty() {
+            return Outcome::Open;
+        }
+        votes.insert(vote.voter);
+        if !self.record.has_majority(|id| votes.contains(&id)) {
+            return Outcome::Open;
+        }
+        if *is_trial {
+            return Outcome::Ask(self.stand(false));
+        }
+        let Some(place) = self.record.members.iter().position(|member| member.id == self.me) else {
+            return Outcome::Open;
+        };
+        let me = self.record.members.remove(place);
+        self.record.members.insert(0, me.clone());
+        (self.record.term, self.record.version) = (self.term, 0);
+        self.lead(me, now);
+        Outcome::Elected
+    }
+
+    /// Notes that there is, or was, an election with this term. Returns whether this agent led until
+    /// now.
+    pub fn heard_of(&mut self, term: u64, now: Instant) -> bool {
+        if term <= self.term {
+            return false;
+        }
+        (self.term, self.voted) = (term, None);
+        if let Role::Searching { votes, .. } = &mut self.role {
+            votes.clear();
+        }
+        let was_leading = self.is_leading();
+        if was_leading {
+            self.search(now);
+        }
+        was_leading
+    }
+
+    /// Returns the latest term that this agent knows. It follows no leader of an earlier one.
+    pub fn term(&self) -> u64 {
+        self.term
+    }
+
+    /// Notes that an agent is connected to this leader.
+    pub fn joined(&mut self, member: Member) {
+        if let Role::Leading(leadership) = &mut self.role
+            && leadership.present.iter().all(|(other, _)| other.id != member.id)
+        {
+            leadership.present.push((member, (0, 0)));
+        }
+    }
+
+    /// Notes that an agent has the record of this age.
+    pub fn acknowledged(&mut self, id: MemberId, age: (u64, u64)) {
+        if let Role::Leading(leadership) = &mut self.role
+            && let Some((_, known)) =
+                leadership.present.iter_mut().find(|(member, _)| member.id == id)
+        {
+            *known = age.max(*known);
+        }
+        self.establish();
+    }
+
+    /// Notes that this agent did nothing for so long that the others may have elected another leader.
+    /// It acts again once a majority has the record, which must be sent to all.
+    pub fn doubt(&mut self, now: Instant) {
+        let Role::Leading(leadership) = &mut self.role else { return };
+        self.record.version += 1;
+        let age = self.record.age();
+        leadership.first = age;
+        leadership.is_established = false;
+        leadership.give_up_at = now + self.lease;
+        self.note_own();
+        self.establish();
+    }
+
+    /// Notes that this leader has its own record.
+    fn note_own(&mut self) {
+        let age = self.record.age();
+        if let Role::Leading(leadership) = &mut self.role
+            && let Some((_, known)) =
+                leadership.present.iter_mut().find(|(member, _)| member.id == self.me)
+        {
+            *known = age;
+        }
+    }
+
+    fn establish(&mut self) {
+        let Role::Leading(leadership) = &mut self.role else { return };
+        let first = leadership.first;
+        let present = &leadership.present;
+        if self.record.has_majority(|id| present.iter().any(|(m, age)| m.id == id && *age >= first))
+        {
+            leadership.is_established = true;
+        }
+    }
+
+    /// Notes that an agent is no longer connected to this leader. Returns whether it leads no more,
+    /// as too few members are left.
+    pub fn left(&mut self, id: MemberId, now: Instant) -> bool {
+        let Role::Leading(leadership) = &mut self.role else { return false };
+        leadership.present.retain(|(member, _)| member.id != id);
+        let present = &leadership.present;
+        if !leadership.is_established
+            || self.record.has_majority(|id| present.iter().any(|(m, _)| m.id == id))
+        {
+            return false;
+        }
+        self.search(now);
+        true
+    }
+
+    /// Brings the record up to date. Returns whether it has changed and must be sent to all.
+    pub fn update(&mut self, progress: Progress) -> bool {
+        let Role::Leading(leadership) = &mut self.role else { return false };
+        if !leadership.is_established {
+            return false;
+        }
+        let record = &mut self.record;
+        let known: BTreeMap<MemberId, (u64, u64)> =
+            leadership.present.iter().map(|(member, age)| (member.id, *age)).collect();
+        let age = record.age();
+        let has_present = |id| known.get(&id) == Some(&age) || id == self.me;
+        let mut has_changed = record.progress != progress;
+        record.progress = progress;
+        // One change at a time, each known to a majority before the next.
+        if record.has_majority(has_present) {
+            let wanted = wanted(record, &leadership.present);
+            let is_absent = |member: &Member| !known.contains_key(&member.id);
+            let is_surplus = |member: &Member| !wanted.contains(&member.id);
+            // Else those that are left could have no majority.
+            let absent = record.members.iter().position(is_absent);
+            let surplus = absent.or_else(|| record.members.iter().position(is_surplus));
+            let missing: Vec<&Member> = leadership
+                .present
+                .iter()
+                .map(|(member, _)| member)
+                .filter(|member| wanted.contains(&member.id) && !record.has(member.id))
+                .collect();
+            if let Some(surplus) = surplus {
+                record.members.remove(surplus);
+                has_changed = true;
+            } else if !missing.is_empty() && !leadership.is_fresh {
+                has_changed = true;
+            } else if let Some(member) = missing.into_iter().find(|member| has_present(member.id)) {
+                record.members.push(member.clone());
+                has_changed = true;
+            } else if wanted.len() == record.members.len() {
+                leadership.is_fresh = false;
+            }
+        }
+        if has_changed {
+            record.version += 1;
+            leadership.is_fresh = true;
+            self.note_own();
+        }
+        has_changed
+    }
+}
+
+fn searching(free_at: Instant) -> Role {
+    Role::Searching { free_at, stand_at: None, is_trial: true, votes: BTreeSet::new() }
+}
+
+/// Returns those that should be members: one, three or five, those that are it already first. Two
+/// could lose none, as one could not.
+fn wanted(record: &JobRecord, present: &[(Member, (u64, u64))]) -> BTreeSet<MemberId> {
+    let size = match present.len() {
+        0..=2 => 1,
+        3..=4 => 3,
+        _ => 5,
+    };
+    let is_present = |id| present.iter().any(|(member, _)| member.id == id);
+    let members = record.members.iter().map(|member| member.id).filter(|id| is_present(*id));
+    let others = present.iter().map(|(member, _)| member.id).filter(|id| !record.has(*id));
+    members.chain(others).take(size).collect()
+}

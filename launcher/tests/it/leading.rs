@@ -1,0 +1,168 @@
+//! Jobs that lose the node that leads them.
+
+use flow_harness::cli::{script, until};
+use flow_harness::net::{Agent, Gate, Net, ipv4};
+
+use rustix::process::Signal;
+
+/// Flags of a node with two workers. All meet at node 0, which leads them at first.
+fn flags(nodes: &str, more: &str) -> String {
+    format!(
+        "--nnodes {nodes} --nproc_per_node 2 --rdzv-endpoint {}:29400 --rdzv-id job \
+         --rdzv-conf last_call_timeout=5,join_timeout=30 {more}",
+        ipv4(0)
+    )
+}
+
+/// Nodes whose workers say where they are, and wait.
+fn start(
+    net: &Net,
+    nodes: impl IntoIterator<Item = usize>,
+    flags: &str,
+    gate: &Gate,
+) -> Vec<Agent> {
+    let place = "$RANK of $WORLD_SIZE at $MASTER_ADDR, restart $TORCHELASTIC_RESTART_COUNT";
+    let text = format!("echo {place}; {}", gate.wait());
+    nodes.into_iter().map(|node| net.start(node, &script(flags, &text))).collect()
+}
+
+/// What an agent says that is elected.
+const LEADS: &str = "this one leads the job from now on";
+
+/// Whether the two workers of a node were started last in a world of this size.
+fn has_started(agent: &Agent, world: usize, restart: usize) -> bool {
+    let said = agent.stdout();
+    let last: Vec<&str> = said.lines().rev().take(2).collect();
+    let is_there = |line: &&str| {
+        line.contains(&format!(" of {world} at ")) && line.ends_with(&format!("restart {restart}"))
+    };
+    last.len() == 2 && last.iter().all(is_there)
+}
+
+fn until_started(agents: &[&Agent], world: usize, restart: usize) {
+    until(&format!("a world of {world}, restart {restart}"), || {
+        agents.iter().all(|agent| has_started(agent, world, restart))
+    });
+}
+
+/// The address at which the workers of a node last met.
+fn master(agent: &Agent) -> String {
+    let said = agent.stdout();
+    let last = said.lines().last().unwrap().split_once(" at ").unwrap().1;
+    last.split_once(',').unwrap().0.to_string()
+}
+
+fn end_well(net: &Net, gate: &Gate, agents: impl IntoIterator<Item = Agent>) {
+    gate.open();
+    for agent in agents {
+        let end = agent.finish();
+        assert_eq!(end.code, Some(0), "{end:?}");
+    }
+    net.until_nothing_is_left();
+}
+
+/// Three nodes, of which the one that leads is lost.
+fn without_leader(lose: fn(&Net, &Agent)) {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let agents = start(&net, 0..3, &flags("1:3", ""), &gate);
+    let [agent_0, agent_1, agent_2] = agents.try_into().ok().unwrap();
+    until_started(&[&agent_0, &agent_1, &agent_2], 6, 0);
+    assert_eq!(master(&agent_1), ipv4(0));
+    lose(&net, &agent_0);
+    until_started(&[&agent_1, &agent_2], 4, 0);
+    let leaders = [&agent_1, &agent_2].map(|agent| agent.stderr().contains(LEADS));
+    assert_eq!(leaders.iter().filter(|leads| **leads).count(), 1);
+    let leader = 1 + leaders.iter().position(|leads| *leads).unwrap();
+    assert_eq!([&agent_1, &agent_2].map(master), [ipv4(leader), ipv4(leader)]);
+    end_well(&net, &gate, [agent_1, agent_2]);
+}
+
+#[test]
+fn another_node_leads_when_the_leading_agent_is_killed() {
+    without_leader(|_, agent| agent.signal(Signal::KILL));
+}
+
+#[test]
+fn another_node_leads_when_the_leading_one_is_without_power() {
+    without_leader(|net, _| net.power_off(0));
+}
+
+/// Neither side can know that the other is alive: the smaller one must stop.
+#[test]
+fn a_leading_node_that_is_cut_off_stops_and_joins_again() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let agents = start(&net, 0..3, &flags("1:3", ""), &gate);
+    let agents: Vec<&Agent> = agents.iter().collect();
+    until_started(&agents, 6, 0);
+    net.cut(0);
+    until("node 0 stops", || agents[0].stderr().contains("has lost most of those"));
+    until_started(&agents[1..], 4, 0);
+    net.restore(0);
+    until("node 0 follows", || master(agents[0]) != ipv4(0));
+    until_started(&agents, 6, 0);
+}
+
+/// Its host does not begin another job, and new nodes still meet there.
+#[test]
+fn the_node_where_all_meet_comes_back() {
+    let Some(net) = Net::new(4) else { return };
+    let gate = Gate::new();
+    let flags = flags("2:4", "");
+    let mut agents = start(&net, 0..3, &flags, &gate);
+    until_started(&[&agents[0], &agents[1], &agents[2]], 6, 0);
+    agents.remove(0).signal(Signal::KILL);
+    until_started(&[&agents[0], &agents[1]], 4, 0);
+    agents.extend(start(&net, [0], &flags, &gate));
+    until_started(&agents.iter().collect::<Vec<_>>(), 6, 0);
+    agents.extend(start(&net, [3], &flags, &gate));
+    until_started(&agents.iter().collect::<Vec<_>>(), 8, 0);
+    end_well(&net, &gate, agents);
+}
+
+/// Each loss uses up a restart where all nodes are needed, and each spare node fills a place.
+#[test]
+fn one_leader_after_the_other_is_lost() {
+    let Some(net) = Net::new(5) else { return };
+    let gate = Gate::new();
+    let flags = flags("3", "--max-restarts 2");
+    let mut agents = start(&net, 0..3, &flags, &gate);
+    until_started(&agents.iter().collect::<Vec<_>>(), 6, 0);
+    let spares = start(&net, 3..5, &flags, &gate);
+    for spare in &spares {
+        until("it is a spare", || spare.stderr().contains("this node is a spare"));
+    }
+    agents.extend(spares);
+    for restart in 1..=2 {
+        let present = |agent: &&Agent| has_started(agent, 6, restart - 1);
+        let address = master(agents.iter().find(present).unwrap());
+        // Node 0 leads at first.
+        let leader = agents.iter().position(|agent| agent.stderr().contains(LEADS));
+        agents.remove(leader.unwrap_or(0)).signal(Signal::KILL);
+        until(&format!("restart {restart}"), || {
+            agents.iter().filter(|agent| has_started(agent, 6, restart)).count() == 3
+        });
+        let present = |agent: &&Agent| has_started(agent, 6, restart);
+        assert_ne!(master(agents.iter().find(present).unwrap()), address);
+    }
+    end_well(&net, &gate, agents);
+}
+
+/// In place, the healthy workers cannot go on without the store of their leader: all start again.
+#[test]
+fn a_job_that_goes_on_in_place_starts_again_under_another_leader() {
+    let Some(net) = Net::new(4) else { return };
+    let gate = Gate::new();
+    let flags = flags("3", "--elastic in-place --max-restarts 2");
+    let mut agents = start(&net, 0..4, &flags, &gate);
+    until("three have started", || {
+        agents.iter().filter(|agent| has_started(agent, 6, 0)).count() == 3
+    });
+    agents.remove(0).signal(Signal::KILL);
+    until("they have started again", || {
+        agents.iter().filter(|agent| agent.stdout().lines().count() >= 4).count() >= 2
+            && agents.iter().all(|agent| agent.stdout().lines().count() >= 2)
+    });
+    end_well(&net, &gate, agents);
+}
