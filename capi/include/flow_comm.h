@@ -46,7 +46,7 @@ enum {
     FLOW_ERROR_ENVIRONMENT = 1, /* the environment does not describe a rank */
     FLOW_ERROR_JOIN = 2,        /* ranks could not find each other */
     FLOW_ERROR_ARGUMENT = 3,    /* an argument that cannot work, found before anything was sent */
-    FLOW_ERROR_MISMATCH = 4,    /* ranks called different operations */
+    FLOW_ERROR_MISMATCH = 4,    /* ranks called different operations, now or before */
     FLOW_ERROR_TIMEOUT = 5,     /* some ranks did not arrive in time */
     FLOW_ERROR_PEER_LOST = 6,   /* a rank died, or left the group, while others needed it */
     FLOW_ERROR_POISONED = 7,    /* the group has failed before */

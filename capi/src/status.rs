@@ -60,7 +60,7 @@ impl From<Error> for Failure {
             Error::Environment(_) => ENVIRONMENT,
             Error::Join { .. } => JOIN,
             Error::Argument { .. } => ARGUMENT,
-            Error::Mismatch { .. } => MISMATCH,
+            Error::Mismatch { .. } | Error::Poisoned { is_mismatch: true, .. } => MISMATCH,
             Error::Timeout { .. } => TIMEOUT,
             Error::PeerLost { .. } => PEER_LOST,
             Error::Poisoned { .. } => POISONED,

@@ -218,6 +218,26 @@ def sub_groups_and_training(number, store):
     return good
 
 
+def sub_group_left_behind(number, store, said="has left"):
+    """Who waits there for one that has left learns it at once."""
+    own = Process(number, store, 3)
+    good = own.meet(0, [0, 1, 2])
+    pair = dist.new_group([0, 1])
+    if number == 1:
+        good &= said in error_of(lambda: dist.all_reduce(torch.ones(1), group=pair))
+    else:
+        pending = dist.irecv(torch.zeros(1), 1, group=pair, tag=3) if said != "has left" and number == 0 else None
+        good &= own.meet(1, [0, 2])
+        good &= pending is None or bool(error_of(pending.wait))
+        good &= number == 2 or "has ended" in error_of(lambda: dist.all_reduce(torch.ones(1), group=pair))
+    return good and own.meet(2, [0, 1, 2])
+
+
+def sub_group_with_works(number, store):
+    """They fail, for the others as well."""
+    return sub_group_left_behind(number, store, "operations that were pending")
+
+
 def random_memberships(number, store):
     """Groups beside each other, of some of the processes in any order. Some leave with works that are pending, and some abort."""
     own = Process(number, store, 4)
@@ -268,6 +288,8 @@ CASES = (
     ("killed first", 4, killed_first, (0,)),
     ("killed last", 4, killed_last, (3,)),
     ("sub-groups and training", 3, sub_groups_and_training, ()),
+    ("sub-group left behind", 3, sub_group_left_behind, ()),
+    ("sub-group with works", 3, sub_group_with_works, ()),
     ("random memberships", 4, random_memberships, ()),
 )
 

@@ -63,13 +63,17 @@ public:
     // Another group of the same ranks, which all make in the same order.
     Group duplicate() { return membership().duplicate(options_->timeout); }
 
-    // Leaves the group, which has no ranks then. What is pending fails. Otherwise the other ranks finish their last operations: they do not
-    // need this one any more.
+    // Leaves the group, and those that were made from it, which have no ranks then. What is pending fails. Otherwise the other ranks
+    // finish their last operations: they do not need this one any more.
     void leave() {
         const GilRelease released;
         std::unique_lock<std::mutex> lock(leaving_);
         const auto before = std::move(membership_);
+        const auto parts = std::exchange(parts_, {});
         lock.unlock();
+        for (const auto& part : parts) {
+            if (const auto own = part.lock()) own->leave();
+        }
         if (!before) return;
         if (!before->is_idle()) flow_abort(before->group.get(), "it was reconfigured with operations that were pending");
         before->close();
@@ -78,6 +82,11 @@ public:
     // The job's next group: see flow_reconfigure. Leaves this one, from which a later call goes on if this one fails.
     Group next_of_job(Milliseconds timeout) {
         if (membership_) left_ = membership_->group;
+        {
+            // Also in sub-groups: nobody receives while the ranks agree.
+            const GilRelease released;
+            Lane::fail_all("it reconfigures the job");
+        }
         leave();
         TORCH_CHECK_VALUE(left_, "flow: reconfigure() is for the group that it has made last");
         flow_group* made = nullptr;
@@ -121,7 +130,11 @@ public:
 
     // A group of some of this group's ranks, which only they make: several of the same ranks in one order.
     c10::intrusive_ptr<FlowBackend> new_group_of(const std::vector<size_t>& ranks, Milliseconds timeout) {
-        return c10::make_intrusive<FlowBackend>(membership().new_group_of(ranks, timeout), timeout);
+        const auto made = c10::make_intrusive<FlowBackend>(membership().new_group_of(ranks, timeout), timeout);
+        std::lock_guard<std::mutex> lock(leaving_);
+        std::erase_if(parts_, [](const auto& part) { return part.expired(); });
+        parts_.emplace_back(made);
+        return made;
     }
 
     c10::intrusive_ptr<Backend> merge(const StorePtr& store, const c10::intrusive_ptr<Options>& opts, const int& rank,
@@ -228,6 +241,7 @@ public:
         if (!code || !label(called_type(tensor), op).empty()) return false;
         return membership().collectives->run_at_once([&](const flow_group* group) {
             ++membership().sequence;
+            ++Seen::operations;
             try {
                 check(flow_all_reduce(group, elements(tensor, *code), flow_op(op)));
             } catch (...) {
@@ -462,12 +476,16 @@ public:
     }
 
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
+        ++Seen::operations;
         const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
         monitored_barrier(group(), rank_, size_, timeout, wait_all_ranks);
     }
 
 private:
     Membership& membership() const {
+        if (!membership_ && handle_.empty()) {
+            C10_THROW_ERROR(DistBackendError, "flow: this group has ended, as the ranks have changed: make it anew");
+        }
         TORCH_CHECK(membership_, "flow: this group has no ranks: reconfigure gives it some");
         return *membership_;
     }
@@ -586,6 +604,8 @@ private:
     static inline thread_local bool is_part_ = false;
     std::mutex leaving_;
     std::unique_ptr<Membership> membership_;
+    // Those that were made of some of the ranks.
+    std::vector<c10::weak_intrusive_ptr<FlowBackend>> parts_;
     Group left_;  // see next_of_job
     StorePtr store_;
     const std::string handle_;  // none: it cannot be reconfigured

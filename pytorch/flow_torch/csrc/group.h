@@ -1,6 +1,7 @@
 // flow_comm.h's groups and errors as C++ has them.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -16,8 +17,21 @@ namespace flow {
 using Group = std::shared_ptr<flow_group>;
 using Milliseconds = std::chrono::milliseconds;
 
+// What this process has seen of the communication, for flow_torch.Elastic.
+struct Seen {
+    // Operations that have begun.
+    static inline std::atomic<int64_t> operations{0};
+    // Errors of which another rank may be the cause, and without which it could go on.
+    static inline std::atomic<int64_t> losses{0};
+};
+
+inline void note(int code) {
+    if (code == FLOW_ERROR_PEER_LOST || code == FLOW_ERROR_POISONED || code == FLOW_ERROR_TIMEOUT) ++Seen::losses;
+}
+
 inline void check(int code) {
     if (code == FLOW_OK) return;
+    note(code);
     if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
     std::string message = flow_error_message();
     if (code == FLOW_ERROR_TIMEOUT) message += " (the timeout is an argument of init_process_group, new_group and wait)";

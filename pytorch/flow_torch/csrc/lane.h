@@ -41,11 +41,22 @@ public:
             } catch (...) {
                 if (!is_handling_interrupt()) throw;
                 interrupt = std::current_exception();
-                all().interrupt();
+                all().fail(kInterrupted);
                 all().end(is_last);
             }
         }
         if (interrupt) std::rethrow_exception(interrupt);
+    }
+
+    // Has the groups fail that have operations under way, and waits until these have ended.
+    static void fail_all(const char* cause) {
+        all().fail(cause);
+        for (const auto& lane : all().lanes()) {
+            while (!lane->is_forked() && !lane->is_idle()) {
+                if (is_interrupted()) rethrow_interrupt();
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
+        }
     }
 
     // `make` calls this.
@@ -231,7 +242,7 @@ public:
             completion->come.wait_for(lock, kSignalInterval, [&] { return completion->is_complete; });
             lock.unlock();
             if (future->completed() || !is_interrupted()) continue;
-            all().interrupt();
+            all().fail(kInterrupted);
             rethrow_interrupt();
         }
     }
@@ -258,6 +269,7 @@ public:
 
 private:
     using Clock = std::chrono::steady_clock;
+    static constexpr const char* kInterrupted = "it was interrupted while it waited";
 
     // All lanes of the process that are in use.
     class Registry {
@@ -295,9 +307,9 @@ private:
         }
 
         // Has the groups fail that have operations under way.
-        void interrupt() {
+        void fail(const char* cause) {
             for (const auto& lane : lanes()) {
-                if (!lane->is_idle()) lane->interrupt();
+                if (!lane->is_forked() && !lane->is_idle()) flow_abort(lane->group_.get(), cause);
             }
         }
 
@@ -370,7 +382,7 @@ private:
         return running;
     }
 
-    void interrupt() { flow_abort(group_.get(), "it was interrupted while it waited"); }
+    void interrupt() { flow_abort(group_.get(), kInterrupted); }
 
     // Ends what is under way as well: nothing can come after an operation that one rank does not wait for.
     [[noreturn]] void give_up(Milliseconds timeout) {

@@ -89,6 +89,7 @@ private:
     }
 
     Group make(const std::vector<size_t>& ranks, const std::string& key, Milliseconds timeout) const {
+        ++Seen::operations;
         flow_group* made = nullptr;
         check(flow_new_group_of(within(group, timeout).get(), ranks.data(), ranks.size(), key.c_str(), &made));
         return own(made);

@@ -186,6 +186,8 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("reconfigurable", &reconfigurable);
     library.def("reconfigure", &reconfigure);
     library.def("newcomers", &newcomers);
+    library.def("operations", [] { return Seen::operations.load(); });
+    library.def("losses", [] { return Seen::losses.load(); });
     library.def("is_shared", &is_shared);
     library.def("fail", &fail);
     library.def("end_all", &Lane::end_all);

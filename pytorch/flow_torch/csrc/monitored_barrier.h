@@ -24,6 +24,7 @@ inline void pass_rank_zero(const Group& group, int rank, Milliseconds timeout) {
     int code = flow_send(patient.get(), word, 0, kArrived);
     if (code == FLOW_OK) code = flow_recv(patient.get(), word, 0, kPassed);
     if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
+    note(code);
     if (code != FLOW_OK) {
         C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank, " successfully reached monitoredBarrier, but received errors while ",
                                                    "waiting for send/recv from rank 0: ", flow_error_message()));
@@ -47,6 +48,7 @@ inline void collect_ranks(const Group& group, int size, Milliseconds timeout, bo
         const auto patient = within(group, std::max(left, Milliseconds(1)));
         const int code = flow_recv_any(patient.get(), word, kArrived, &from);
         if (code == FLOW_ERROR_INTERRUPTED) rethrow_interrupt();
+        note(code);
         if (code != FLOW_OK) {
             std::vector<int> named(missing.begin(), wait_all_ranks ? missing.end() : std::next(missing.begin()));
             C10_THROW_ERROR(DistBackendError,

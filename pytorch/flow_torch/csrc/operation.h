@@ -39,7 +39,9 @@ public:
     // `hooks`: none if it is a part of another operation.
     Operation(int rank, c10d::OpType type, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
               std::shared_ptr<const Hooks> hooks)
-        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)), hooks_(std::move(hooks)) {}
+        : Work(rank, type, title(type), recorded(inputs)), results_(std::move(results)), hooks_(std::move(hooks)) {
+        ++Seen::operations;
+    }
 
     bool wait(Milliseconds timeout) override;
     std::vector<at::Tensor> result() override { return results_; }

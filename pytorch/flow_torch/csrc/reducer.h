@@ -561,6 +561,7 @@ private:
 
     // Launches the next bucket. False if too many are under way.
     bool launch() {
+        ++Seen::operations;
         auto& bucket = buckets_[next_];
         // What one rank does not use, none does. A rank that has joined does not know what the others use.
         const bool is_unused = TorchReducer::skips_unused(*torch_) && !bucket.is_used && !is_uneven_;
