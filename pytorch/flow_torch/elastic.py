@@ -3,6 +3,7 @@
 import functools
 import os
 import secrets
+import sys
 import time
 import weakref
 from datetime import timedelta
@@ -18,6 +19,8 @@ _made = []
 _last = []
 # The default group that `reconfigure` has made, by a weak reference.
 _default = []
+# The program's sys.excepthook, around which each init_process_group sets one that names the rank.
+_hook = []
 
 
 def reconfigure(timeout=timedelta(minutes=30)):
@@ -62,6 +65,9 @@ def _make_default(group, store, timeout):
     options.rootRank, options.asyncOp = 0, False
     group.broadcast([name], options).wait()
     store = dist.PrefixStore(f"flow/elastic/{name.item()}", store)
+    if _hook and sys.excepthook.__module__ == dist.distributed_c10d.__name__:
+        sys.excepthook = _hook[0]
+    _hook[:] = [sys.excepthook]
     _made.append(group)
     try:
         dist.init_process_group("flow", store=store, rank=group.rank(), world_size=group.size(), timeout=timeout)
