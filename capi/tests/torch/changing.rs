@@ -1,11 +1,11 @@
-//! Groups whose ranks change, and what is called when operations end. The programs start their
-//! ranks themselves: a launcher would end all of them with the first that is killed.
+//! Groups whose ranks change, trainings in them, and what is called when operations end. Some programs
+//! start their ranks themselves: a launcher would end all of them with the first that is killed.
 
 use std::process::Command;
 
-use flow_harness::Finished;
 use flow_harness::cli::{launcher, run};
 use flow_harness::python::python;
+use flow_harness::{Finished, root};
 
 use super::{Part, is_skipped, lines_and_skipped, script, variables, with_flow};
 
@@ -26,6 +26,15 @@ fn are_good(printed: &Finished, cases: usize) {
     assert_eq!(good + skipped, cases, "{printed:?}");
 }
 
+/// A program of so many ranks under flow-launch --elastic in-place.
+fn elastic(ranks: &str, restarts: &str, script: &str, arguments: &[&str]) -> Finished {
+    let mut command = launcher(&["--nproc-per-node", ranks, "--elastic", "in-place"]);
+    command.args(["--max-restarts", restarts, "--no-python", &python(), script]).args(arguments);
+    let finished = run(with_flow(&mut command));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    finished
+}
+
 #[test]
 fn groups_lose_ranks() {
     if is_skipped() {
@@ -41,7 +50,7 @@ fn groups_get_other_ranks() {
     if is_skipped() {
         return;
     }
-    are_good(&printed(Part::Cpp, "reconfiguring.py", &[]), 19);
+    are_good(&printed(Part::Cpp, "reconfiguring.py", &[]), 21);
     are_good(&printed(Part::Python, "reconfiguring.py", &["refused"]), 1);
 }
 
@@ -61,11 +70,55 @@ fn ranks_that_are_killed_are_taken_in_again() {
     if is_skipped() {
         return;
     }
-    let python = python();
-    let script = script("elastic.py");
-    let mut command = launcher(&["--nproc-per-node", "3", "--elastic", "in-place"]);
-    command.args(["--max-restarts", "3", "--no-python", &python, &script, "2"]);
-    let finished = run(with_flow(&mut command));
+    let finished = elastic("3", "3", &script("elastic.py"), &["2"]);
     let lines = ["rank 0: good", "rank 1: good", "rank 2: good"];
-    assert!(finished.code == Some(0) && finished.sorted_lines() == lines, "{finished:?}");
+    assert_eq!(finished.sorted_lines(), lines, "{finished:?}");
+}
+
+/// Four of the processes at random moments of a training, and two as they come, in either class of
+/// DistributedDataParallel: weights and losses are those of a training that nothing happens to.
+#[test]
+fn trainings_go_on_when_ranks_are_killed() {
+    if is_skipped() {
+        return;
+    }
+    let script = script("elastic_steps.py");
+    let undisturbed = elastic("2", "0", &script, &["torch", "none"]);
+    let (_, digest) = undisturbed.stdout.lines().next().unwrap().split_once(": ").unwrap();
+    let lines = |ranks: usize| (0..ranks).map(|rank| format!("rank {rank}: {digest}"));
+    assert_eq!(undisturbed.sorted_lines(), lines(2).collect::<Vec<_>>(), "{undisturbed:?}");
+    for class in ["flow", "torch"] {
+        let finished = elastic("3", "6", &script, &[class, "kills"]);
+        assert_eq!(finished.sorted_lines(), lines(3).collect::<Vec<_>>(), "{finished:?}");
+    }
+}
+
+/// Failures at certain places, and errors of programs.
+#[test]
+fn cases_of_elastic_trainings() {
+    if is_skipped() {
+        return;
+    }
+    are_good(&elastic("2", "0", &script("elastic_cases.py"), &[]), 2 * 19);
+}
+
+/// Two of three ranks have such groups, and a third one is killed in the last case.
+#[test]
+fn what_is_under_way_in_smaller_groups_fails_at_once() {
+    if is_skipped() {
+        return;
+    }
+    are_good(&elastic("3", "1", &script("elastic_groups.py"), &[]), 2 * 4 + 3);
+}
+
+#[test]
+fn the_example_takes_each_sample_once() {
+    if is_skipped() {
+        return;
+    }
+    let script = root().join("examples/elastic.py").display().to_string();
+    let finished = elastic("2", "0", &script, &["--epochs", "2"]);
+    let said = finished.stdout.lines().map(|line| line.split_once(", loss ").unwrap().0);
+    let lines = ["epoch 0: 4096 samples", "epoch 1: 4096 samples"];
+    assert_eq!(said.collect::<Vec<_>>(), lines, "{finished:?}");
 }
