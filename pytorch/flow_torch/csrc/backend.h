@@ -42,7 +42,16 @@ public:
         init();
     }
 
-    ~FlowBackend() override {
+    ~FlowBackend() override { end(); }
+
+    // Where weak pointers are left, these keep the memory, and the destructor comes with the last of them.
+    void release_resources() override {
+        end();
+        membership_.reset();
+    }
+
+    // For the last owner, who gets no error.
+    void end() {
         // Operations under way may have to call Python.
         const GilRelease released;
         const PrintedInterrupts printed;
