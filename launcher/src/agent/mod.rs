@@ -54,7 +54,7 @@ use crate::agent::worker_group::{WorkerGroup, WorkerReady};
 use crate::control::ControlPlane;
 use crate::control::assignment::RankAssignment;
 use crate::control::protocol::{
-    AgentEvent, ClusterEvent, Command, ControlMessage, Failure, JobResult,
+    AgentEvent, ClusterEvent, Command, ControlMessage, Failure, JobResult, Loss,
 };
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
@@ -159,7 +159,7 @@ impl Agent {
                     self.execute(command);
                 }
                 ControlMessage::Notice(notice) => self.sinks.note(&notice),
-                ControlMessage::Disconnected(loss) => self.handle_disconnect(loss.why),
+                ControlMessage::Disconnected(loss) => self.handle_disconnect(loss),
                 ControlMessage::SteppedDown(why) => self.step_down(&why),
             }
         }
@@ -288,7 +288,8 @@ impl Agent {
     }
 
     /// Handles the loss of the coordinator, which is normal when the job is over.
-    fn handle_disconnect(&mut self, reason: String) {
+    fn handle_disconnect(&mut self, loss: Loss) {
+        let reason = loss.why;
         if self.must_rejoin || (self.result.is_some() && self.group.is_none()) {
             return;
         }
@@ -296,7 +297,8 @@ impl Agent {
         let nodes = &self.job.nodes;
         // In place, the leading node knows how many restarts are left.
         let is_awaited = nodes.min < nodes.max || self.job.max_restarts > 0 || self.job.is_in_place;
-        let may_return = self.has_joined && is_awaited && self.signalled.is_none();
+        let may_return =
+            (self.has_joined || loss.was_found) && is_awaited && self.signalled.is_none();
         if may_return {
             self.sinks.note(&format!("{reason}; stopping the workers and joining again"));
             self.must_rejoin = true;

@@ -47,22 +47,33 @@ pub enum PeerMessage {
 pub struct Candidate {
     pub server: Server,
     pub election: Election,
+    /// The address of the store, if it was known from the start.
+    pub address: Option<String>,
     token: Arc<str>,
+    /// The number of requests that this agent has sent.
+    asked: u64,
     votes: Mailbox<Vote>,
     votes_out: MailSender<Vote>,
 }
 
 impl Candidate {
     /// Makes the candidate that serves this store to those that know `token`. The others take it for
-    /// lost when it is silent as long as `lease`.
-    pub fn new(server: Server, token: &str, lease: Duration) -> anyhow::Result<Candidate> {
+    /// lost when it is silent as long as `lease`. Its workers may take `grace` to stop.
+    pub fn new(
+        server: Server,
+        token: &str,
+        lease: Duration,
+        grace: Duration,
+    ) -> anyhow::Result<Candidate> {
         let (votes_out, votes) = mailbox()?;
         let mut id = [0; 8];
         rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())?;
         let candidate = Candidate {
             server,
-            election: Election::new(u64::from_ne_bytes(id), lease, Instant::now()),
+            election: Election::new(u64::from_ne_bytes(id), lease, grace, Instant::now()),
+            address: None,
             token: token.into(),
+            asked: 0,
             votes,
             votes_out,
         };
@@ -107,7 +118,9 @@ impl Candidate {
     }
 
     /// Asks all other members for their votes.
-    fn ask(&self, request: &VoteRequest) {
+    fn ask(&mut self, request: &VoteRequest) {
+        self.asked += 1;
+        let answer = format!("vote/{}/{}", request.candidate, self.asked);
         for member in &request.record.members {
             if member.id == request.candidate {
                 continue;
@@ -116,9 +129,10 @@ impl Candidate {
             let address = Address::Tcp(member.address.clone());
             let token = Arc::clone(&self.token);
             let request = request.clone();
+            let answer = answer.clone();
             let asked = thread::Builder::new().name("flow-election".into()).spawn(move || {
                 // Whoever does not answer does not vote.
-                if let Some(vote) = answer_of(&address, &token, request) {
+                if let Some(vote) = answer_of(&address, &token, request, answer) {
                     votes_out.send(vote);
                 }
             });
@@ -134,15 +148,14 @@ impl Candidate {
     }
 }
 
-fn answer_of(address: &Address, token: &str, request: VoteRequest) -> Option<Vote> {
+/// Asks one member, which puts its vote under the key `answer` of its own store.
+fn answer_of(address: &Address, token: &str, request: VoteRequest, answer: String) -> Option<Vote> {
     let store = Store::connect(address, token, ANSWER_TIMEOUT).ok()?;
     store.set_reply_timeout(ANSWER_TIMEOUT);
-    let kind = if request.is_trial { "trial" } else { "vote" };
-    let answer = format!("{kind}/{}/{}", request.candidate, request.term);
     let message = PeerMessage::Request { request, answer: answer.clone() };
     store.send(&serde_json::to_vec(&message).ok()?).ok()?;
-    let vote = store.get(&answer, ANSWER_TIMEOUT).ok()?;
+    let vote = store.get(&answer, ANSWER_TIMEOUT);
     // Nobody reads it again.
     let _ = store.delete(&[answer]);
-    serde_json::from_slice(&vote).ok()
+    serde_json::from_slice(&vote.ok()?).ok()
 }

@@ -88,6 +88,9 @@ impl Coordinator {
     /// Makes the coordinator of a job that has come so far, and whose leading node is lost.
     pub fn resuming(job: &Job, progress: &Progress, now: Instant) -> Coordinator {
         let mut coordinator = Coordinator::new(job, now);
+        if progress.round == 0 && progress.result.is_none() {
+            return coordinator;
+        }
         coordinator.round = progress.round;
         coordinator.awaited = Some(progress.nodes.saturating_sub(1));
         coordinator.nodes = progress.nodes;
@@ -451,7 +454,8 @@ impl Coordinator {
         // By node rank if they have one; otherwise in the order of joining, the leader first.
         members.sort_by_key(|agent| (self.agents[agent].node.node_rank, *agent));
         members.truncate(self.max);
-        (self.awaited, self.nodes) = (None, members.len());
+        self.awaited = None;
+        self.nodes = members.len();
         let nodes: Vec<&Node> = members.iter().map(|agent| &self.agents[agent].node).collect();
         let assignments = assignment::assign(&nodes, self.failures);
         for (agent, assignment) in members.iter().zip(assignments) {
@@ -514,6 +518,7 @@ impl Coordinator {
             self.end(agent, code, cause.clone());
         }
         self.result = Some(JobResult { code, cause });
+        self.awaited = None;
         self.phase = JobPhase::Over;
     }
 

@@ -13,7 +13,7 @@ use flow_store::net::local_address_for;
 use flow_store::{Address, Error, Store};
 
 use crate::control::candidate::{Candidate, LEADER_KEY, LeaderPlace, PeerMessage};
-use crate::control::election::Member;
+use crate::control::election::{Election, JobRecord, Member};
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};
@@ -56,8 +56,8 @@ pub struct Follower {
     /// Whether there is a connection; `sent` closes when it has sent all events.
     connected: Arc<AtomicBool>,
     sent: Receiver<()>,
-    /// Where the leader may be.
-    addresses: Arc<Mutex<Vec<String>>>,
+    /// What the thread that looks for the leader must know.
+    search: Arc<Mutex<Search>>,
     /// The endpoint, at which every leader may be.
     endpoint: String,
     /// Ends the thread that looks for the leader, or waits for its commands.
@@ -82,14 +82,14 @@ impl Follower {
         let (sending, sent) = mpsc::channel();
         let connected = Arc::new(AtomicBool::new(false));
         let is_over = Arc::new(AtomicBool::new(false));
-        let addresses = Arc::new(Mutex::new(Vec::new()));
+        let search = Arc::new(Mutex::new(Search::default()));
         let seat = candidate.as_ref().map(|candidate| Seat {
             id: candidate.election.id(),
+            address: candidate.address.clone(),
             port: candidate.port().unwrap_or_default(),
-            term: candidate.election.term(),
         });
         let thread = FollowerThread {
-            addresses: Arc::clone(&addresses),
+            search: Arc::clone(&search),
             token: token(job)?,
             timeout,
             heartbeat: job.nodes.timeouts.heartbeat,
@@ -103,12 +103,12 @@ impl Follower {
             messages,
             connected,
             sent,
-            addresses,
+            search,
             endpoint: net::join(host, port),
             is_over,
             candidate,
         };
-        follower.refresh_addresses();
+        follower.refresh_search();
         thread::Builder::new()
             .name("flow-control".into())
             .spawn(move || thread.run(receiver, sending, &sender))?;
@@ -137,11 +137,14 @@ impl Follower {
             match (message, &mut self.candidate) {
                 (ControlMessage::Command(Command::Record(record)), Some(candidate)) => {
                     let leader = record.members.first().map(|member| member.address.clone());
-                    candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
-                    candidate.election.follow();
                     let age = record.age();
-                    candidate.election.learn(record, Instant::now());
-                    self.send(AgentEvent::Has { age });
+                    if candidate.election.follow(record, Instant::now()) {
+                        candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
+                        self.send(AgentEvent::Has { age });
+                    } else {
+                        // The thread says so.
+                        self.is_over.store(true, Ordering::SeqCst);
+                    }
                 }
                 (ControlMessage::Disconnected(loss), Some(candidate)) => {
                     candidate.announce(&LeaderPlace::Unknown);
@@ -175,7 +178,10 @@ impl Follower {
                     candidate.election.learn(record, Instant::now());
                     has_learnt = true;
                 }
-                Ok(PeerMessage::Event(agent, AgentEvent::Joined { .. })) => {
+                Ok(PeerMessage::Event(
+                    agent,
+                    AgentEvent::Joined { .. } | AgentEvent::Candidate { .. },
+                )) => {
                     let command = serde_json::to_vec(&Command::Rejoin).unwrap_or_default();
                     candidate.server.set(&command_key(agent, 0), &command);
                 }
@@ -187,14 +193,18 @@ impl Follower {
             }
         }
         if has_learnt {
-            self.refresh_addresses();
+            self.refresh_search();
         }
     }
 
-    fn refresh_addresses(&self) {
-        let members = self.candidate.iter().flat_map(|it| &it.election.record().members);
-        let others = members.map(|member| &member.address).chain([&self.endpoint]).cloned();
-        *self.addresses.lock().unwrap_or_else(PoisonError::into_inner) = others.collect();
+    fn refresh_search(&self) {
+        let election = self.candidate.as_ref().map(|candidate| &candidate.election);
+        let record = election.map(|election| election.record().clone()).unwrap_or_default();
+        let members = record.members.iter().map(|member| &member.address);
+        let addresses = members.chain([&self.endpoint]).cloned().collect();
+        let term = election.map(Election::term).unwrap_or_default();
+        *self.search.lock().unwrap_or_else(PoisonError::into_inner) =
+            Search { addresses, term, record };
     }
 
     /// Returns the descriptors that are readable when a message has come.
@@ -219,17 +229,26 @@ impl Drop for Follower {
     }
 }
 
+/// What the thread that looks for the leader must know.
+#[derive(Clone, Default)]
+struct Search {
+    /// Where the leader may be.
+    addresses: Vec<String>,
+    term: u64,
+    record: JobRecord,
+}
+
 /// What the leader must know of an agent that may take its place.
 struct Seat {
     id: u64,
-    /// The port of the store that the agent serves.
+    /// The address of the store that the agent serves, or else its port.
+    address: Option<String>,
     port: u16,
-    term: u64,
 }
 
 /// The thread that waits for commands.
 struct FollowerThread {
-    addresses: Arc<Mutex<Vec<String>>>,
+    search: Arc<Mutex<Search>>,
     token: String,
     timeout: Duration,
     heartbeat: Duration,
@@ -264,33 +283,38 @@ impl FollowerThread {
         let events_out = self.open(&address, self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
         events_out.set_reply_timeout(self.heartbeat);
         let node = self.node(&address)?;
-        let member = self
-            .seat
-            .as_ref()
-            .map(|seat| Member { id: seat.id, address: net::join(&node.address, seat.port) });
+        let member = self.seat.as_ref().map(|seat| {
+            let own = || net::join(&node.address, seat.port);
+            Member { id: seat.id, address: seat.address.clone().unwrap_or_else(own) }
+        });
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will =
             AgentEvent::Gone { why: "its flow-launch was killed, or cannot be reached".into() };
         store.will(&message(agent, &will), self.heartbeat).map_err(lost)?;
-        events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
-        if let (Some(member), Some(seat)) = (member, &self.seat) {
-            let event = AgentEvent::Candidate { member, term: seat.term };
+        if let Some(member) = member {
+            let Search { term, record, .. } = self.search();
+            let event = AgentEvent::Candidate { member, term, record };
             events_out.send(&message(agent, &event)).map_err(lost)?;
         }
+        events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
-        let errors_out = commands_out
-            .try_clone()
-            .map_err(|error| told(format!("cannot duplicate a pipe: {error}")))?;
+        let is_over = Arc::clone(&self.is_over);
         thread::Builder::new()
             .name("flow-events".into())
             .spawn(move || {
                 let _closes_at_the_end = sending;
                 if let Err(error) = send_events(events, agent, &events_out) {
-                    errors_out.send(ControlMessage::Disconnected(lost(error)));
+                    log::debug!("{error}");
+                    is_over.store(true, Ordering::SeqCst);
                 }
             })
             .map_err(|error| told(format!("cannot start a thread: {error}")))?;
         self.receive_commands(&store, agent, commands_out)
+            .map_err(|loss| Loss { was_found: true, ..loss })
+    }
+
+    fn search(&self) -> Search {
+        self.search.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Finds the leader, and says so if that takes long. Returns the connection and the address.
@@ -298,7 +322,7 @@ impl FollowerThread {
         let begin = Instant::now();
         let mut notice_at = Some(begin + FIRST_NOTICE.min(self.timeout));
         loop {
-            let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let Search { addresses, record, .. } = self.search();
             // A host that is off does not answer, while another one may.
             let patience = if addresses.len() > 1 { RETRY_INTERVAL } else { FIRST_NOTICE };
             let mut failure = None;
@@ -309,7 +333,10 @@ impl FollowerThread {
                     Ok(Some(_)) if self.is_over.load(Ordering::SeqCst) => {}
                     Ok(Some(leader)) => return Ok(leader),
                     Ok(None) => {}
-                    Err(error @ Error::Denied { .. }) => return Err(error),
+                    // Another job may have come to the address of a member that is lost.
+                    Err(error @ Error::Denied { .. }) if record.members.is_empty() => {
+                        return Err(error);
+                    }
                     Err(error) => failure = Some(error),
                 }
             }
@@ -345,14 +372,23 @@ impl FollowerThread {
         address: &str,
         timeout: Duration,
     ) -> Result<Option<(Store, String)>, Error> {
+        let (store, place) = self.ask(address, timeout)?;
+        match place {
+            LeaderPlace::Here => Ok(Some((store, address.to_string()))),
+            LeaderPlace::At(leader) => {
+                let (store, place) = self.ask(&leader, timeout)?;
+                Ok((place == LeaderPlace::Here).then_some((store, leader)))
+            }
+            LeaderPlace::Unknown => Ok(None),
+        }
+    }
+
+    /// Connects to an agent, which says where the leader is.
+    fn ask(&self, address: &str, timeout: Duration) -> Result<(Store, LeaderPlace), Error> {
         let store = self.open(address, timeout)?;
         store.set_reply_timeout(timeout.max(RETRY_INTERVAL));
         let place = store.get(LEADER_KEY, RETRY_INTERVAL)?;
-        match serde_json::from_slice(&place) {
-            Ok(LeaderPlace::Here) => Ok(Some((store, address.to_string()))),
-            Ok(LeaderPlace::At(leader)) => Ok(Some((self.open(&leader, timeout)?, leader))),
-            Ok(LeaderPlace::Unknown) | Err(_) => Ok(None),
-        }
+        Ok((store, serde_json::from_slice(&place).unwrap_or(LeaderPlace::Unknown)))
     }
 
     /// Returns this node, with its address.
@@ -393,7 +429,9 @@ impl FollowerThread {
             let text = loop {
                 match store.get(&command_key(agent, number), HEARTBEAT) {
                     Err(Error::Timeout { .. }) if self.is_over.load(Ordering::SeqCst) => {
-                        return Ok(());
+                        return Err(told(
+                            "the leading node takes no events, or leads the job no more".into(),
+                        ));
                     }
                     Err(Error::Timeout { .. }) => heard = Instant::now(),
                     Err(error) => {
@@ -447,7 +485,7 @@ fn lost(error: Error) -> Loss {
 }
 
 fn told(why: String) -> Loss {
-    Loss { why, is_silent: false }
+    Loss { why, is_silent: false, was_found: false }
 }
 
 fn message(agent: AgentId, event: &AgentEvent) -> Vec<u8> {

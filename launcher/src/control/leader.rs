@@ -112,7 +112,8 @@ impl Leader {
             _ => (token(job)?, net::interface(&[host, &node.address]), None),
         };
         let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), port)), &token)?;
-        let mut candidate = Candidate::new(server, &token, job.nodes.timeouts.heartbeat)?;
+        let timeouts = job.nodes.timeouts;
+        let mut candidate = Candidate::new(server, &token, timeouts.heartbeat, job.grace)?;
         let Some(port) = candidate.port() else {
             bail!("it is served elsewhere: {}", candidate.server.address())
         };
@@ -181,11 +182,17 @@ impl Leader {
 
     /// Handles an event of this node's agent.
     pub fn send(&mut self, event: AgentEvent) {
+        self.notice_pause();
+        let is_stopped = matches!(event, AgentEvent::Leaving { .. }) && !self.may_act();
         self.handle(LEADER, event);
+        if is_stopped {
+            self.step_down("this node is stopped by a signal");
+        }
     }
 
     /// Takes the next message for this node's agent. Handles what other agents and workers have sent.
     pub fn poll(&mut self) -> Option<ControlMessage> {
+        self.notice_pause();
         self.take_messages();
         if self.stepped_down.is_none() {
             self.keep_leading();
@@ -226,18 +233,22 @@ impl Leader {
 
     /// Gives the leadership up if it cannot be kept. Sends the record to all when it has changed.
     fn keep_leading(&mut self) {
-        let now = Instant::now();
-        let since = std::mem::replace(&mut self.polled, now);
-        if now - since > self.lease / 2 && self.candidate.election.has_followers() {
-            self.candidate.election.doubt(now);
-            self.send_record();
-        }
-        self.candidate.election.elapsed(now);
+        self.candidate.election.elapsed(Instant::now());
         if !self.candidate.election.is_leading() {
             return self.step_down("too few nodes follow this one");
         }
         self.coordinate_early();
         if self.candidate.election.update(self.coordinator.progress()) {
+            self.send_record();
+        }
+    }
+
+    /// Notes that this process did nothing for long: the others may have elected another leader.
+    fn notice_pause(&mut self) {
+        let now = Instant::now();
+        let since = std::mem::replace(&mut self.polled, now);
+        if now - since > self.lease / 2 && self.candidate.election.has_followers() {
+            self.candidate.election.doubt(now);
             self.send_record();
         }
     }
@@ -256,13 +267,14 @@ impl Leader {
             return;
         }
         self.candidate.announce(&LeaderPlace::Unknown);
-        for agent in self
-            .coordinator
-            .followers()
-            .chain(self.members.keys().copied())
-            .collect::<BTreeSet<_>>()
-        {
-            self.command(agent, &Command::Rejoin);
+        let early = self.early.iter().map(|(agent, _)| *agent);
+        let members = self.members.keys().copied();
+        let agents: BTreeSet<AgentId> =
+            self.coordinator.followers().chain(members).chain(early).collect();
+        for agent in agents {
+            if agent != LEADER {
+                self.command(agent, &Command::Rejoin);
+            }
         }
         self.stepped_down = Some(why.into());
         self.messages.clear();
@@ -348,15 +360,21 @@ impl Leader {
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
         let now = Instant::now();
         if self.stepped_down.is_some() {
-            if let AgentEvent::Joined { .. } = event {
+            if let AgentEvent::Joined { .. } | AgentEvent::Candidate { .. } = event {
                 self.command(agent, &Command::Rejoin);
             }
             return;
         }
         match event {
-            AgentEvent::Candidate { member, term } => {
-                if self.candidate.election.heard_of(term, now) {
-                    return self.step_down("there has been a later election");
+            AgentEvent::Candidate { member, term, record } => {
+                let election = &mut self.candidate.election;
+                if election.heard_of(term, now) {
+                    self.step_down("there has been a later election");
+                } else if election.give_way(record, now) {
+                    self.step_down("this job has begun before");
+                }
+                if self.stepped_down.is_some() {
+                    return self.command(agent, &Command::Rejoin);
                 }
                 self.members.insert(agent, member.id);
                 self.candidate.election.joined(member);

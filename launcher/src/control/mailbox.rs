@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 /// The event loop's side.
 pub struct Mailbox<T> {
     messages: Receiver<T>,
-    /// Holds one byte for each message.
+    /// Holds bytes while there are messages.
     wake_pipe: PipeReader,
 }
 
@@ -28,9 +28,12 @@ pub fn mailbox<T>() -> io::Result<(MailSender<T>, Mailbox<T>)> {
 impl<T> Mailbox<T> {
     /// Returns the next message, if one has come.
     pub fn poll(&mut self) -> Option<T> {
-        let message = self.messages.try_recv().ok()?;
-        let _ = self.wake_pipe.read(&mut [0]);
-        Some(message)
+        if let Ok(message) = self.messages.try_recv() {
+            return Some(message);
+        }
+        // The byte comes after its message, so none is lost with the bytes of those before it.
+        while matches!(self.wake_pipe.read(&mut [0; 64]), Ok(1..)) {}
+        self.messages.try_recv().ok()
     }
 
     /// Returns the descriptor that is readable when a message has come.

@@ -98,7 +98,12 @@ impl ControlPlane {
             ControlPlane::Follower(mut follower) => follower.candidate.take(),
             ControlPlane::Closed => None,
         };
-        let timeout = job.nodes.timeouts.join.min(REJOIN_TIMEOUT);
+        let timeouts = job.nodes.timeouts;
+        let mut timeout = timeouts.join.min(REJOIN_TIMEOUT);
+        if candidate.is_some() {
+            // A silent leader is not replaced before the others have surely stopped following it.
+            timeout = timeout.max(3 * timeouts.heartbeat);
+        }
         *self = ControlPlane::follow(job, local_world_size, timeout, candidate)?;
         Ok(())
     }
@@ -143,7 +148,11 @@ impl ControlPlane {
                 Ok(leader) => *self = ControlPlane::Leader(Box::new(leader)),
                 Err(error) => {
                     let why = format!("this node is elected as the leader, but {error:#}");
-                    return Some(ControlMessage::Disconnected(Loss { why, is_silent: false }));
+                    return Some(ControlMessage::Disconnected(Loss {
+                        why,
+                        is_silent: false,
+                        was_found: true,
+                    }));
                 }
             }
         }
@@ -253,7 +262,9 @@ fn candidate(job: &Job, host: &str, port: u16) -> anyhow::Result<Candidate> {
     let token = token(job)?;
     let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), 0)), &token)
         .context("cannot serve a store, which this node needs to lead the job one day")?;
-    Candidate::new(server, &token, job.nodes.timeouts.heartbeat)
+    let mut candidate = Candidate::new(server, &token, job.nodes.timeouts.heartbeat, job.grace)?;
+    candidate.address = own.zip(candidate.port()).map(|(own, port)| net::join(&own, port));
+    Ok(candidate)
 }
 
 /// Makes this agent the leader that it is elected as.

@@ -19,9 +19,9 @@ pub const LEADER: AgentId = 0;
 pub enum AgentEvent {
     /// The agent can start workers.
     Joined { node: Node },
-    /// The agent may be made a member of those that elect the next leader. `term`: the latest that it
-    /// knows.
-    Candidate { member: Member, term: u64 },
+    /// The agent may be made a member of those that elect the next leader. It says so before it joins.
+    /// `term`: the latest that it knows. `record`: what it had from the last leader.
+    Candidate { member: Member, term: u64, record: JobRecord },
     /// It has the record of this age.
     Has { age: (u64, u64) },
     /// A worker has failed; the agent stops its others.
@@ -122,6 +122,8 @@ pub struct Loss {
     pub why: String,
     /// Nothing was heard of it for long; else the connection has ended.
     pub is_silent: bool,
+    /// The agent had found it, and may look for another one.
+    pub was_found: bool,
 }
 
 /// Something that the leader has learnt, for `--events`.

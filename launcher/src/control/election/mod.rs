@@ -36,6 +36,8 @@ pub struct Member {
 /// What an agent must know to lead the job. The leader sends each change to all agents.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobRecord {
+    /// Who founded the job. The agent of the endpoint may found another one when it is started again.
+    pub job: MemberId,
     /// Each elected leader has a term of its own.
     pub term: u64,
     /// Each change in a term has a version of its own.
@@ -110,6 +112,8 @@ pub struct Election {
     me: MemberId,
     /// The time after which a leader takes a member that is silent for lost.
     lease: Duration,
+    /// The time that voters may need to stop their workers before they follow whom they elect.
+    grace: Duration,
     record: JobRecord,
     /// The latest term that this agent has voted in or heard of.
     term: u64,
@@ -147,10 +151,11 @@ struct Leadership {
 }
 
 impl Election {
-    pub fn new(me: MemberId, lease: Duration, now: Instant) -> Election {
+    pub fn new(me: MemberId, lease: Duration, grace: Duration, now: Instant) -> Election {
         Election {
             me,
             lease,
+            grace,
             record: JobRecord::default(),
             term: 0,
             voted: None,
@@ -161,8 +166,10 @@ impl Election {
     /// Begins a job, as its leader and only member.
     pub fn found(&mut self, address: String, now: Instant) {
         let me = Member { id: self.me, address };
-        (self.term, self.voted) = (1, Some(self.me));
-        self.record = JobRecord { term: 1, members: vec![me.clone()], ..JobRecord::default() };
+        self.term = 1;
+        self.voted = Some(self.me);
+        let members = vec![me.clone()];
+        self.record = JobRecord { job: self.me, term: 1, members, ..JobRecord::default() };
         self.lead(me, now);
     }
 
@@ -173,7 +180,7 @@ impl Election {
             present: vec![(me, age)],
             first: age,
             is_established: false,
-            give_up_at: now + self.lease,
+            give_up_at: now + self.lease + self.grace,
             is_fresh: true,
         });
         self.establish();
@@ -207,9 +214,30 @@ impl Election {
         matches!(&self.role, Role::Leading(leadership) if leadership.present.len() > 1)
     }
 
-    /// Notes that this agent is connected to a leader.
-    pub fn follow(&mut self) {
+    /// Follows the leader that has sent this record. Returns false if its term is over.
+    pub fn follow(&mut self, record: JobRecord, now: Instant) -> bool {
+        if record.term < self.term {
+            return false;
+        }
+        self.heard_of(record.term, now);
+        self.record = record;
         self.role = Role::Following;
+        true
+    }
+
+    /// Takes the record of a job that others have taken part in before this agent founded one. They
+    /// elect their leader. Returns whether this agent led until now.
+    pub fn give_way(&mut self, record: JobRecord, now: Instant) -> bool {
+        let is_new = self.record.progress.round == 0 || record.age() > self.record.age();
+        // Fewer could elect nobody.
+        let can_elect = record.members.len() > 2;
+        if record.job == self.record.job || !is_new || !can_elect || !self.is_leading() {
+            return false;
+        }
+        self.term = self.term.max(record.term);
+        self.record = record;
+        self.search(now);
+        true
     }
 
     /// Takes a record of a leader, or of a voter. A leader that hears of a later term leads no more.
@@ -224,7 +252,11 @@ impl Election {
     /// Notes that the leader is lost. If it is only silent, it may still count this agent as one that
     /// is connected.
     pub fn lost(&mut self, is_silent: bool, now: Instant) {
-        self.search(if is_silent { now + self.lease } else { now });
+        let free_at = if is_silent { now + self.lease } else { now };
+        match self.role {
+            Role::Searching { free_at: known, .. } => self.search(known.max(free_at)),
+            _ => self.search(free_at),
+        }
     }
 
     fn search(&mut self, free_at: Instant) {
@@ -234,6 +266,9 @@ impl Election {
     /// Notes that this agent could lead now: none of its workers is left.
     pub fn may_stand(&mut self, now: Instant) {
         let turn = self.turn();
+        if let Role::Following = self.role {
+            self.search(now);
+        }
         if let Role::Searching { free_at, stand_at, .. } = &mut self.role {
             *stand_at = turn.map(|turn| now.max(*free_at) + turn * STAGGER);
         }
@@ -301,7 +336,8 @@ impl Election {
             || (request.term == self.term && self.voted.is_some_and(|id| id != request.candidate));
         let granted = is_free && !is_older && !has_voted;
         if granted && !request.is_trial {
-            (self.term, self.voted) = (request.term, Some(request.candidate));
+            self.term = request.term;
+            self.voted = Some(request.candidate);
             // It gets the time to be found before this one stands itself.
             if let Role::Searching { stand_at: Some(at), .. } = &mut self.role {
                 *at = (*at).max(now + self.lease);
@@ -342,7 +378,8 @@ impl Election {
         };
         let me = self.record.members.remove(place);
         self.record.members.insert(0, me.clone());
-        (self.record.term, self.record.version) = (self.term, 0);
+        self.record.term = self.term;
+        self.record.version = 0;
         self.lead(me, now);
         Outcome::Elected
     }
@@ -353,7 +390,8 @@ impl Election {
         if term <= self.term {
             return false;
         }
-        (self.term, self.voted) = (term, None);
+        self.term = term;
+        self.voted = None;
         if let Role::Searching { votes, .. } = &mut self.role {
             votes.clear();
         }
@@ -397,7 +435,7 @@ impl Election {
         let age = self.record.age();
         leadership.first = age;
         leadership.is_established = false;
-        leadership.give_up_at = now + self.lease;
+        leadership.give_up_at = now + self.lease + self.grace;
         self.note_own();
         self.establish();
     }
@@ -429,9 +467,10 @@ impl Election {
         let Role::Leading(leadership) = &mut self.role else { return false };
         leadership.present.retain(|(member, _)| member.id != id);
         let present = &leadership.present;
-        if !leadership.is_established
-            || self.record.has_majority(|id| present.iter().any(|(m, _)| m.id == id))
-        {
+        let first = leadership.first;
+        // One that has not answered may follow another leader by now.
+        let follows = |id| present.iter().any(|(m, age)| m.id == id && *age >= first);
+        if !leadership.is_established || self.record.has_majority(follows) {
             return false;
         }
         self.search(now);

@@ -14,13 +14,15 @@ use super::{Election, JobRecord, Member, MemberId, Outcome, Progress, Vote, Vote
 const LEASE: Duration = Duration::from_secs(8);
 /// A follower takes a leader that is silent for so long for lost.
 const PATIENCE: Duration = Duration::from_secs(4);
+/// How long workers take to stop at most.
+const GRACE: Duration = Duration::from_secs(30);
 const PING: Duration = Duration::from_secs(1);
 const TICK: Duration = Duration::from_millis(100);
 /// How long a message is on its way at most.
 const DELAY: Duration = Duration::from_millis(80);
 /// The time with faults, and the time after which all must be well again.
 const FAULTS: Duration = Duration::from_secs(100);
-const RECOVERY: Duration = Duration::from_secs(60);
+const RECOVERY: Duration = Duration::from_secs(200);
 
 type Connection = u64;
 
@@ -35,6 +37,7 @@ enum Message {
         connection: Connection,
         member: Member,
         term: u64,
+        known: JobRecord,
     },
     Record {
         connection: Connection,
@@ -150,7 +153,7 @@ impl Simulation {
         Node {
             process,
             is_alive: true,
-            election: Election::new(process, LEASE, self.start + self.now),
+            election: Election::new(process, LEASE, GRACE, self.start + self.now),
             following: None,
             last_ping: self.now,
             last_tick: self.now,
@@ -220,7 +223,7 @@ impl Simulation {
 
     /// Gives up the leader, or the leadership.
     fn search(&mut self, node: usize) {
-        let busy = Duration::from_secs(2).mul_f64(self.random.f64());
+        let busy = GRACE.mul_f64(self.random.f64().powi(4));
         let followers = std::mem::take(&mut self.nodes[node].followers);
         for (connection, (follower, ..)) in followers {
             self.send_on(connection, node, follower, Message::Closed { connection });
@@ -288,12 +291,7 @@ impl Simulation {
     fn tick_leader(&mut self, node: usize) {
         let now = self.now;
         let instant = self.instant();
-        let was_frozen = now - self.nodes[node].last_tick > PATIENCE;
-        self.nodes[node].last_tick = now;
-        if was_frozen {
-            self.nodes[node].election.doubt(instant);
-            self.broadcast(node);
-        }
+        self.notice_pause(node);
         let silent: Vec<Connection> = self.nodes[node]
             .followers
             .iter()
@@ -318,6 +316,16 @@ impl Simulation {
             self.broadcast(node);
         }
         self.check(node);
+    }
+
+    /// A leader that was frozen first asks whether it still is the leader.
+    fn notice_pause(&mut self, leader: usize) {
+        let since = std::mem::replace(&mut self.nodes[leader].last_tick, self.now);
+        if self.now - since > PATIENCE {
+            let instant = self.instant();
+            self.nodes[leader].election.doubt(instant);
+            self.broadcast(leader);
+        }
     }
 
     fn broadcast(&mut self, leader: usize) {
@@ -349,6 +357,9 @@ impl Simulation {
         }
         let now = self.now;
         let instant = self.instant();
+        if self.nodes[to].election.is_leading() {
+            self.notice_pause(to);
+        }
         let this = &mut self.nodes[to];
         match message {
             Message::Find => {
@@ -365,16 +376,14 @@ impl Simulation {
                     let member = Member { id: this.process, address: address(to, this.process) };
                     // Whether the other leads comes out with its first record.
                     let term = this.election.term();
-                    self.send_on(
-                        connection,
-                        to,
-                        leader,
-                        Message::Join { connection, member, term },
-                    );
+                    let known = this.election.record().clone();
+                    let join = Message::Join { connection, member, term, known };
+                    self.send_on(connection, to, leader, join);
                 }
             }
-            Message::Join { connection, member, term } => {
-                if this.election.heard_of(term, instant) {
+            Message::Join { connection, member, term, known } => {
+                if this.election.heard_of(term, instant) || this.election.give_way(known, instant) {
+                    self.send_on(connection, to, from, Message::Closed { connection });
                     return self.search(to);
                 }
                 if !this.election.is_leading() {
@@ -386,22 +395,14 @@ impl Simulation {
                 self.send_on(connection, to, from, Message::Record { connection, record });
             }
             Message::Record { connection, record } => {
-                if this.election.is_leading() || record.term < this.election.term() {
+                let is_other = this.following.is_some_and(|(known, ..)| known != connection);
+                let age = record.age();
+                if this.election.is_leading() || is_other || !this.election.follow(record, instant)
+                {
                     return self.send_on(connection, to, from, Message::Closed { connection });
                 }
-                match &mut this.following {
-                    Some((known, _, heard)) if *known == connection => *heard = now,
-                    Some(_) => {
-                        return self.send_on(connection, to, from, Message::Closed { connection });
-                    }
-                    None => {
-                        this.following = Some((connection, from, now));
-                        this.election.follow();
-                        this.busy_until = None;
-                    }
-                }
-                let age = record.age();
-                this.election.learn(record, instant);
+                this.following = Some((connection, from, now));
+                this.busy_until = None;
                 self.send_on(connection, to, from, Message::Acknowledge { connection, age });
             }
             Message::Acknowledge { connection, age } => {
@@ -449,8 +450,8 @@ impl Simulation {
 
     /// Never two leaders that act, and none that has forgotten what was committed.
     fn check(&mut self, node: usize) {
-        // One that was frozen acts after it has looked at its followers.
-        let is_awake = |node: &Node| node.last_tick >= node.frozen_until;
+        // One that was frozen doubts before it does anything.
+        let is_awake = |node: &Node| self.now - node.last_tick <= PATIENCE;
         let acts = |node: &Node| node.is_alive && is_awake(node) && node.election.acts();
         if !acts(&self.nodes[node]) {
             return;
@@ -511,8 +512,7 @@ impl Simulation {
             }
             3 | 4 => self.part = (0..size).map(|_| self.random.u8(..2)).collect(),
             5 => self.part.fill(0),
-            // The endpoint's agent would found another job.
-            _ if node != 0 && !self.nodes[node].is_alive => {
+            _ if !self.nodes[node].is_alive => {
                 let process = self.process(node);
                 self.nodes[node] = process;
             }
@@ -599,7 +599,7 @@ fn ten_thousand_nodes_lose_their_leader() {
     let mut simulation = Simulation::new(1, 10_000, 0.0);
     simulation.run(Duration::from_secs(3));
     simulation.end(0, true);
-    simulation.run(Duration::from_secs(10));
+    simulation.run(Duration::from_secs(10) + GRACE);
     let leader = (1..10_000).find(|index| simulation.nodes[*index].election.acts()).unwrap();
     assert_eq!(simulation.nodes[leader].followers.len(), 10_000 - 2);
     assert_eq!(simulation.leaders, 2);
