@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::agent::worker_group::WorkerGroup;
-use crate::control::protocol::JobResult;
+use crate::control::job_record::JobResult;
 use crate::output::sink::Sinks;
 use crate::report::error_file;
 use crate::report::failure;

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use flow_store::{Address, Server, Store};
 use serde::{Deserialize, Serialize};
 
-use crate::control::election::{Election, JobRecord, Outcome, Vote, VoteRequest};
+use crate::control::election::{Election, Outcome, Vote, VoteRequest};
+use crate::control::job_record::JobRecord;
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::protocol::{AgentEvent, AgentId};
 

@@ -14,10 +14,11 @@ use std::time::{Duration, Instant};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment;
-use crate::control::election::Progress;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
+use crate::control::job_record::JobResult;
+use crate::control::job_record::Progress;
 use crate::control::node::{Node, range};
-use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, JobResult, LEADER};
+use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, LEADER};
 use crate::control::worker_table::WorkerTable;
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 

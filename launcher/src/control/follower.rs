@@ -13,7 +13,8 @@ use flow_store::net::local_address_for;
 use flow_store::{Address, Error, Store};
 
 use crate::control::candidate::{Candidate, LEADER_KEY, LeaderPlace, PeerMessage};
-use crate::control::election::{Election, JobRecord, Member};
+use crate::control::election::Election;
+use crate::control::job_record::{JobRecord, Member};
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};

@@ -25,7 +25,7 @@ use serde::Deserialize;
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::coordinator::Coordinator;
-use crate::control::election::{JobRecord, MemberId};
+use crate::control::job_record::{JobRecord, MemberId};
 use crate::control::node::Node;
 use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, command_key,

@@ -7,6 +7,7 @@
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `election/` | who leads when the leading agent is lost (pure) |
+//! | `job_record.rs` | what all agents keep of the job |
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
@@ -19,6 +20,7 @@ pub mod coordinator;
 mod election;
 mod follower;
 mod job_phase;
+pub mod job_record;
 mod leader;
 mod mailbox;
 pub mod node;

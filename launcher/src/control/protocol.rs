@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::RankAssignment;
-use crate::control::election::{JobRecord, Member};
+use crate::control::job_record::{JobRecord, JobResult, Member};
 use crate::control::node::Node;
 use crate::trace::folder::Piece;
 
@@ -94,14 +94,6 @@ pub enum Command {
     Rejoin,
     /// The job is over.
     Finish(JobResult),
-}
-
-/// The end of the job.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct JobResult {
-    pub code: u8,
-    /// The report to print.
-    pub cause: Option<String>,
 }
 
 /// A message that an agent receives.
