@@ -12,20 +12,18 @@
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use flow_store::net::secret;
-use flow_store::{Address, Server, Store, TcpStoreServer};
+use flow_store::{Address, Server, TcpStoreServer};
 use serde::Deserialize;
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
+use crate::control::claim::Claim;
 use crate::control::coordinator::Coordinator;
-use crate::control::job_record::{JobRecord, MemberId};
+use crate::control::job_record::MemberId;
 use crate::control::node::Node;
 use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, command_key,
@@ -38,9 +36,6 @@ use crate::report::text::excerpt;
 
 /// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
-
-/// The interval at which an elected leader looks whether another agent leads at the endpoint.
-const CLAIM_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How the workers of a node that is lost have ended.
 const LOST: &str = "the loss of its node";
@@ -73,7 +68,7 @@ pub struct Leader {
     polled: Instant,
     lease: Duration,
     /// An elected leader's claim of the endpoint ends with it.
-    _claim: Option<Claim>,
+    claim: Option<Claim>,
     /// The number of commands sent to each agent.
     commands_sent: HashMap<AgentId, u64>,
     /// The stores of the present round.
@@ -137,7 +132,7 @@ impl Leader {
         let coordinator = Coordinator::resuming(job, &record.progress, Instant::now());
         let claim = Claim::start(token(job)?, endpoint, record)?;
         let mut leader = Leader::new(job, &node, port, candidate, coordinator);
-        leader._claim = Some(claim);
+        leader.claim = Some(claim);
         leader.messages.push_back(ControlMessage::Notice(
             "the leading node is lost: this one leads the job from now on".into(),
         ));
@@ -161,7 +156,7 @@ impl Leader {
             stepped_down: None,
             polled: Instant::now(),
             lease: job.nodes.timeouts.heartbeat,
-            _claim: None,
+            claim: None,
             commands_sent: HashMap::new(),
             round: None,
             address: node.address.clone(),
@@ -553,38 +548,6 @@ impl Round {
             count => format!("exit/{rank}.{count}"),
         };
         self.store.set(&key, end.as_bytes());
-    }
-}
-
-/// Tells whoever leads at the endpoint, where new agents come to, that another agent leads: its host
-/// may have come back. Ends when it is dropped.
-struct Claim {
-    is_over: Arc<AtomicBool>,
-}
-
-impl Claim {
-    fn start(token: String, endpoint: String, record: JobRecord) -> anyhow::Result<Claim> {
-        let is_over = Arc::new(AtomicBool::new(false));
-        let claim = Claim { is_over: Arc::clone(&is_over) };
-        thread::Builder::new().name("flow-claim".into()).spawn(move || {
-            let address = Address::Tcp(endpoint);
-            let message = serde_json::to_vec(&PeerMessage::Led { record }).unwrap_or_default();
-            while !is_over.load(Ordering::SeqCst) {
-                // Nobody is there, as a rule.
-                if let Ok(store) = Store::connect(&address, &token, CLAIM_INTERVAL) {
-                    store.set_reply_timeout(CLAIM_INTERVAL);
-                    let _ = store.send(&message);
-                }
-                thread::sleep(CLAIM_INTERVAL);
-            }
-        })?;
-        Ok(claim)
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        self.is_over.store(true, Ordering::SeqCst);
     }
 }
 

@@ -9,6 +9,7 @@
 //! | `election/` | who leads when the leading agent is lost (pure) |
 //! | `job_record.rs` | what all agents keep of the job |
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
+//! | `claim.rs` | an elected leader's claim of the endpoint |
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
 //! | `follower.rs` | any other agent: a client of the leader's store |
@@ -16,6 +17,7 @@
 
 pub mod assignment;
 mod candidate;
+mod claim;
 pub mod coordinator;
 mod election;
 mod follower;
