@@ -59,6 +59,12 @@ public:
         }
     }
 
+    // Whether nothing is under way in this process.
+    static bool are_all_idle() {
+        const auto lanes = all().lanes();
+        return std::all_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->is_forked() || lane->is_idle(); });
+    }
+
     // `make` calls this.
     Lane(Group group, std::chrono::microseconds patience, bool receives)
         : group_(std::move(group)), patience_(patience), receives_(receives) {}
@@ -388,6 +394,7 @@ private:
     [[noreturn]] void give_up(Milliseconds timeout) {
         const auto cause = c10::str("an operation, with those before it, has not ended in the ", timeout.count(), " ms of its wait()");
         flow_abort(group_.get(), cause.c_str());
+        note(FLOW_ERROR_TIMEOUT);
         C10_THROW_ERROR(DistBackendError, "flow: " + cause);
     }
 

@@ -187,6 +187,7 @@ TORCH_LIBRARY_FRAGMENT(flow, library) {
     library.def("reconfigure", &reconfigure);
     library.def("newcomers", &newcomers);
     library.def("operations", [] { return Seen::operations.load(); });
+    library.def("are_all_idle", [] { return Lane::are_all_idle(); });
     library.def("losses", [] { return Seen::losses.load(); });
     library.def("is_shared", &is_shared);
     library.def("fail", &fail);
