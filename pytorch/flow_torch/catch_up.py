@@ -44,7 +44,7 @@ def state_of(state):
     """What is kept and sent of the program's state: a dictionary's values, or what `state_dict()` returns."""
     if not isinstance(state, dict):
         return state.state_dict()
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
+    return {key: (True, value.state_dict()) if is_stateful(value) else (False, value) for key, value in state.items()}
 
 
 def load_state(state, values):
@@ -53,21 +53,37 @@ def load_state(state, values):
         return state.load_state_dict(values)
     for key in state.keys() - values.keys():
         del state[key]
-    for key, value in values.items():
-        own = state.get(key)
-        if isinstance(own, torch.amp.GradScaler) and own.is_enabled():
-            # Its state_dict() leaves out whose gradients are unscaled already.
-            own.scale(torch.zeros(1))
-            own.update(value["scale"])
-        if is_stateful(own):
-            own.load_state_dict(value)
-        else:
+    for key, (is_of_object, value) in values.items():
+        if not is_of_object:
             state[key] = value
+        elif is_stateful(state.get(key)):
+            state[key].load_state_dict(value)
+        else:
+            raise RuntimeError(f"flow: there is no object in the state at {key!r} to load into: have it there from the begin to the end")
 
 
 def is_stateful(value):
     """Whether the value says itself what is kept of it."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def modules_of(model):
+    """What is kept and sent of the modules beside their tensors: whether they train, and the extra state."""
+    extra = [module.get_extra_state() for module in _modules_with_extra_state(model)]
+    return [module.training for module in model.modules()], extra
+
+
+def load_modules(model, values):
+    """Makes the modules what they were when `modules_of` returned these values."""
+    trainings, extra = values
+    for module, is_training in zip(model.modules(), trainings):
+        module.training = is_training
+    for module, value in zip(_modules_with_extra_state(model), extra):
+        module.set_extra_state(value)
+
+
+def _modules_with_extra_state(model):
+    return [module for module in model.modules() if type(module).get_extra_state is not torch.nn.Module.get_extra_state]
 
 
 def _tensors_of(model):
@@ -84,22 +100,54 @@ def _all_of(model, optimizer, state):
     return {
         "tensors": {name: tensor.detach() for name, tensor in _tensors_of(model).items()},
         "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "modules": modules_of(model),
         "optimizer": optimizer.state_dict(),
+        "random_numbers": torch.get_rng_state(),
         "state": state_of(state),
     }
 
 
 def _take(values, model, optimizer, state):
-    optimizer.load_state_dict(values["optimizer"])
+    _load_optimizer(optimizer, values["optimizer"])
+    load_modules(model, values["modules"])
     load_state(state, values["state"])
     with torch.no_grad():
         for name, tensor in _tensors_of(model).items():
             tensor.copy_(values["tensors"][name])
     for parameter, requires_grad in zip(model.parameters(), values["requires_grad"]):
         parameter.requires_grad_(requires_grad)
+    torch.set_rng_state(values["random_numbers"])
 
 
-class _Pickler(pickle.Pickler):
+def _load_optimizer(optimizer, values):
+    optimizer.load_state_dict(values)
+    # That casts to the parameters' type.
+    for group, own in zip(values["param_groups"], optimizer.param_groups):
+        for index, parameter in zip(group["params"], own["params"]):
+            if index in values["state"]:
+                optimizer.state[parameter] = values["state"][index]
+
+
+def copy_of(values):
+    """Bytes for pickle.loads. Raises TypeError for what cannot be sent."""
+    file = io.BytesIO()
+    try:
+        _Copier(file).dump(values)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(f"flow: the state cannot be sent: {error}") from error
+    return file.getvalue()
+
+
+class _Copier(pickle.Pickler):
+    """Refuses what would be loaded as another object."""
+
+    def reducer_override(self, value):
+        if is_stateful(value):
+            raise TypeError(f"there is {type(value).__name__} in a value: put it at the top of the state")
+        return NotImplemented
+
+
+class _Pickler(_Copier):
     """Leaves tensors out: they are sent apart, and not copied."""
 
     def __init__(self, file):
@@ -109,7 +157,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value):
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             return None
-        self.tensors.append(value)
+        self.tensors.append(value.detach().contiguous())
         return value.shape, value.dtype, value.device.type
 
 

@@ -68,7 +68,7 @@ class Training:
             "seen": torch.zeros(3 * ROUNDS * STEPS, dtype=torch.int64),
         }
         self.elastic = flow_torch.Elastic(self.net, self.optimizer, self.state, wrap=KIND)
-        # What the last step has drawn, if it has failed.
+        # The last step's number and what it has drawn, if it has failed.
         self.drawn = None
 
     def run(self):
@@ -86,8 +86,8 @@ class Training:
     def step(self):
         state, scaler = self.state, self.state["scaler"]
         with self.elastic.step():
-            drawn = torch.rand(1).item()
-            if self.drawn not in (None, drawn):
+            drawn = state["step"], torch.rand(1).item()
+            if self.drawn != drawn and self.drawn is not None and self.drawn[0] == state["step"]:
                 sys.exit("the random numbers are not those of the step that failed")
             self.drawn = drawn
             torch.manual_seed(state["step"])  # a newcomer draws the same

@@ -99,7 +99,7 @@ fn cases_of_elastic_trainings() {
     if is_skipped() {
         return;
     }
-    are_good(&elastic("2", "0", &script("elastic_cases.py"), &[]), 2 * 19);
+    are_good(&elastic("2", "0", &script("elastic_cases.py"), &[]), 2 * 40);
 }
 
 /// Two of three ranks have such groups, and a third one is killed in the last case.
