@@ -40,21 +40,25 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     # All that the program knows of its progress.
-    state = {"epoch": 0, "taken": 0, "loss": 0.0, "scheduler": scheduler}
+    state = {"epoch": 0, "begin": 0, "loss": 0.0, "counts": torch.zeros(SAMPLES), "scheduler": scheduler}
     with flow_torch.Elastic(model, optimizer, state) as elastic:
         while state["epoch"] < options.epochs:
             with elastic.step():
-                batch = order(state["epoch"])[state["taken"] : state["taken"] + BATCH]
+                batch = order(state["epoch"])[state["begin"] : state["begin"] + BATCH]
                 own = batch[dist.get_rank() :: dist.get_world_size()]
                 loss = cross_entropy(elastic.model(images[own]), labels[own], reduction="sum")
                 # Gradients are the mean over the ranks.
                 (loss * dist.get_world_size() / len(batch)).backward()
-                sums = torch.tensor([loss.item(), len(own)], dtype=torch.float64)
-                dist.all_reduce(sums)
+                counts = torch.zeros(SAMPLES)
+                counts[own] = 1
+                total = loss.detach()
+                dist.all_reduce(counts)
+                dist.all_reduce(total)
                 optimizer.step()  # nothing after it communicates
-                state["loss"] += sums[0].item()
-                state["taken"] += int(sums[1].item())
-                if state["taken"] == SAMPLES:
+                state["begin"] += len(batch)
+                state["loss"] += total.item()
+                state["counts"] += counts
+                if state["begin"] == SAMPLES:
                     end_epoch(state)
     if options.save and dist.get_rank() == 0:
         torch.save(model.state_dict(), options.save)
@@ -63,8 +67,9 @@ def main():
 
 def end_epoch(state):
     if dist.get_rank() == 0:
-        print(f"epoch {state['epoch']}: {state['taken']} samples, loss {state['loss'] / SAMPLES:.3f}, {dist.get_world_size()} ranks", flush=True)
-    state.update(epoch=state["epoch"] + 1, taken=0, loss=0.0)
+        once, loss = (state["counts"] == 1).sum(), state["loss"] / SAMPLES
+        print(f"epoch {state['epoch']}: {once} samples once, loss {loss:.3f}, {dist.get_world_size()} ranks", flush=True)
+    state.update(epoch=state["epoch"] + 1, begin=0, loss=0.0, counts=torch.zeros(SAMPLES))
     state["scheduler"].step()
 
 

@@ -393,9 +393,10 @@ def modules_of_a_rank_that_is_behind():
     elastic, _ = training(net=net)
     with elastic:
         with step_in_which_rank_1_falls_behind(elastic, "modules"):
-            net.linear.eval()
+            net.eval()
+            net.linear.train()
             net.calls += 7
-        return net.calls == 7 and net.training and not net.linear.training
+        return net.calls == 7 and not net.training and net.linear.training and not elastic.model.training
 
 
 def random_numbers_of_a_rank_that_is_behind():

@@ -3,9 +3,10 @@
 
 use std::process::Command;
 
-use flow_harness::cli::{launcher, run};
+use flow_harness::cli::{Running, children, launcher, run};
 use flow_harness::python::python;
 use flow_harness::{Finished, root};
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Part, is_skipped, lines_and_skipped, script, variables, with_flow};
 
@@ -111,14 +112,29 @@ fn what_is_under_way_in_smaller_groups_fails_at_once() {
     are_good(&elastic("3", "1", &script("elastic_groups.py"), &[]), 2 * 4 + 3);
 }
 
+/// Also when a rank is killed.
 #[test]
 fn the_example_takes_each_sample_once() {
     if is_skipped() {
         return;
     }
     let script = root().join("examples/elastic.py").display().to_string();
-    let finished = elastic("2", "0", &script, &["--epochs", "2"]);
-    let said = finished.stdout.lines().map(|line| line.split_once(", loss ").unwrap().0);
-    let lines = ["epoch 0: 4096 samples", "epoch 1: 4096 samples"];
-    assert_eq!(said.collect::<Vec<_>>(), lines, "{finished:?}");
+    let mut command = launcher(&["--nproc-per-node", "2", "--elastic", "in-place"]);
+    command.args(["--max-restarts", "1", "--no-python", &python(), &script, "--epochs", "12"]);
+    let mut job = Running::start(with_flow(&mut command));
+    let mut lines = vec![job.line()];
+    let worker = children(job.pid()).into_iter().find(|pid| is_rank_1(*pid)).unwrap();
+    kill_process(Pid::from_raw(worker).unwrap(), Signal::KILL).unwrap();
+    let finished = job.finish();
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert!(finished.stderr.contains("it is started again alone"), "{finished:?}");
+    lines.extend(finished.stdout.lines().map(String::from));
+    let said = lines.iter().map(|line| line.split_once(", loss ").unwrap().0.to_string());
+    let expected = (0..12).map(|epoch| format!("epoch {epoch}: 4096 samples once"));
+    assert_eq!(said.collect::<Vec<_>>(), expected.collect::<Vec<_>>(), "{finished:?}");
+}
+
+fn is_rank_1(pid: i32) -> bool {
+    let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
+    variables.split(|byte| *byte == 0).any(|variable| variable == b"RANK=1")
 }
