@@ -123,9 +123,9 @@ class Elastic:
 
         Yields an object with `is_done`: after the block, whether this rank has done the step.
 
-        Raises RuntimeError for operations outside of such blocks, and those that follow the optimizer's step in the block; for gradients that
-        the block before has left, and another optimizer; where weights were changed when a rank is lost; after 16 changes of the ranks without
-        a step; and what the block raises."""
+        Raises TypeError for a state that cannot be sent, RuntimeError for operations outside of such blocks, and those that end after the
+        optimizer's step in the block; for gradients that the block before has left, and another optimizer; where weights were changed when a
+        rank is lost; after 16 changes of the ranks without a step; and what the block raises."""
         if self._hook is None or self._kept is not None:
             raise RuntimeError("flow: elastic.step() is for a loop in `with elastic:`, and not within another step")
         self._keep()
