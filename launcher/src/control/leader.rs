@@ -384,6 +384,8 @@ impl Leader {
             }
             AgentEvent::Gone { .. } => {
                 if let Some(member) = self.members.remove(&agent)
+                    // It may have joined again before the loss of its first connection was noticed.
+                    && self.members.values().all(|other| *other != member)
                     && self.candidate.election.left(member, now)
                 {
                     self.step_down("this node has lost most of those that elect the leader");

@@ -355,11 +355,11 @@ impl Election {
         self.term
     }
 
-    /// Notes that an agent is connected to this leader.
+    /// Notes that an agent is connected to this leader. It counts once it has answered: until then it
+    /// may follow another one.
     pub fn joined(&mut self, member: Member) {
-        if let Role::Leading(leadership) = &mut self.role
-            && leadership.present.iter().all(|(other, _)| other.id != member.id)
-        {
+        if let Role::Leading(leadership) = &mut self.role {
+            leadership.present.retain(|(other, _)| other.id != member.id);
             leadership.present.push((member, (0, 0)));
         }
     }
@@ -455,13 +455,20 @@ impl Election {
             if let Some(surplus) = surplus {
                 record.members.remove(surplus);
                 has_changed = true;
-            } else if !missing.is_empty() && !leadership.is_fresh {
+            } else if missing.is_empty() {
+                leadership.is_fresh = false;
+            } else if !leadership.is_fresh {
                 has_changed = true;
+            } else if record.members.len() == 1 {
+                // Nobody else could have been elected so far. So all may become members at once: with one
+                // alone, the loss of either would end the job.
+                if missing.iter().all(|member| has_present(member.id)) {
+                    record.members.extend(missing.into_iter().cloned());
+                    has_changed = true;
+                }
             } else if let Some(member) = missing.into_iter().find(|member| has_present(member.id)) {
                 record.members.push(member.clone());
                 has_changed = true;
-            } else if wanted.len() == record.members.len() {
-                leadership.is_fresh = false;
             }
         }
         if has_changed {

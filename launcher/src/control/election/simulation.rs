@@ -73,6 +73,8 @@ struct Node {
     /// The connection to the leader, the leader, and when it was last heard of.
     following: Option<(Connection, usize, Duration)>,
     last_ping: Duration,
+    /// The connection on which it waits for the record of a leader, and since when.
+    joining: Option<(Connection, Duration)>,
     /// As a leader: when it last looked at its followers.
     last_tick: Duration,
     /// As a leader: each follower, its member and when it was last heard of.
@@ -156,6 +158,7 @@ impl Simulation {
             election: Election::new(process, LEASE, GRACE, self.start + self.now),
             following: None,
             last_ping: self.now,
+            joining: None,
             last_tick: self.now,
             followers: BTreeMap::new(),
             busy_until: None,
@@ -370,9 +373,12 @@ impl Simulation {
                 }
             }
             Message::Found { leader } => {
-                if this.following.is_none() && !this.election.is_leading() && leader != to {
+                let waits = this.joining.is_some_and(|(_, since)| now - since < PATIENCE);
+                let follows = this.following.is_some() || this.election.is_leading();
+                if !waits && !follows && leader != to {
                     self.connections += 1;
                     let connection = self.connections;
+                    this.joining = Some((connection, now));
                     let member = Member { id: this.process, address: address(to, this.process) };
                     // Whether the other leads comes out with its first record.
                     let term = this.election.term();
@@ -395,12 +401,14 @@ impl Simulation {
                 self.send_on(connection, to, from, Message::Record { connection, record });
             }
             Message::Record { connection, record } => {
-                let is_other = this.following.is_some_and(|(known, ..)| known != connection);
+                let is_known = this.following.is_some_and(|(known, ..)| known == connection)
+                    || this.joining.is_some_and(|(known, _)| known == connection);
                 let age = record.age();
-                if this.election.is_leading() || is_other || !this.election.follow(record, instant)
+                if this.election.is_leading() || !is_known || !this.election.follow(record, instant)
                 {
                     return self.send_on(connection, to, from, Message::Closed { connection });
                 }
+                this.joining = None;
                 this.following = Some((connection, from, now));
                 this.busy_until = None;
                 self.send_on(connection, to, from, Message::Acknowledge { connection, age });
