@@ -139,6 +139,7 @@ impl Follower {
                 (ControlMessage::Command(Command::Record(record)), Some(candidate)) => {
                     let leader = record.members.first().map(|member| member.address.clone());
                     let age = record.age();
+                    log::info!("{} nodes elect the next leader", record.members.len());
                     if candidate.election.follow(record, Instant::now()) {
                         candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
                         self.send(AgentEvent::Has { age });

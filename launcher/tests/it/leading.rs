@@ -1,5 +1,7 @@
 //! Jobs that lose the node that leads them.
 
+use std::process::Command;
+
 use flow_harness::cli::{script, until};
 use flow_harness::net::{Agent, Gate, Net, ipv4};
 
@@ -26,7 +28,23 @@ fn start(
     gate: &Gate,
 ) -> Vec<Agent> {
     let text = format!("{PLACE}; {}", gate.wait());
-    nodes.into_iter().map(|node| net.start(node, &script(flags, &text))).collect()
+    nodes.into_iter().map(|node| net.start(node, &telling(flags, &text))).collect()
+}
+
+/// Agents that tell how many nodes elect the next leader.
+fn telling(flags: &str, text: &str) -> Command {
+    let mut command = script(flags, text);
+    command.env("FLOW_LOG", "warn,flow_launch::control=info");
+    command
+}
+
+/// Waits until all but the leader know that so many nodes elect the next one. Before that the loss of
+/// the leader is the end of the job.
+fn until_electing<'a>(agents: impl IntoIterator<Item = &'a Agent>, members: usize) {
+    let told = format!("{members} nodes elect the next leader");
+    for agent in agents {
+        until(&told, || agent.stderr().contains(&told));
+    }
 }
 
 /// Whether the two workers of a node were started last in a world of this size.
@@ -69,6 +87,7 @@ fn without_leader(lose: fn(&Net, &Agent)) {
     let [agent_0, agent_1, agent_2] = agents.try_into().ok().unwrap();
     until_started(&[&agent_0, &agent_1, &agent_2], 6, 0);
     assert_eq!(master(&agent_1), ipv4(0));
+    until_electing([&agent_1, &agent_2], 3);
     lose(&net, &agent_0);
     until_started(&[&agent_1, &agent_2], 4, 0);
     let masters = [&agent_1, &agent_2].map(master);
@@ -94,6 +113,7 @@ fn a_leading_node_that_is_cut_off_stops_and_joins_again() {
     let agents = start(&net, 0..3, &flags("1:3", ""), &gate);
     let agents: Vec<&Agent> = agents.iter().collect();
     until_started(&agents, 6, 0);
+    until_electing(agents[1..].iter().copied(), 3);
     net.cut(0);
     until("node 0 stops", || agents[0].stderr().contains("has lost most of those"));
     until_started(&agents[1..], 4, 0);
@@ -110,6 +130,7 @@ fn the_node_where_all_meet_comes_back() {
     let flags = flags("2:4", "");
     let mut agents = start(&net, 0..3, &flags, &gate);
     until_started(&[&agents[0], &agents[1], &agents[2]], 6, 0);
+    until_electing(&agents[1..], 3);
     agents.remove(0).signal(Signal::KILL);
     until_started(&[&agents[0], &agents[1]], 4, 0);
     agents.extend(start(&net, [0], &flags, &gate));
@@ -132,6 +153,7 @@ fn one_leader_after_the_other_is_lost() {
         until("it is a spare", || spare.stderr().contains("this node is a spare"));
     }
     agents.extend(spares);
+    until_electing(&agents[1..], 5);
     let mut numbers: Vec<usize> = (0..5).collect();
     for restart in 1..=2 {
         let present = |agent: &&Agent| has_started(agent, 6, restart - 1);
@@ -158,6 +180,11 @@ fn a_job_that_goes_on_in_place_starts_again_under_another_leader() {
     until("three have started", || {
         agents.iter().filter(|agent| has_started(agent, 6, 0)).count() == 3
     });
+    // One that has not joined yet would not know where to look for another leader.
+    until("the fourth is a spare", || {
+        agents.iter().any(|agent| agent.stderr().contains("this node is a spare"))
+    });
+    until_electing(&agents[1..], 3);
     agents.remove(0).signal(Signal::KILL);
     until("three have started again", || {
         let again = |agent: &&Agent| has_started(agent, 6, 0) && master(agent) != ipv4(0);
@@ -174,6 +201,7 @@ fn an_agent_that_is_started_again_at_once_joins_its_job() {
     let flags = flags("3", "--max-restarts 1");
     let mut agents = start(&net, 0..3, &flags, &gate);
     until_started(&agents.iter().collect::<Vec<_>>(), 6, 0);
+    until_electing(&agents[1..], 3);
     agents.remove(0).signal(Signal::KILL);
     agents.extend(start(&net, [0], &flags, &gate));
     until_started(&agents.iter().collect::<Vec<_>>(), 6, 1);
@@ -188,9 +216,10 @@ fn workers_that_stop_slowly_are_waited_for() {
     let gate = Gate::new();
     // Longer than the others would wait for somebody who is silent.
     let text = format!("trap 'sleep 9; exit' TERM; {PLACE}; {}", gate.wait());
-    let command = script(&flags("1:3", ""), &text);
+    let command = telling(&flags("1:3", ""), &text);
     let mut agents: Vec<Agent> = (0..3).map(|node| net.start(node, &command)).collect();
     until_started(&agents.iter().collect::<Vec<_>>(), 6, 0);
+    until_electing(&agents[1..], 3);
     agents.remove(0).signal(Signal::KILL);
     until_started(&agents.iter().collect::<Vec<_>>(), 4, 0);
     end_well(&net, &gate, agents);
@@ -203,6 +232,7 @@ fn two_leaders_are_lost_at_once() {
     let gate = Gate::new();
     let mut agents = start(&net, 0..5, &flags("1:5", ""), &gate);
     until_started(&agents.iter().collect::<Vec<_>>(), 10, 0);
+    until_electing(&agents[1..], 5);
     agents.remove(0).signal(Signal::KILL);
     agents.remove(0).signal(Signal::KILL);
     until_started(&agents.iter().collect::<Vec<_>>(), 6, 0);
