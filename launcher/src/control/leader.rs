@@ -62,8 +62,8 @@ pub struct Leader {
     members: HashMap<AgentId, MemberId>,
     /// Events that came before this agent might act as the leader.
     early: Vec<(AgentId, AgentEvent)>,
-    /// Why it leads no more.
-    stepped_down: Option<String>,
+    /// It leads no more.
+    has_stepped_down: bool,
     /// When `poll` was last called: another may lead if that is too long ago.
     polled: Instant,
     lease: Duration,
@@ -153,7 +153,7 @@ impl Leader {
             candidate,
             members: HashMap::new(),
             early: Vec::new(),
-            stepped_down: None,
+            has_stepped_down: false,
             polled: Instant::now(),
             lease: job.nodes.timeouts.heartbeat,
             claim: None,
@@ -189,7 +189,7 @@ impl Leader {
     pub fn poll(&mut self) -> Option<ControlMessage> {
         self.notice_pause();
         self.take_messages();
-        if self.stepped_down.is_none() {
+        if !self.has_stepped_down {
             self.keep_leading();
         }
         if self.may_act() {
@@ -258,7 +258,7 @@ impl Leader {
     /// Ends the leadership: the agent looks for another leader, as all others do.
     fn step_down(&mut self, why: &str) {
         let is_over = self.linger_until.is_some();
-        if is_over || self.stepped_down.is_some() {
+        if is_over || self.has_stepped_down {
             return;
         }
         self.candidate.announce(&LeaderPlace::Unknown);
@@ -271,7 +271,7 @@ impl Leader {
                 self.command(agent, &Command::Rejoin);
             }
         }
-        self.stepped_down = Some(why.into());
+        self.has_stepped_down = true;
         self.messages.clear();
         self.messages.push_back(ControlMessage::SteppedDown(why.into()));
     }
@@ -339,11 +339,15 @@ impl Leader {
 
     /// Returns when something is due.
     pub fn deadline(&self) -> Option<Instant> {
-        let stalls = self.round.as_ref().and_then(|round| round.stalls.deadline());
         let election = &self.candidate.election;
         let look = election.has_followers().then(|| self.polled + self.lease / 8);
-        let deadlines = [self.linger_until, self.coordinator.deadline(), stalls, look];
-        deadlines.into_iter().chain([election.deadline()]).flatten().min()
+        let mut deadlines = vec![self.linger_until, look, election.deadline()];
+        // What is due otherwise waits until this agent may act.
+        if self.may_act() {
+            deadlines.push(self.coordinator.deadline());
+            deadlines.push(self.round.as_ref().and_then(|round| round.stalls.deadline()));
+        }
+        deadlines.into_iter().flatten().min()
     }
 
     /// Whether all followers have received the result, or had time to.
@@ -354,7 +358,7 @@ impl Leader {
 
     fn handle(&mut self, agent: AgentId, event: AgentEvent) {
         let now = Instant::now();
-        if self.stepped_down.is_some() {
+        if self.has_stepped_down {
             if let AgentEvent::Joined { .. } | AgentEvent::Candidate { .. } = event {
                 self.command(agent, &Command::Rejoin);
             }
@@ -368,7 +372,7 @@ impl Leader {
                 } else if election.give_way(record, now) {
                     self.step_down("this job has begun before");
                 }
-                if self.stepped_down.is_some() {
+                if self.has_stepped_down {
                     return self.command(agent, &Command::Rejoin);
                 }
                 self.members.insert(agent, member.id);
@@ -409,7 +413,7 @@ impl Leader {
     /// others.
     fn may_act(&self) -> bool {
         let is_over = self.linger_until.is_some();
-        self.stepped_down.is_none() && (is_over || self.candidate.election.acts())
+        !self.has_stepped_down && (is_over || self.candidate.election.acts())
     }
 
     fn coordinate_event(&mut self, agent: AgentId, event: AgentEvent) {

@@ -57,7 +57,7 @@ fn workers(net: &Net, node: usize, gate: &Gate) -> usize {
 }
 
 /// The job ends well when its workers do.
-fn end_well(net: &Net, gate: &Gate, agents: impl IntoIterator<Item = Agent>) {
+pub fn end_well(net: &Net, gate: &Gate, agents: impl IntoIterator<Item = Agent>) {
     gate.open();
     for agent in agents {
         let end = agent.finish();

@@ -7,6 +7,8 @@ use flow_harness::net::{Agent, Gate, Net, ipv4};
 
 use rustix::process::Signal;
 
+use crate::elastic::end_well;
+
 /// Flags of a node with two workers. All meet at node 0, which leads them at first.
 fn flags(nodes: &str, more: &str) -> String {
     format!(
@@ -68,15 +70,6 @@ fn master(agent: &Agent) -> String {
     let said = agent.stdout();
     let last = said.lines().last().unwrap().split_once(" at ").unwrap().1;
     last.split_once(',').unwrap().0.to_string()
-}
-
-fn end_well(net: &Net, gate: &Gate, agents: impl IntoIterator<Item = Agent>) {
-    gate.open();
-    for agent in agents {
-        let end = agent.finish();
-        assert_eq!(end.code, Some(0), "{end:?}");
-    }
-    net.until_nothing_is_left();
 }
 
 /// Three nodes, of which the one that leads is lost.

@@ -12,7 +12,7 @@
 #[cfg(test)]
 mod simulation;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -249,12 +249,12 @@ impl Election {
                 None
             }
             Role::Searching { stand_at: Some(at), .. } if *at <= now => {
-                let turn = self.turn()?;
-                let again = now + (turn + self.record.members.len() as u32 + 1) * STAGGER;
+                let turn = self.turn();
+                let pause = self.record.members.len() as u32 + 1;
                 if let Role::Searching { stand_at, .. } = &mut self.role {
-                    *stand_at = Some(again);
+                    *stand_at = turn.map(|turn| now + (turn + pause) * STAGGER);
                 }
-                Some(self.stand(true))
+                turn.map(|_| self.stand(true))
             }
             _ => None,
         }
@@ -401,10 +401,7 @@ impl Election {
 
     fn establish(&mut self) {
         let Role::Leading(leadership) = &mut self.role else { return };
-        let first = leadership.first;
-        let present = &leadership.present;
-        if self.record.has_majority(|id| present.iter().any(|(m, age)| m.id == id && *age >= first))
-        {
+        if self.record.has_majority(|id| leadership.has(id, leadership.first)) {
             leadership.is_established = true;
         }
     }
@@ -414,11 +411,9 @@ impl Election {
     pub fn left(&mut self, id: MemberId, now: Instant) -> bool {
         let Role::Leading(leadership) = &mut self.role else { return false };
         leadership.present.retain(|(member, _)| member.id != id);
-        let present = &leadership.present;
-        let first = leadership.first;
         // One that has not answered may follow another leader by now.
-        let follows = |id| present.iter().any(|(m, age)| m.id == id && *age >= first);
-        if !leadership.is_established || self.record.has_majority(follows) {
+        let is_kept = self.record.has_majority(|id| leadership.has(id, leadership.first));
+        if !leadership.is_established || is_kept {
             return false;
         }
         self.search(now);
@@ -427,56 +422,75 @@ impl Election {
 
     /// Brings the record up to date. Returns whether it has changed and must be sent to all.
     pub fn update(&mut self, progress: Progress) -> bool {
-        let Role::Leading(leadership) = &mut self.role else { return false };
-        if !leadership.is_established {
+        if !self.acts() {
             return false;
         }
-        let record = &mut self.record;
-        let known: BTreeMap<MemberId, (u64, u64)> =
-            leadership.present.iter().map(|(member, age)| (member.id, *age)).collect();
-        let age = record.age();
-        let has_present = |id| known.get(&id) == Some(&age) || id == self.me;
-        let mut has_changed = record.progress != progress;
-        record.progress = progress;
-        // One change at a time, each known to a majority before the next.
-        if record.has_majority(has_present) {
-            let wanted = wanted(record, &leadership.present);
-            let is_absent = |member: &Member| !known.contains_key(&member.id);
-            let is_surplus = |member: &Member| !wanted.contains(&member.id);
-            // Else those that are left could have no majority.
-            let absent = record.members.iter().position(is_absent);
-            let surplus = absent.or_else(|| record.members.iter().position(is_surplus));
-            let missing: Vec<&Member> = leadership
-                .present
-                .iter()
-                .map(|(member, _)| member)
-                .filter(|member| wanted.contains(&member.id) && !record.has(member.id))
-                .collect();
-            if let Some(surplus) = surplus {
-                record.members.remove(surplus);
-                has_changed = true;
-            } else if missing.is_empty() {
-                leadership.is_fresh = false;
-            } else if !leadership.is_fresh {
-                has_changed = true;
-            } else if record.members.len() == 1 {
-                // Nobody else could have been elected so far. So all may become members at once: with one
-                // alone, the loss of either would end the job.
-                if missing.iter().all(|member| has_present(member.id)) {
-                    record.members.extend(missing.into_iter().cloned());
-                    has_changed = true;
-                }
-            } else if let Some(member) = missing.into_iter().find(|member| has_present(member.id)) {
-                record.members.push(member.clone());
-                has_changed = true;
-            }
-        }
+        let has_progress = self.record.progress != progress;
+        self.record.progress = progress;
+        let has_changed = self.change_members() || has_progress;
         if has_changed {
-            record.version += 1;
-            leadership.is_fresh = true;
+            self.record.version += 1;
+            if let Role::Leading(leadership) = &mut self.role {
+                leadership.is_fresh = true;
+            }
             self.note_own();
         }
         has_changed
+    }
+
+    /// Makes the next change of the members, if there is one to make. Returns whether the record must
+    /// be sent.
+    fn change_members(&mut self) -> bool {
+        let Role::Leading(leadership) = &mut self.role else { return false };
+        let record = &mut self.record;
+        let age = record.age();
+        let has_record = |id| id == self.me || leadership.has(id, age);
+        // One change at a time, each known to a majority before the next.
+        if !record.has_majority(has_record) {
+            return false;
+        }
+        let wanted = wanted(record, &leadership.present);
+        // Those that are gone come first: else those that are left could have no majority.
+        let absent = record.members.iter().position(|member| !leadership.has(member.id, (0, 0)));
+        let surplus = record.members.iter().position(|member| !wanted.contains(&member.id));
+        if let Some(surplus) = absent.or(surplus) {
+            record.members.remove(surplus);
+            return true;
+        }
+        let missing: Vec<&Member> = leadership
+            .present
+            .iter()
+            .map(|(member, _)| member)
+            .filter(|member| wanted.contains(&member.id) && !record.has(member.id))
+            .collect();
+        if missing.is_empty() {
+            leadership.is_fresh = false;
+            return false;
+        }
+        if !leadership.is_fresh {
+            // Only who answers now is known to be alive.
+            return true;
+        }
+        let ready = missing.iter().filter(|member| has_record(member.id));
+        let added: Vec<Member> = if record.members.len() > 1 {
+            ready.take(1).map(|member| (*member).clone()).collect()
+        } else if ready.count() == missing.len() {
+            // Nobody else could have been elected so far. So all may become members at once: with one
+            // alone, the loss of either would end the job.
+            missing.into_iter().cloned().collect()
+        } else {
+            Vec::new()
+        };
+        let has_changed = !added.is_empty();
+        record.members.extend(added);
+        has_changed
+    }
+}
+
+impl Leadership {
+    /// Whether this agent is connected, and has a record of this age or a later one.
+    fn has(&self, id: MemberId, age: (u64, u64)) -> bool {
+        self.present.iter().any(|(member, known)| member.id == id && *known >= age)
     }
 }
 
@@ -492,8 +506,9 @@ fn wanted(record: &JobRecord, present: &[(Member, (u64, u64))]) -> BTreeSet<Memb
         3..=4 => 3,
         _ => 5,
     };
-    let is_present = |id| present.iter().any(|(member, _)| member.id == id);
-    let members = record.members.iter().map(|member| member.id).filter(|id| is_present(*id));
+    let present_ids: BTreeSet<MemberId> = present.iter().map(|(member, _)| member.id).collect();
+    let members = record.members.iter().map(|member| member.id);
+    let members = members.filter(|id| present_ids.contains(id));
     let others = present.iter().map(|(member, _)| member.id).filter(|id| !record.has(*id));
     members.chain(others).take(size).collect()
 }
