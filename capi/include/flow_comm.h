@@ -263,6 +263,9 @@ int flow_finish_buckets(const flow_group *group);
  * is none. */
 double flow_bucket_age(const flow_group *group, uint32_t number);
 
+/* Notes that a step is over, a backward that has reduced gradients: `flow-launch top` shows them. */
+void flow_end_step(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -109,3 +109,9 @@ pub unsafe extern "C" fn flow_bucket_age(group: *const Group, number: u32) -> f6
     let reduced = buckets.get(&number).and_then(|segments| segments.finished());
     reduced.map_or(-1.0, |reduced| reduced.elapsed().as_secs_f64())
 }
+
+/// Does what `flow_comm.h` says.
+#[unsafe(no_mangle)]
+pub extern "C" fn flow_end_step() {
+    flow_comm::trace::end_step();
+}

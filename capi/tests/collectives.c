@@ -100,6 +100,7 @@ static void shared_memory(void) {
         OK(flow_progress(group));
         OK(flow_finish_buckets(group));
         CHECK(flow_bucket_age(group, 1) >= 0 && flow_bucket_age(group, 2) < 0 && flow_bucket_age(NULL, 1) < 0);
+        flow_end_step();
         for (int i = 0; i < COUNT; ++i) CHECK(values[i] == (float)(2 * (i % 100) + 1));
     }
     int64_t own[1] = {0};

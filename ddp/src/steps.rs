@@ -91,6 +91,7 @@ impl Steps {
     pub fn end(&self) {
         let mut counts = self.counts();
         counts.before_last = counts.forwards;
+        flow_comm::trace::end_step();
     }
 
     /// Counts a forward in training mode, whose result is `output`.

@@ -13,8 +13,8 @@
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
 //! Beside it is what other crates share. That is processes that are forked ([`fork`]), this host in the
-//! network ([`net`]), proofs of knowing a token ([`proof`]), and this process's control groups
-//! ([`cgroup`]).
+//! network ([`net`]), proofs of knowing a token ([`proof`]), this process's control groups
+//! ([`cgroup`]), the time of records ([`clock`]), and the memory that has them ([`flight`]).
 //!
 //! Whoever connects must prove to know the store's token, which is not sent itself. On a unix
 //! socket both sides must also belong to the same user. Keys and values live until they are
@@ -33,9 +33,11 @@ mod auth;
 mod blocking_socket;
 pub mod cgroup;
 mod client;
+pub mod clock;
 mod connect;
 mod connection;
 mod event_loop;
+pub mod flight;
 pub mod fork;
 mod inbox;
 mod listener;

@@ -18,6 +18,7 @@ use crate::json::{from_json, to_json};
 use crate::settings;
 use crate::shm::arena::Arena;
 use crate::stall::StallReporter;
+use crate::trace::ranks_have_changed;
 use crate::world::World;
 
 /// The interval between looks who has ended.
@@ -115,6 +116,7 @@ impl Agreement {
                         if let Some(arena) = &self.arena {
                             arena.lift_quarantine();
                         }
+                        ranks_have_changed();
                         return Ok(group);
                     }
                     Err(error @ Error::Interrupted { .. }) => return Err(error),

@@ -6,9 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use flow_store::{Error, Store};
-
-use super::clock;
+use flow_store::{Error, Store, clock};
 
 /// The number of times that rank 0 is asked.
 const ROUNDS: usize = 8;

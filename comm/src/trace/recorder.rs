@@ -11,9 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
-use super::clock::{self, Scale};
+use flow_store::clock::{self, Scale};
+use flow_store::flight::slot;
+
 use super::record::Record;
-use super::ring::{FAILED, RecordId, RecordSlot, Ring, WRITING, name};
+use super::ring::{Ring, Slots, name};
+use super::slot::{FAILED, RecordId, RecordSlot, WRITING};
 use super::{registry, timeline};
 use crate::error::Result;
 use crate::kind::Kind;
@@ -47,13 +50,9 @@ impl Recorder {
     pub fn new(group: String, host_backend: &'static str, is_in_timeline: bool) -> Self {
         clock::start();
         timeline::enter_group();
-        let ring = Arc::new(Ring {
-            group,
-            host_backend,
-            is_in_timeline,
-            next: AtomicU64::new(1),
-            slots: std::array::from_fn(|_| RecordSlot::default()),
-        });
+        let slots = Slots::new(&group);
+        let ring =
+            Arc::new(Ring { group, host_backend, is_in_timeline, next: AtomicU64::new(1), slots });
         registry::register(&ring);
         Self {
             ring,
@@ -142,7 +141,8 @@ impl Recorder {
         slot.stamp.store(WRITING, Ordering::Relaxed);
         fence(Ordering::Release);
         let bucket = start.bucket.map_or(0, |bucket| u64::from(bucket) + 1);
-        let what = start.kind as u64 | u64::from(start.is_cuda) << 8 | bucket << 16;
+        let message = if start.kind.is_message() { slot::MESSAGE } else { 0 };
+        let what = start.kind as u64 | u64::from(start.is_cuda) << 8 | message | bucket << 16;
         slot.sequence.store(start.sequence, Ordering::Relaxed);
         slot.bytes.store(start.bytes, Ordering::Relaxed);
         slot.what.store(what, Ordering::Relaxed);
@@ -267,7 +267,7 @@ impl Drop for Recorder {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ring::CAPACITY;
+    use super::super::slot::CAPACITY;
     use super::*;
 
     fn start(sequence: u64, bucket: Option<u32>) -> Start {

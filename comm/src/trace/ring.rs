@@ -1,48 +1,47 @@
 //! The ring in which a group's last operations are kept.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use super::clock::Scale;
+use flow_store::clock::Scale;
+
+use super::flight_memory::{SharedSlots, memory};
 use super::record::Record;
+use super::slot::{CAPACITY, FAILED, RecordId, RecordSlot, UNDER_WAY, WRITING};
 use crate::bucket_name::bucket_name;
 use crate::kind::Kind;
 
-/// The number of operations that a group keeps.
-pub const CAPACITY: usize = 256;
 /// The back-end of operations on GPUs.
 const NCCL: &str = "nccl";
-/// Instead of the time at which an operation was over: it is under way. The operation's number in
-/// the ring goes with it, so that [`RecordSlot::finish`] does not end another operation.
-pub const UNDER_WAY: u64 = 1 << 63;
-/// A bit beside the time at which an operation was over: it has failed.
-pub const FAILED: u64 = 1 << 62;
-/// Instead of the time at which an operation was over: [`RecordSlot::finish_at`] is ending it.
-const FINISHING: u64 = UNDER_WAY | FAILED;
-/// The stamp of a slot that is being written, or was never.
-pub const WRITING: u64 = 0;
 
-/// An operation under way, by its number in the ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RecordId(pub u64);
-
-impl RecordId {
-    /// The id of an operation for which there was no slot.
-    pub const NONE: RecordId = RecordId(0);
+/// The slots of a ring.
+pub enum Slots {
+    /// In the memory that flow-launch reads.
+    Shared(SharedSlots),
+    /// Of this process alone: there is no such memory, or it is full.
+    Own(Box<[RecordSlot; CAPACITY]>),
 }
 
-/// The record of one operation, in a cache line of its own.
-#[derive(Default)]
-#[repr(align(64))]
-pub struct RecordSlot {
-    /// The operation's number in the ring, from 1 on.
-    pub stamp: AtomicU64,
-    pub sequence: AtomicU64,
-    pub bytes: AtomicU64,
-    /// Kind, whether on a GPU, and the bucket's number plus one.
-    pub what: AtomicU64,
-    pub queued: AtomicU64,
-    pub started: AtomicU64,
-    pub done: AtomicU64,
+impl Slots {
+    /// Returns empty slots for the group of this name.
+    pub fn new(group: &str) -> Self {
+        match memory().and_then(|memory| memory.take_ring(group)) {
+            Some(slots) => Slots::Shared(slots),
+            None => Slots::Own(Box::new(std::array::from_fn(|_| RecordSlot::default()))),
+        }
+    }
+}
+
+impl Deref for Slots {
+    type Target = [RecordSlot; CAPACITY];
+
+    #[inline]
+    fn deref(&self) -> &[RecordSlot; CAPACITY] {
+        match self {
+            Slots::Shared(slots) => slots,
+            Slots::Own(slots) => slots,
+        }
+    }
 }
 
 /// The last operations of one group.
@@ -52,27 +51,7 @@ pub struct Ring {
     /// Whether its operations belong in this process' timeline.
     pub is_in_timeline: bool,
     pub next: AtomicU64,
-    pub slots: [RecordSlot; CAPACITY],
-}
-
-impl RecordSlot {
-    /// Ends operation `id`. False if it is over already, or has no slot: then nothing was done.
-    #[inline]
-    pub fn finish(&self, id: RecordId, done: u64) -> bool {
-        let under_way = UNDER_WAY | id.0;
-        self.done.compare_exchange(under_way, done, Ordering::Release, Ordering::Relaxed).is_ok()
-    }
-
-    /// Ends operation `id` as [`RecordSlot::finish`] does, and corrects when it began.
-    pub fn finish_at(&self, id: RecordId, started: u64, done: u64) -> bool {
-        // Until `started` is written, nobody else ends the operation or takes the slot.
-        let is_own = self.finish(id, FINISHING);
-        if is_own {
-            self.started.store(started, Ordering::Relaxed);
-            self.done.store(done, Ordering::Release);
-        }
-        is_own
-    }
+    pub slots: Slots,
 }
 
 impl Ring {

@@ -11,11 +11,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use flow_store::clock;
 use flow_store::fork::{ForkSafe, Process};
 use serde::Serialize;
 use serde_json::json;
 
-use super::clock;
 use super::record::Record;
 use crate::bucket_name::JOIN_NOTICE;
 

@@ -83,6 +83,7 @@ impl KeptGradients for Units {
 
     fn begin_step(&self, group: &ProcessGroup) -> Result<()> {
         self.finish_gradients()?;
+        flow_comm::trace::end_step();
         self.free()?;
         let events = std::mem::take(&mut self.lock().events);
         if let Some(difference) = first_mismatch(group, &events.lines())? {

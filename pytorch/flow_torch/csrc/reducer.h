@@ -628,6 +628,7 @@ private:
                 for (const auto unused : TorchReducer::unused(*torch_)) TorchReducer::push_rebuilt(*torch_, unused);
             }
             note_stats(backward_end);
+            flow_end_step();
         });
         release();
         TorchReducer::hook_called(*torch_) = false;

@@ -1,4 +1,4 @@
-//! The time of records: cheap enough to read at each end of every operation.
+//! The time of a flight recorder's records: cheap enough to read at each end of every operation.
 //!
 //! Where Linux itself keeps time by the processor's time stamp counter, so do records: reading it
 //! takes a third of what `Instant::now` takes. Counts become nanoseconds when records are read, by
@@ -6,8 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-use flow_store::fork::Once;
 use rustix::time::{ClockId, clock_gettime};
+
+use crate::fork::Once;
 
 /// The file in which Linux names its clock source.
 const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
@@ -15,6 +16,7 @@ const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0/current
 const CALIBRATION: Duration = Duration::from_millis(5);
 
 /// A moment on all clocks.
+#[derive(Debug)]
 struct ClockOrigin {
     has_counter: bool,
     ticks: u64,
@@ -24,7 +26,7 @@ struct ClockOrigin {
 }
 
 /// The relation between ticks and time, as measured now.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Scale {
     origin: &'static ClockOrigin,
     nanoseconds_per_tick: f64,
@@ -66,6 +68,13 @@ pub fn start() {
 pub fn now() -> u64 {
     let origin = origin();
     if origin.has_counter { counter() } else { origin.instant.elapsed().as_nanos() as u64 }
+}
+
+/// Returns where this process's ticks begin on the machine's monotonic clock; None where they are the
+/// processor's counts, which are the same in all processes.
+pub fn zero() -> Option<Duration> {
+    let origin = origin();
+    (!origin.has_counter).then_some(origin.monotonic)
 }
 
 /// Returns the time of `instant` on the machine's monotonic clock.
