@@ -11,6 +11,7 @@
 //! | `hosts/` | `--hosts`: starts an agent on each host by ssh |
 //! | `output/` | from workers' pipes to the console and to files |
 //! | `report/` | the report of a failure; `--events` |
+//! | `top/` | `flow-launch top`: what a running job does |
 //! | `trace/` | `--trace`, `flow-launch trace` |
 //! | `doctor/` | `flow-launch doctor`: what is on this machine |
 //! | `libtorch/` | libtorch of Rust programs; `flow-launch setup-libtorch` gets it |
@@ -50,6 +51,7 @@ mod plan;
 mod poll;
 mod report;
 mod signal;
+mod top;
 mod trace;
 
 use std::ffi::OsString;
@@ -95,6 +97,7 @@ fn main() -> ExitCode {
         Some(flags::SETUP_LIBTORCH) => {
             return exit_code(libtorch::setup::main(&arguments[2..]));
         }
+        Some(flags::TOP) => return exit_code(top::main(&arguments[2..])),
         Some(flags::TRACE) => return exit_code(trace::main(&arguments[2..]).map(|()| 0)),
         _ => {}
     }

@@ -1,7 +1,7 @@
 //! What the multi-process tests share beside the harness: CPUs' instruction sets.
 
 pub use flow_harness::*;
-pub use flow_scenarios::{fakes::*, registry};
+pub use flow_scenarios::{fakes::*, registry, top};
 
 /// The instruction sets that libtorch has kernels for: the variables by which it, MKL and oneDNN
 /// behave as on a CPU that has no better one. Those that this CPU lacks are left out, with a

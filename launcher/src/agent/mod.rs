@@ -14,12 +14,14 @@
 //! | `health.rs` | torchelastic's health check |
 //! | `tracing.rs` | `--trace` |
 //! | `checkpoint_memory.rs` | memory that outlives the workers |
+//! | `flight.rs`, `status.rs` | what the workers do, for `flow-launch top` |
 //! | `final_report.rs` | what is printed at the end |
 //! | `exit_status.rs` | how a process ended |
 
 mod checkpoint_memory;
 pub mod exit_status;
 mod final_report;
+mod flight;
 mod health;
 mod in_place;
 mod named_pipe;
@@ -27,6 +29,7 @@ pub mod process;
 pub mod reaper;
 pub mod signals;
 mod start;
+mod status;
 pub mod stop_policy;
 mod timers;
 mod tracing;
@@ -66,6 +69,7 @@ use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 use crate::signal;
+use crate::top::job_files::OwnJobFile;
 
 /// A descriptor that `poll` has found ready.
 enum AgentReady {
@@ -108,6 +112,10 @@ pub struct Agent {
     health: Option<Health>,
     tracing: Option<Tracing>,
     checkpoint_memory: CheckpointMemory,
+    /// When workers that are gone have done first steps: see [`WorkerGroup::resumed`].
+    resumed: Vec<Instant>,
+    /// By which `flow-launch top` finds the job; None where it cannot be made.
+    _job_file: Option<OwnJobFile>,
     // Last, so that it is dropped last.
     reaper: Reaper,
 }
@@ -198,6 +206,7 @@ impl Agent {
                 let group = self.group.iter().find(|group| group.round == round);
                 group.into_iter().for_each(|group| group.kill(rank, replacement));
             }
+            Command::Report { number } => self.report(number),
             Command::Print(text) => self.sinks.note(&text),
             Command::Finish(result) => self.result = Some(result),
             // The control plane's own.
@@ -234,7 +243,8 @@ impl Agent {
         let specs = self.worker_specs(assignment);
         self.assignment = Some(assignment.clone());
         (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
-        if self.finished_group.take().is_some() {
+        if let Some(finished) = self.finished_group.take() {
+            self.keep_resumed(&finished);
             let restart = JobEvent::Restart { round, world_size: assignment.world_size };
             self.events.record(&restart, &mut self.sinks);
         }

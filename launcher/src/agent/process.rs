@@ -43,9 +43,9 @@ pub const HIDDEN_FLAG: &str = "--exec-worker";
 /// connections that are not authenticated yet. The rest is a reserve.
 const OWN_DESCRIPTORS: u64 = 512 + 512;
 
-/// Descriptors per worker: its pidfd, two pipes, two files, its memory, and connections to the stores
-/// (several for each of PyTorch's process groups).
-const WORKER_DESCRIPTORS: u64 = 13;
+/// Descriptors per worker: its pidfd, two pipes, two files, its memory for checkpoints and its flight
+/// recorder's, and connections to the stores (several for each of PyTorch's process groups).
+const WORKER_DESCRIPTORS: u64 = 14;
 
 /// A worker that has been started and not yet reaped. It leads a session, and in it a process
 /// group.

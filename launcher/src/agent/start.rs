@@ -21,12 +21,15 @@ use crate::output::sink::Sinks;
 use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::report::events::EventLog;
+use crate::top::job_files::{JobFile, OwnJobFile};
 
 impl Agent {
     /// Joins the job.
     pub fn start(job: Job, local_host: LocalHost, command: Vec<OsString>) -> anyhow::Result<Agent> {
         let local_world_size = plan::local_world_size(&job, &local_host)?;
         process::allow_descriptors(local_world_size);
+        // The workers' records are not older.
+        flow_store::clock::start();
         let signals = Signals::catch(&job.signals)?;
         let mut reaper = Reaper::start()?;
         let mut sinks =
@@ -46,6 +49,17 @@ impl Agent {
         });
         let events = EventLog::open(&job.events, &host)?;
         let control = ControlPlane::open(&job, local_world_size)?;
+        let job_file = control.store().and_then(|(address, token)| {
+            let job_file = OwnJobFile::create(&JobFile {
+                pid: std::process::id(),
+                job: job.nodes.id.clone(),
+                program: job.program.name.to_string_lossy().into(),
+                endpoint: ControlPlane::endpoint(&job),
+                address: address.to_string(),
+                token: token.into(),
+            });
+            job_file.inspect_err(|error| log::info!("top finds no job: {error:#}")).ok()
+        });
         let tracing = job.trace.as_deref().map(|to| Tracing::start(to, &control, &reaper));
         Ok(Agent {
             tracing: tracing.transpose()?,
@@ -69,6 +83,8 @@ impl Agent {
             signals,
             watchdog,
             health,
+            _job_file: job_file,
+            resumed: Vec::new(),
             checkpoint_memory: CheckpointMemory::new(local_world_size),
             reaper,
         })

@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::exit_status::ExitStatus;
+use crate::agent::flight::FlightMemory;
 use crate::agent::process::Process;
 use crate::agent::reaper::Reaper;
 use crate::output::log_files::LogFiles;
@@ -31,6 +32,8 @@ pub const STDERR: usize = StreamKind::Stderr as usize;
 pub struct Worker {
     pub spec: WorkerSpec,
     pub process: Process,
+    pub started: Instant,
+    pub flight: Option<FlightMemory>,
     /// Standard output and standard error.
     pub streams: Vec<WorkerStream>,
     pub tail: Tail,
@@ -108,7 +111,7 @@ impl Worker {
     /// Starts the worker `index` of its group. `attempt` is the number of restarts so far.
     pub fn start(
         index: usize,
-        spec: WorkerSpec,
+        mut spec: WorkerSpec,
         attempt: u32,
         console: &Console,
         reaper: &mut Reaper,
@@ -129,6 +132,8 @@ impl Worker {
                 None => Partial::Never,
             };
         }
+        let flight = FlightMemory::new();
+        spec.environment.push(FlightMemory::variable(flight.as_ref()));
         let (process, pipes) = Process::start(&spec, files, reaper)?;
         let mut streams = Vec::with_capacity(tees.len());
         for ((tee, pipe), terminal) in tees.into_iter().zip(pipes).zip(terminals) {
@@ -139,6 +144,8 @@ impl Worker {
         Ok(Worker {
             spec,
             process,
+            started: Instant::now(),
+            flight,
             streams,
             tail: Tail::default(),
             error_file: console.logs.error_file(attempt, local_rank),

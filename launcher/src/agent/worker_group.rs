@@ -12,6 +12,7 @@ use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
 use crate::agent::stop_policy::{Action, Cause, Ended, StopPolicy};
 use crate::agent::worker::{Console, STDERR, Worker, WorkerStream, is_readable};
+use crate::control::status::WorkerStatus;
 use crate::output::log_file::Filter;
 use crate::output::pty;
 use crate::output::remainder::Remainder;
@@ -167,6 +168,19 @@ impl WorkerGroup {
     /// Nothing has stopped the workers: once they have ended, they have succeeded.
     pub fn ended_well(&self) -> bool {
         self.policy.cause().is_none()
+    }
+
+    /// Returns what the workers do, in rank order.
+    pub fn status(&self) -> Vec<WorkerStatus> {
+        self.current().map(Worker::status).collect()
+    }
+
+    /// Returns when workers, those that were replaced among them, have done a first step: after their
+    /// start, and after each change of the job's ranks.
+    pub fn resumed(&self, now: Instant) -> Vec<Instant> {
+        let activities = self.workers.iter().filter_map(|worker| worker.flight.as_ref()?.read());
+        let ages = activities.flat_map(|activity| activity.resumed);
+        ages.filter_map(|age| now.checked_sub(Duration::try_from_secs_f64(age).ok()?)).collect()
     }
 
     /// Returns the ranks of all workers.

@@ -16,13 +16,19 @@ pub const COMMAND: &str = "command";
 pub const TRACE: &str = "trace";
 /// Says what is on this machine.
 pub const DOCTOR: &str = "doctor";
+/// Shows what a job does.
+pub const TOP: &str = "top";
 /// Finds or downloads libtorch.
 pub const SETUP_LIBTORCH: &str = "setup-libtorch";
 
 /// The name of the argument of `flow-launch trace`.
 const TIMELINE: &str = "timeline";
 
-/// Names of arguments of `flow-launch doctor`.
+/// Names of arguments of `flow-launch top`.
+pub const JOB: &str = "job";
+pub const ONCE: &str = "once";
+
+/// Names of arguments of `flow-launch doctor`, the first of `flow-launch top` as well.
 pub const JSON: &str = "json";
 pub const TIMEOUT: &str = "timeout";
 
@@ -40,6 +46,7 @@ Everything after PROGRAM is PROGRAM's. Flags may be written with underscores, an
 
 const USAGE: &str = "\
 flow-launch [OPTIONS] PROGRAM [ARGS...]
+       flow-launch top [OPTIONS] [JOB]         Show what a running job does
        flow-launch trace FILE                  Summarize a timeline that --trace has written
        flow-launch doctor [OPTIONS]            Say what is on this machine, and what to do about what is wrong
        flow-launch setup-libtorch [OPTIONS]    Find or download the libtorch that Rust programs are built with";
@@ -54,7 +61,7 @@ pub fn command() -> Command {
 pub fn full_command() -> Command {
     let flags = FLAGS.iter().filter(|flag| !flag.help.is_empty());
     with_flags(flags.map(|flag| flag.full_argument()), false)
-        .subcommands([trace_command(), doctor_command(), setup_libtorch_command()])
+        .subcommands([top_command(), trace_command(), doctor_command(), setup_libtorch_command()])
         .disable_help_subcommand(true)
 }
 
@@ -71,6 +78,28 @@ pub fn trace_command() -> Command {
                 .value_parser(ValueParser::path_buf())
                 .help("The timeline"),
         )
+}
+
+/// Returns the command line of `flow-launch top`.
+pub fn top_command() -> Command {
+    let switch = |name: &'static str| Arg::new(name).long(name).action(ArgAction::SetTrue);
+    let job = Arg::new(JOB).value_name("JOB");
+    let of_endpoint = [
+        (
+            table::RDZV_ENDPOINT,
+            "Where the leading node of a job elsewhere is; it asks for FLOW_TOKEN",
+        ),
+        (table::RDZV_ID, "The id of that job"),
+    ];
+    Command::new(TOP)
+        .bin_name("flow-launch top")
+        .about("Shows what a running job does: each rank's steps, communication, waits and memory")
+        .term_width(120)
+        .args_override_self(true)
+        .arg(job.help("A job of this machine: its id, or the process number of its flow-launch"))
+        .arg(switch(JSON).help("Print a line of JSON a second"))
+        .arg(switch(ONCE).help("Print one line"))
+        .args(of_endpoint.map(|(flag, help)| flag.0.argument().help(help)))
 }
 
 /// Returns the command line of `flow-launch setup-libtorch`.

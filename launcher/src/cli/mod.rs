@@ -10,6 +10,7 @@ mod pages;
 pub mod rendezvous;
 mod settings;
 pub mod setup_libtorch;
+pub mod top;
 pub mod usage;
 
 use std::ffi::OsString;

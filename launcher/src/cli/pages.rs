@@ -39,6 +39,8 @@ fn manual() -> io::Result<Vec<u8>> {
     synopsis.control("SH", ["SYNOPSIS"]);
     synopsis.text([bold("flow-launch"), roman(" [OPTIONS] PROGRAM [ARGS...]")]);
     synopsis.control("br", []);
+    synopsis.text([bold("flow-launch top"), roman(" [OPTIONS] [JOB]")]);
+    synopsis.control("br", []);
     synopsis.text([bold("flow-launch trace"), roman(" FILE")]);
     synopsis.control("br", []);
     synopsis.text([bold("flow-launch doctor"), roman(" [OPTIONS]")]);

@@ -118,7 +118,7 @@ fn backend(setting: &Setting) -> Result<Backend, Usage> {
 }
 
 /// Reads `host`, `host:port`, `[v6]` or `[v6]:port`.
-fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
+pub fn host_and_port(setting: &Setting) -> Result<(String, Option<u16>), Usage> {
     let found = host_and_number(setting.text()?.trim());
     found.filter(|(_, port)| *port != Some(0)).ok_or_else(|| {
         setting

@@ -89,6 +89,11 @@ impl Candidate {
         self.server.set(LEADER_KEY, &text);
     }
 
+    /// Returns where the store is, and the token that it asks for.
+    pub fn store(&self) -> (Address, &str) {
+        (self.server.address().clone(), &self.token)
+    }
+
     /// Returns the port of the store.
     pub fn port(&self) -> Option<u16> {
         let Address::Tcp(address) = self.server.address() else { return None };

@@ -162,6 +162,8 @@ impl Coordinator {
             | AgentEvent::Candidate { .. }
             | AgentEvent::Has { .. }
             | AgentEvent::Trace { .. }
+            | AgentEvent::Status { .. }
+            | AgentEvent::Watch { .. }
             | AgentEvent::Failed { .. }
             | AgentEvent::Finished { .. }
             | AgentEvent::Stopped { .. } => {}
@@ -223,6 +225,11 @@ impl Coordinator {
     /// Returns the host name of an agent that has joined.
     pub fn host(&self, agent: AgentId) -> Option<&str> {
         self.agents.get(&agent).map(|agent| agent.node.host.as_str())
+    }
+
+    /// Returns the host names of all agents.
+    pub fn hosts(&self) -> BTreeMap<AgentId, String> {
+        self.agents.iter().map(|(id, agent)| (*id, agent.node.host.clone())).collect()
     }
 
     /// Whether all agents but the leader's have gone, and none may come to hear of the end.

@@ -61,6 +61,7 @@ pub struct Follower {
     search: Arc<Mutex<Search>>,
     /// The endpoint, at which every leader may be.
     endpoint: String,
+    token: String,
     /// Ends the thread that looks for the leader, or waits for its commands.
     is_over: Arc<AtomicBool>,
     /// If the job may go on under another leader.
@@ -89,9 +90,10 @@ impl Follower {
             address: candidate.address.clone(),
             port: candidate.port().unwrap_or_default(),
         });
+        let token = token(&job.nodes.id)?;
         let thread = FollowerThread {
             search: Arc::clone(&search),
-            token: token(job)?,
+            token: token.clone(),
             timeout,
             heartbeat: job.nodes.timeouts.heartbeat,
             node,
@@ -106,6 +108,7 @@ impl Follower {
             sent,
             search,
             endpoint: net::join(host, port),
+            token,
             is_over,
             candidate,
         };
@@ -114,6 +117,12 @@ impl Follower {
             .name("flow-control".into())
             .spawn(move || thread.run(receiver, sending, &sender))?;
         Ok(follower)
+    }
+
+    /// Returns a store that says who leads the job, and the token that it asks for.
+    pub fn store(&self) -> (Address, &str) {
+        let endpoint = || (Address::Tcp(self.endpoint.clone()), &self.token[..]);
+        self.candidate.as_ref().map_or_else(endpoint, Candidate::store)
     }
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
@@ -457,6 +466,8 @@ impl FollowerThread {
             if !commands_out.send(ControlMessage::Command(command)) || is_last {
                 break;
             }
+            // Without a connection, the next wait says so.
+            let _ = store.delete(&[command_key(agent, number)]);
         }
         Ok(())
     }

@@ -10,7 +10,7 @@
 //!
 //! An elected leader does nothing before a majority follows it: events wait until then.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -26,10 +26,12 @@ use crate::control::coordinator::Coordinator;
 use crate::control::job_record::MemberId;
 use crate::control::node::Node;
 use crate::control::protocol::{
-    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, command_key,
+    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, Verdict, command_key,
+    status_key,
 };
 use crate::control::stall::{StallAction, StallTracker, StallUpdate};
 use crate::control::token::token;
+use crate::control::watchers::Watchers;
 use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
@@ -82,6 +84,7 @@ pub struct Leader {
     messages: VecDeque<ControlMessage>,
     cluster_events: Vec<ClusterEvent>,
     hang_timeout: Option<Duration>,
+    watchers: Watchers,
     /// Once the job is over: when to leave at the latest.
     linger_until: Option<Instant>,
 }
@@ -104,7 +107,7 @@ impl Leader {
                 }
                 (secret()?, own.unwrap_or_else(net::any), master_port)
             }
-            _ => (token(job)?, net::interface(&[host, &node.address]), None),
+            _ => (token(&job.nodes.id)?, net::interface(&[host, &node.address]), None),
         };
         let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), port)), &token)?;
         let timeouts = job.nodes.timeouts;
@@ -130,7 +133,7 @@ impl Leader {
         let port = candidate.port().context("this agent's store has no port")?;
         let record = candidate.election.record().clone();
         let coordinator = Coordinator::resuming(job, &record.progress, Instant::now());
-        let claim = Claim::start(token(job)?, endpoint, record)?;
+        let claim = Claim::start(token(&job.nodes.id)?, endpoint, record)?;
         let mut leader = Leader::new(job, &node, port, candidate, coordinator);
         leader.claim = Some(claim);
         leader.messages.push_back(ControlMessage::Notice(
@@ -166,6 +169,7 @@ impl Leader {
             messages: VecDeque::new(),
             cluster_events: Vec::new(),
             hang_timeout: job.hang_timeout,
+            watchers: Watchers::new(&job.nodes.id),
             linger_until: None,
         }
     }
@@ -173,6 +177,11 @@ impl Leader {
     /// Ends the leadership.
     pub fn into_candidate(self) -> Candidate {
         self.candidate
+    }
+
+    /// Returns a store that says who leads the job, and the token that it asks for.
+    pub fn store(&self) -> (Address, &str) {
+        self.candidate.store()
     }
 
     /// Handles an event of this node's agent.
@@ -251,7 +260,7 @@ impl Leader {
     fn send_record(&mut self) {
         let record = self.candidate.election.record().clone();
         for agent in self.members.keys().copied().collect::<Vec<_>>() {
-            self.command(agent, &Command::Record(record.clone()));
+            self.command(agent, Command::Record(record.clone()));
         }
     }
 
@@ -268,7 +277,7 @@ impl Leader {
             self.coordinator.followers().chain(members).chain(early).collect();
         for agent in agents {
             if agent != LEADER {
-                self.command(agent, &Command::Rejoin);
+                self.command(agent, Command::Rejoin);
             }
         }
         self.has_stepped_down = true;
@@ -294,6 +303,11 @@ impl Leader {
         }
         let commands = self.coordinator.elapsed(now);
         self.dispatch(commands);
+        for (watcher, status) in self.watchers.take_due(now) {
+            // Plain data: it cannot fail.
+            let text = serde_json::to_vec(&status).unwrap_or_default();
+            self.candidate.server.set(&status_key(watcher), &text);
+        }
     }
 
     /// Handles what workers have sent.
@@ -341,7 +355,8 @@ impl Leader {
     pub fn deadline(&self) -> Option<Instant> {
         let election = &self.candidate.election;
         let look = election.has_followers().then(|| self.polled + self.lease / 8);
-        let mut deadlines = vec![self.linger_until, look, election.deadline()];
+        let mut deadlines =
+            vec![self.linger_until, look, election.deadline(), self.watchers.deadline()];
         // What is due otherwise waits until this agent may act.
         if self.may_act() {
             deadlines.push(self.coordinator.deadline());
@@ -360,7 +375,7 @@ impl Leader {
         let now = Instant::now();
         if self.has_stepped_down {
             if let AgentEvent::Joined { .. } | AgentEvent::Candidate { .. } = event {
-                self.command(agent, &Command::Rejoin);
+                self.command(agent, Command::Rejoin);
             }
             return;
         }
@@ -373,12 +388,12 @@ impl Leader {
                     self.step_down("this job has begun before");
                 }
                 if self.has_stepped_down {
-                    return self.command(agent, &Command::Rejoin);
+                    return self.command(agent, Command::Rejoin);
                 }
                 self.members.insert(agent, member.id);
                 self.candidate.election.joined(member);
                 let record = self.candidate.election.record().clone();
-                return self.command(agent, &Command::Record(record));
+                return self.command(agent, Command::Record(record));
             }
             AgentEvent::Has { age } => {
                 if let Some(member) = self.members.get(&agent) {
@@ -429,12 +444,30 @@ impl Leader {
         {
             present.exited(*rank, *replacement, end);
         }
-        if let AgentEvent::Trace { round, piece } = event {
-            if self.round.as_ref().is_some_and(|present| present.number == round) {
-                self.cluster_events.push(ClusterEvent::Trace(piece));
+        match event {
+            AgentEvent::Trace { round, piece } => {
+                if self.round.as_ref().is_some_and(|present| present.number == round) {
+                    self.cluster_events.push(ClusterEvent::Trace(piece));
+                }
             }
-            return;
+            AgentEvent::Watch { number } => self.ask_all(agent, number),
+            AgentEvent::Status { number, status } => self.watchers.answer(agent, number, status),
+            event => self.decide(agent, event),
         }
+    }
+
+    /// Asks all agents what their workers do, as one who watches wants to know.
+    fn ask_all(&mut self, watcher: AgentId, number: u64) {
+        let hosts: BTreeMap<AgentId, String> = self.coordinator.hosts();
+        let agents: Vec<AgentId> = hosts.keys().copied().collect();
+        let number = self.watchers.ask(watcher, number, hosts, Instant::now());
+        for agent in agents {
+            self.command(agent, Command::Report { number });
+        }
+    }
+
+    /// Lets the coordinator decide what follows an event.
+    fn decide(&mut self, agent: AgentId, event: AgentEvent) {
         log::debug!("agent {agent}: {event:?}");
         match (&event, self.coordinator.host(agent)) {
             (AgentEvent::Joined { node, .. }, _) if agent != LEADER => {
@@ -445,7 +478,12 @@ impl Leader {
                 .push(ClusterEvent::Lost { host: host.into(), reason: why.clone() }),
             _ => {}
         }
-        let commands = self.coordinator.handle(agent, event, Instant::now());
+        let now = Instant::now();
+        let change = change(&event, self.coordinator.host(agent));
+        let commands = self.coordinator.handle(agent, event, now);
+        if let Some(what) = change.filter(|_| self.linger_until.is_none()) {
+            self.watchers.note(format!("{what}{}", consequence(&commands)), now);
+        }
         self.dispatch(commands);
     }
 
@@ -484,19 +522,18 @@ impl Leader {
                 }
                 command => log::debug!("command for agent {agent}: {command:?}"),
             }
-            if agent == LEADER {
-                self.messages.push_back(ControlMessage::Command(command));
-            } else {
-                self.command(agent, &command);
-            }
+            self.command(agent, command);
         }
     }
 
-    /// Sends a command to a follower.
-    fn command(&mut self, agent: AgentId, command: &Command) {
+    /// Sends a command to an agent.
+    fn command(&mut self, agent: AgentId, command: Command) {
+        if agent == LEADER {
+            return self.messages.push_back(ControlMessage::Command(command));
+        }
         let number = self.commands_sent.entry(agent).or_default();
         // Plain data: it cannot fail.
-        let text = serde_json::to_vec(command).unwrap_or_default();
+        let text = serde_json::to_vec(&command).unwrap_or_default();
         self.candidate.server.set(&command_key(agent, *number), &text);
         *number += 1;
     }
@@ -532,6 +569,30 @@ impl Leader {
             stalls,
         });
         Ok(stores)
+    }
+}
+
+/// Says who has joined or left by this event, if somebody has. `host` is that of the agent.
+fn change(event: &AgentEvent, host: Option<&str>) -> Option<String> {
+    match event {
+        AgentEvent::Joined { node } => Some(format!("host {} has joined", node.host)),
+        AgentEvent::Gone { why } => Some(format!("host {} is lost: {why}", host?)),
+        AgentEvent::Failed { failure, .. } => Some(failure.summary.clone()),
+        AgentEvent::Exited { failure, .. } => Some(failure.as_ref()?.summary.clone()),
+        _ => None,
+    }
+}
+
+/// Says what follows when the coordinator answers a failure with these commands.
+fn consequence(commands: &[(AgentId, Command)]) -> &'static str {
+    let verdict = commands.iter().find_map(|(_, command)| match command {
+        Command::Decide { verdict, .. } => Some(*verdict),
+        _ => None,
+    });
+    match verdict {
+        Some(Verdict::Replace) => "; another is started in its place",
+        Some(Verdict::GoOn) => "; the others go on without it",
+        Some(Verdict::Fail) | None => "",
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
 //! | `claim.rs` | an elected leader's claim of the endpoint |
 //! | `mailbox.rs` | messages of threads to the event loop |
+//! | `watchers.rs`, `status.rs` | what those are told who watch the job (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
 //! | `follower.rs` | any other agent: a client of the leader's store |
 //! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
@@ -28,7 +29,9 @@ mod mailbox;
 pub mod node;
 pub mod protocol;
 mod stall;
+pub mod status;
 pub mod token;
+mod watchers;
 mod worker_table;
 
 use std::io;
@@ -125,6 +128,21 @@ impl ControlPlane {
         let node = node(job, local_world_size, String::new());
         let follower = Follower::join(job, node, host, port, timeout, candidate)?;
         Ok(ControlPlane::Follower(Box::new(follower)))
+    }
+
+    /// Returns a store that says who leads the job, and the token that it asks for.
+    pub fn store(&self) -> Option<(Address, &str)> {
+        match self {
+            ControlPlane::Leader(leader) => Some(leader.store()),
+            ControlPlane::Follower(follower) => Some(follower.store()),
+            ControlPlane::Closed => None,
+        }
+    }
+
+    /// Returns the address at which the agents of the job meet.
+    pub fn endpoint(job: &Job) -> String {
+        let (host, port) = meeting_place(job);
+        net::join(host, port)
     }
 
     /// Sends an event to the coordinator.
@@ -263,7 +281,7 @@ fn candidate(job: &Job, host: &str, port: u16) -> anyhow::Result<Candidate> {
     // The endpoint's host may not be known yet.
     let own = own.or_else(|| Some(local_address_for((host, port)).ok()?.to_string()));
     let bind = own.as_deref().and_then(net::own).unwrap_or_else(net::any);
-    let token = token(job)?;
+    let token = token(&job.nodes.id)?;
     let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), 0)), &token)
         .context("cannot serve a store, which this node needs to lead the job one day")?;
     let mut candidate = Candidate::new(server, &token, job.nodes.timeouts.heartbeat, job.grace)?;

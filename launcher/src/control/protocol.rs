@@ -6,6 +6,7 @@ use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::RankAssignment;
 use crate::control::job_record::{JobRecord, JobResult, Member};
 use crate::control::node::Node;
+use crate::control::status::NodeStatus;
 use crate::trace::folder::Piece;
 
 /// An agent: flow-launch on one node.
@@ -37,6 +38,11 @@ pub enum AgentEvent {
     Stopped { round: u32, cause: Option<String> },
     /// A part of the timeline of one of its ranks, for `--trace`.
     Trace { round: u32, piece: Piece },
+    /// What the workers of its node do, as [`Command::Report`] has asked.
+    Status { number: u64, status: NodeStatus },
+    /// Somebody who watches the job, and is no agent, asks what it does. The answer is at
+    /// [`status_key`], with the same number.
+    Watch { number: u64 },
     /// It received a signal and will end.
     Leaving { signal: i32 },
     /// It has ended. The store sends this on its behalf (its last will) if it could not.
@@ -85,6 +91,10 @@ pub enum Command {
         round: u32,
         rank: u32,
         replacement: u32,
+    },
+    /// Say what the workers do, with this number.
+    Report {
+        number: u64,
     },
     /// Print a notice.
     Print(String),
@@ -138,4 +148,9 @@ pub enum ClusterEvent {
 /// Returns the key of an agent's command of this number.
 pub fn command_key(agent: AgentId, number: u64) -> String {
     format!("commands/{agent}/{number}")
+}
+
+/// Returns the key of the answer to one who watches the job.
+pub fn status_key(watcher: AgentId) -> String {
+    format!("status/{watcher}")
 }

@@ -16,7 +16,7 @@ mod arrivals;
 mod buckets;
 pub mod folder;
 mod format;
-mod intervals;
+pub mod intervals;
 mod summary;
 
 use std::ffi::OsString;

@@ -25,6 +25,7 @@ mod signals;
 mod start;
 mod stdin;
 mod terminal;
+mod top;
 mod trace;
 mod usage;
 mod watchdog;

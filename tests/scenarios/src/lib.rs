@@ -21,6 +21,7 @@ mod nccl;
 mod reconfigure;
 mod reconfigured_memory;
 pub mod registry;
+pub mod top;
 mod trace;
 
 use std::process::ExitCode;
@@ -53,6 +54,7 @@ const FILES: &[registry::File] = &[
     ("nccl::failures", nccl::failures::SCENARIOS),
     ("reconfigure", reconfigure::SCENARIOS),
     ("reconfigured_memory", reconfigured_memory::SCENARIOS),
+    ("top", top::SCENARIOS),
     ("trace", trace::SCENARIOS),
 ];
 

@@ -3,6 +3,7 @@
 mod job_control;
 mod output;
 mod prompts;
+mod top;
 
 use flow_harness::cli::{until, wait};
 

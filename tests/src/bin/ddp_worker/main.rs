@@ -45,6 +45,7 @@ mod scaled;
 mod sharded_pair;
 mod sparse;
 mod static_graph;
+mod steps_shown;
 mod sync_batchnorm;
 mod tensors;
 mod tied;
@@ -159,6 +160,7 @@ const SCENARIOS: &[Scenario] = &[
     scenario("fsdp_ignored_written", fsdp_ignored::written, ON_HOSTS),
     scenario("fsdp_ignored_gradients", fsdp_ignored::gradients, ON_HOSTS),
     scenario("fsdp_ignored_misused", fsdp_ignored::misused, ON_HOSTS),
+    scenario("steps_are_shown", steps_shown::of_all, &[launched(2)]),
     scenario("checkpoint_memory", checkpoint_memory::in_parts, MEASURES_MEMORY),
     scenario("checkpoint_random", checkpoint_random::random, CPU_AND_NODES),
     scenario("fsdp_misused", fsdp_misused::misused, CPU_AND_NODES),

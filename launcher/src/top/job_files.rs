@@ -1,0 +1,217 @@
+//! The files by which the jobs of this machine are found. Each agent has one, which only its user can
+//! read, as it has the job's secret. The agent locks it: a file that nobody locks is that of an agent
+//! that was killed, and whoever finds it removes it.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::process::geteuid;
+use serde::{Deserialize, Serialize};
+
+use crate::cli::usage::Usage;
+use crate::report::text::printable;
+
+/// A file that is empty for so long is none that is just being written.
+const WRITING: Duration = Duration::from_secs(60);
+
+/// What a file says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobFile {
+    /// The agent's process.
+    pub pid: u32,
+    /// The job's id.
+    pub job: String,
+    /// The program, as the user has named it.
+    pub program: String,
+    /// The address at which the job's agents meet: the same in the files of all.
+    pub endpoint: String,
+    /// A store that says who leads, and the token that it asks for.
+    pub address: String,
+    pub token: String,
+}
+
+/// The file of this agent, until dropped.
+pub struct OwnJobFile {
+    path: PathBuf,
+    /// Holds the lock.
+    _file: File,
+}
+
+impl OwnJobFile {
+    /// Writes it.
+    pub fn create(job: &JobFile) -> anyhow::Result<OwnJobFile> {
+        let folder = folder(true)?;
+        let path = folder.join(format!("{}.json", job.pid));
+        // One that is there is of a process that was killed and had the same number.
+        let _ = fs::remove_file(&path);
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
+        let own = OwnJobFile { path, _file: file.try_clone()? };
+        flock(&file, FlockOperation::LockExclusive)?;
+        file.write_all(&serde_json::to_vec(job)?)?;
+        Ok(own)
+    }
+}
+
+impl Drop for OwnJobFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Finds the job with this id, or whose flow-launch has this process number: the only one if no name is
+/// given.
+pub fn find(name: Option<&str>) -> anyhow::Result<JobFile> {
+    let jobs = match folder(false) {
+        Ok(folder) => list(&folder)?,
+        Err(_) => Vec::new(),
+    };
+    choose(jobs, name).map_err(anyhow::Error::from)
+}
+
+fn choose(mut jobs: Vec<JobFile>, name: Option<&str>) -> Result<JobFile, Usage> {
+    let all = names(&jobs);
+    if let Some(name) = name {
+        jobs.retain(|job| job.job == name || job.pid.to_string() == name);
+    }
+    // Several agents of a job may run on one machine.
+    jobs.sort_by_key(|job| job.pid);
+    let mut known = Vec::new();
+    jobs.retain(|job| {
+        let own = (job.endpoint.clone(), job.token.clone());
+        let is_new = !known.contains(&own);
+        known.push(own);
+        is_new
+    });
+    let elsewhere = "for one elsewhere give --rdzv-endpoint and --rdzv-id";
+    match (jobs.len(), name) {
+        (1, _) => Ok(jobs.remove(0)),
+        (0, _) if all.is_empty() => {
+            Err(Usage(format!("no job of yours runs on this machine; {elsewhere}")))
+        }
+        (0, name) => Err(Usage(format!(
+            "no job of yours is '{}'; there are {all}; {elsewhere}",
+            printable(name.unwrap_or_default())
+        ))),
+        _ => Err(Usage(format!("several jobs run; name one: {}", names(&jobs)))),
+    }
+}
+
+fn names(jobs: &[JobFile]) -> String {
+    let names = jobs.iter().map(|job| {
+        let JobFile { pid, job, program, .. } = job;
+        format!("{pid} ({}, id {})", printable(program), printable(job))
+    });
+    names.collect::<Vec<_>>().join(", ")
+}
+
+/// Returns the jobs whose agents live. Removes the files of others.
+fn list(folder: &Path) -> anyhow::Result<Vec<JobFile>> {
+    let mut jobs = Vec::new();
+    let entries = fs::read_dir(folder);
+    for entry in entries.with_context(|| format!("cannot read {}", folder.display()))? {
+        let path = entry?.path();
+        if path.extension().is_none_or(|extension| extension != "json") {
+            continue;
+        }
+        match read(&path) {
+            Ok(job) => jobs.extend(job),
+            // It may have been removed meanwhile.
+            Err(error) => log::debug!("no job in {}: {error:#}", path.display()),
+        }
+    }
+    Ok(jobs)
+}
+
+/// Reads a file; None if its agent does not live.
+fn read(path: &Path) -> anyhow::Result<Option<JobFile>> {
+    let no_links = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
+    let mut file = OpenOptions::new().read(true).custom_flags(no_links).open(path)?;
+    let about = file.metadata()?;
+    if about.uid() != geteuid().as_raw() || !about.is_file() {
+        bail!("it is another user's");
+    }
+    if flock(&file, FlockOperation::NonBlockingLockShared).is_ok() {
+        let age = about.modified()?.elapsed().unwrap_or_default();
+        if about.len() > 0 || age > WRITING {
+            fs::remove_file(path)?;
+        }
+        return Ok(None);
+    }
+    let mut text = String::new();
+    file.read_to_string(&mut text)?;
+    Ok(Some(serde_json::from_str(&text)?))
+}
+
+/// Returns the folder of the files, which only this user can write to; makes it if `makes`.
+fn folder(makes: bool) -> anyhow::Result<PathBuf> {
+    let user = geteuid().as_raw();
+    let folder = match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
+        Some(runtime) => PathBuf::from(runtime).join("flow"),
+        None => std::env::temp_dir().join(format!("flow-{user}")),
+    };
+    if makes && !folder.exists() {
+        let made = DirBuilder::new().mode(0o700).create(&folder);
+        // Another launcher may have made it meanwhile.
+        made.or_else(|error| if folder.exists() { Ok(()) } else { Err(error) })
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    let about = fs::symlink_metadata(&folder);
+    let about = about.with_context(|| format!("cannot read {}", folder.display()))?;
+    if !about.is_dir() || about.uid() != user || about.mode() & 0o077 != 0 {
+        bail!("{} must be a folder of this user's, with mode 0700", folder.display());
+    }
+    Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(pid: u32, id: &str, endpoint: &str) -> JobFile {
+        JobFile {
+            pid,
+            job: id.into(),
+            program: "train".into(),
+            endpoint: endpoint.into(),
+            address: format!("tcp://h:{pid}"),
+            token: "secret".into(),
+        }
+    }
+
+    #[test]
+    fn a_job_is_found_by_id_by_pid_or_as_the_only_one() {
+        let jobs =
+            vec![job(7, "a", "h:1"), job(8, "a", "h:1"), job(9, "b", "h:2")];
+        let pid = |name| choose(jobs.clone(), name).map(|job| job.pid).map_err(|usage| usage.0);
+        assert_eq!((pid(Some("a")), pid(Some("8")), pid(Some("b"))), (Ok(7), Ok(8), Ok(9)));
+        assert_eq!(choose(jobs[..2].to_vec(), None).unwrap(), jobs[0]);
+        let several = pid(None).unwrap_err();
+        assert!(several.contains("7 (train, id a)") && several.contains("9 (train, id b)"));
+        assert!(pid(Some("c\n")).unwrap_err().contains(r"no job of yours is 'c\n'; there are 7"));
+        assert!(choose(vec![], None).unwrap_err().0.contains("no job of yours runs"));
+    }
+
+    #[test]
+    fn files_of_agents_that_are_gone_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let text = serde_json::to_vec(&job(7, "a", "h:1")).unwrap();
+        for name in ["lives.json", "gone.json", "other.txt"] {
+            fs::write(path(name), &text).unwrap();
+        }
+        fs::write(path("new.json"), "").unwrap();
+        std::os::unix::fs::symlink(path("lives.json"), path("link.json")).unwrap();
+        let lives = File::open(path("lives.json")).unwrap();
+        flock(&lives, FlockOperation::LockExclusive).unwrap();
+        assert_eq!(list(folder.path()).unwrap(), [job(7, "a", "h:1")]);
+        let is_there = ["lives.json", "gone.json", "other.txt", "new.json", "link.json"]
+            .map(|name| fs::symlink_metadata(path(name)).is_ok());
+        assert_eq!(is_there, [true, false, true, true, true]);
+    }
+}

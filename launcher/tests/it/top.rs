@@ -1,0 +1,224 @@
+//! `flow-launch top`: what it shows of jobs whose workers are shell scripts, and how it finds them.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use flow_harness::cli::{Running, launcher, run, script, until, until_gone};
+use flow_harness::{Finished, assert_contains, free_port};
+use flow_store::Store;
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// In place of `$XDG_RUNTIME_DIR`, so that other jobs of the machine are not found.
+fn in_folder<'a>(folder: &Path, command: &'a mut Command) -> &'a mut Command {
+    command.env("XDG_RUNTIME_DIR", folder)
+}
+
+fn top(folder: &Path, arguments: &[&str]) -> Finished {
+    run(in_folder(folder, &mut launcher(&[&["top"], arguments].concat())))
+}
+
+/// What `top` shows of a job.
+fn view(folder: &Path, arguments: &[&str]) -> Value {
+    let finished = top(folder, &[&["--json", "--once"], arguments].concat());
+    assert_eq!((finished.code, &finished.stderr[..]), (Some(0), ""), "{finished:?}");
+    serde_json::from_str(&finished.stdout).unwrap()
+}
+
+/// A job whose workers say their process numbers and stay.
+fn job(folder: &Path, flags: &str) -> Running {
+    Running::start(in_folder(folder, &mut script(flags, "echo $$; exec sleep 1000")))
+}
+
+fn files(folder: &Path) -> usize {
+    folder.join("flow").read_dir().map_or(0, Iterator::count)
+}
+
+#[test]
+fn a_program_without_flow_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut running = job(folder.path(), "--nproc_per_node 2");
+    let mut pids = running.numbers(2);
+    let view = view(folder.path(), &[]);
+    let ranks = view["ranks"].as_array().unwrap();
+    let mut shown: Vec<_> = ranks.iter().map(|rank| rank["pid"].as_i64().unwrap() as i32).collect();
+    pids.sort_unstable();
+    shown.sort_unstable();
+    assert_eq!(shown, pids, "{view}");
+    for (number, rank) in ranks.iter().enumerate() {
+        assert_eq!((&rank["rank"], &rank["state"]), (&number.into(), &"running".into()));
+        assert_eq!((&rank["steps"], &rank["operation"]), (&Value::Null, &Value::Null));
+        assert!(rank["memory_bytes"].as_u64().unwrap() > 0, "{rank}");
+        assert!(rank["uptime_seconds"].as_f64().unwrap() > 0.0, "{rank}");
+        assert!(rank["cpu_seconds"].as_f64().is_some(), "{rank}");
+    }
+    // By its process number, and by its id.
+    let id = view["job"].as_str().unwrap();
+    for name in [running.pid().to_string(), id.to_string()] {
+        assert_eq!(self::view(folder.path(), &[&name])["job"], id);
+    }
+    running.signal(Signal::TERM);
+    running.finish();
+    assert_eq!(files(folder.path()), 0);
+}
+
+#[test]
+fn who_watches_sees_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut running = job(folder.path(), "--nproc_per_node 1");
+    running.numbers(1);
+    let mut command = launcher(&["top", "--json"]);
+    let mut watching = Running::start(in_folder(folder.path(), &mut command));
+    for _ in 0..2 {
+        let line: Value = serde_json::from_str(&watching.line()).unwrap();
+        assert_eq!(line["ranks"].as_array().unwrap().len(), 1);
+    }
+    running.signal(Signal::TERM);
+    running.finish();
+    let end = watching.finish();
+    assert_eq!((end.code, &end.stderr[..]), (Some(0), ""), "{end:?}");
+}
+
+#[test]
+fn a_wrong_call_is_told_in_a_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |arguments: &[&str], code: i32, parts: &[&str]| {
+        let finished = top(folder.path(), arguments);
+        assert_eq!((finished.code, &finished.stdout[..]), (Some(code), ""), "{finished:?}");
+        assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
+        assert_contains(&finished.stderr, parts);
+    };
+    refused(&[], 2, &["needs a terminal", "--json"]);
+    refused(&["--json"], 2, &["no job of yours runs", "--rdzv-endpoint"]);
+    refused(&["--once"], 2, &["--once needs --json"]);
+    let elsewhere = format!("127.0.0.1:{}", free_port());
+    refused(&["--json", "--rdzv-endpoint", &elsewhere], 1, &[&elsewhere, "no connection"]);
+    let mut jobs = [(); 2].map(|()| job(folder.path(), "--nproc_per_node 1"));
+    jobs.iter_mut().for_each(|job| drop(job.numbers(1)));
+    let pids = [0, 1].map(|index| jobs[index].pid().to_string());
+    refused(&["--json"], 2, &["several jobs run", &pids[0], &pids[1]]);
+    refused(&["--json", "nosuch"], 2, &["no job of yours is 'nosuch'", &pids[0]]);
+    for job in jobs {
+        job.signal(Signal::TERM);
+        job.finish();
+    }
+}
+
+/// What a killed launcher has left behind is removed by whoever looks next.
+#[test]
+fn a_killed_launcher_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut running = job(folder.path(), "--nproc_per_node 2");
+    let pids = running.numbers(2);
+    assert_eq!(files(folder.path()), 1);
+    running.signal(Signal::KILL);
+    running.finish();
+    until_gone(&pids);
+    let finished = top(folder.path(), &["--json"]);
+    assert_contains(&finished.stderr, &["no job of yours runs"]);
+    assert_eq!(files(folder.path()), 0);
+}
+
+/// A folder that others may write to is not used.
+#[test]
+fn a_folder_of_others_is_not_trusted() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let own = folder.path().join("flow");
+    std::fs::create_dir(&own).unwrap();
+    std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let finished = run(in_folder(folder.path(), &mut script("", "echo well")));
+    assert_eq!((finished.code, &finished.stdout[..]), (Some(0), "well\n"), "{finished:?}");
+    assert_eq!(files(folder.path()), 0);
+    assert_contains(&top(folder.path(), &["--json"]).stderr, &["no job of yours runs"]);
+}
+
+#[test]
+fn nodes_are_shown_together_from_anywhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let flags = format!("--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id run7");
+    let mut nodes = [(); 2].map(|()| job(folder.path(), &flags));
+    nodes.iter_mut().for_each(|node| drop(node.numbers(2)));
+    let elsewhere = tempfile::tempdir().unwrap();
+    let by_endpoint = ["--rdzv-endpoint", &endpoint, "--rdzv-id", "run7"];
+    let views = [view(folder.path(), &["run7"]), view(elsewhere.path(), &by_endpoint)];
+    for view in &views {
+        let ranks = view["ranks"].as_array().unwrap();
+        let numbers: Vec<_> = ranks.iter().map(|rank| rank["rank"].as_u64().unwrap()).collect();
+        assert_eq!((numbers, &view["job"]), (vec![0, 1, 2, 3], &"run7".into()), "{view}");
+        let joined = view["changes"].as_array().unwrap().iter();
+        let joined = joined.filter(|change| change["what"].as_str().unwrap().ends_with("joined"));
+        assert_eq!(joined.count(), 2, "{view}");
+    }
+    let mut stranger = launcher(&["top", "--json", "--rdzv-endpoint", &endpoint]);
+    let refused = run(stranger.env("FLOW_TOKEN", "another"));
+    assert_eq!((refused.code, refused.stderr.lines().count()), (Some(1), 1), "{refused:?}");
+    // A node that is stopped does not answer, and is named.
+    let follower = &nodes[1];
+    follower.signal(Signal::STOP);
+    let other = &nodes[0];
+    let stopped = [other, follower].map(|node| node.pid().to_string());
+    let view = view(folder.path(), &[&stopped[0]]);
+    let (ranks, silent) = (&view["ranks"], &view["silent"]);
+    assert_eq!(
+        (ranks.as_array().unwrap().len(), silent.as_array().unwrap().len()),
+        (2, 1),
+        "{view}"
+    );
+    follower.signal(Signal::CONT);
+    nodes[0].signal(Signal::TERM);
+    nodes.into_iter().for_each(|node| drop(node.finish()));
+}
+
+/// What makes no sense is told in the log, and the job goes on.
+#[test]
+fn malformed_questions_do_not_end_the_job() {
+    let folder = tempfile::tempdir().unwrap();
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let flags =
+        format!("--nnodes 1:2 --rdzv-endpoint {endpoint} --rdzv-conf last_call_timeout=0.01");
+    let mut running = job(folder.path(), &flags);
+    running.numbers(1);
+    let address = format!("tcp://{endpoint}").parse().unwrap();
+    let store = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();
+    let number = |text: &str| store.send(text.as_bytes()).unwrap();
+    number("nonsense");
+    number(r#"[77, {"Watch": {"number": -1}}]"#);
+    number(r#"[77, {"Status": {"number": 5, "status": {"host": 7}}}]"#);
+    number(
+        r#"[77, {"Status": {"number": 5, "status":
+            {"host": "h", "restarts": 0, "workers": [], "resumed": []}}}]"#,
+    );
+    number(r#"[0, {"Watch": {"number": 1}}]"#);
+    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
+    running.signal(Signal::TERM);
+    let end = running.finish();
+    assert_eq!(end.stderr.matches("malformed event").count(), 4, "{end:?}");
+}
+
+/// Commands that an agent has taken are gone from the store.
+#[test]
+fn nothing_piles_up_while_somebody_watches() {
+    let folder = tempfile::tempdir().unwrap();
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let flags = format!("--nnodes 2 --rdzv-endpoint {endpoint} --rdzv-id run7");
+    let mut nodes = [(); 2].map(|()| job(folder.path(), &flags));
+    nodes.iter_mut().for_each(|node| drop(node.numbers(1)));
+    for _ in 0..3 {
+        view(folder.path(), &["run7"]);
+    }
+    let address = format!("tcp://{endpoint}").parse().unwrap();
+    let store = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();
+    until("commands and answers are taken", || {
+        let mut keys = (0..8).flat_map(|agent| {
+            (0..8)
+                .map(move |number| format!("commands/{agent}/{number}"))
+                .chain([format!("status/{agent}")])
+        });
+        keys.all(|key| store.try_get(&key).unwrap().is_none())
+    });
+    nodes[0].signal(Signal::TERM);
+    nodes.into_iter().for_each(|node| drop(node.finish()));
+}
