@@ -3,7 +3,7 @@
 //! that was killed, and whoever finds it removes it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,7 +45,7 @@ pub struct OwnJobFile {
 impl OwnJobFile {
     /// Writes it.
     pub fn create(job: &JobFile) -> anyhow::Result<OwnJobFile> {
-        let folder = folder(true)?;
+        let folder = make_folder()?;
         let path = folder.join(format!("{}.json", job.pid));
         // One that is there is of a process that was killed and had the same number.
         let _ = fs::remove_file(&path);
@@ -67,10 +67,13 @@ impl Drop for OwnJobFile {
 /// Finds the job with this id, or whose flow-launch has this process number: the only one if no name is
 /// given.
 pub fn find(name: Option<&str>) -> anyhow::Result<JobFile> {
-    let jobs = match folder(false) {
-        Ok(folder) => list(&folder)?,
-        Err(_) => Vec::new(),
-    };
+    let mut jobs = Vec::new();
+    for folder in folders() {
+        match check(&folder) {
+            Ok(()) => jobs.extend(list(&folder)?),
+            Err(error) => log::debug!("no jobs: {error:#}"),
+        }
+    }
     choose(jobs, name).map_err(anyhow::Error::from)
 }
 
@@ -148,25 +151,33 @@ fn read(path: &Path) -> anyhow::Result<Option<JobFile>> {
     Ok(Some(serde_json::from_str(&text)?))
 }
 
-/// Returns the folder of the files, which only this user can write to; makes it if `makes`.
-fn folder(makes: bool) -> anyhow::Result<PathBuf> {
-    let user = geteuid().as_raw();
-    let folder = match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
-        Some(runtime) => PathBuf::from(runtime).join("flow"),
-        None => std::env::temp_dir().join(format!("flow-{user}")),
-    };
-    if makes && !folder.exists() {
-        let made = DirBuilder::new().mode(0o700).create(&folder);
-        // Another launcher may have made it meanwhile.
-        made.or_else(|error| if folder.exists() { Ok(()) } else { Err(error) })
-            .with_context(|| format!("cannot make {}", folder.display()))?;
+/// Returns where the files may be: programs of one user may have different environments.
+fn folders() -> Vec<PathBuf> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let runtime = runtime.filter(|folder| folder.is_absolute() && folder.is_dir());
+    let temporary = std::env::temp_dir().join(format!("flow-{}", geteuid().as_raw()));
+    runtime.map(|folder| folder.join("flow")).into_iter().chain([temporary]).collect()
+}
+
+/// Returns the folder of new files, and makes it if it is not there.
+fn make_folder() -> anyhow::Result<PathBuf> {
+    let folder = folders().swap_remove(0);
+    match DirBuilder::new().mode(0o700).create(&folder) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+            Err(error).with_context(|| format!("cannot make {}", folder.display()))
+        }
+        _ => check(&folder).map(|()| folder),
     }
-    let about = fs::symlink_metadata(&folder);
+}
+
+/// Checks that only this user can write to a folder.
+fn check(folder: &Path) -> anyhow::Result<()> {
+    let about = fs::symlink_metadata(folder);
     let about = about.with_context(|| format!("cannot read {}", folder.display()))?;
-    if !about.is_dir() || about.uid() != user || about.mode() & 0o077 != 0 {
+    if !about.is_dir() || about.uid() != geteuid().as_raw() || about.mode() & 0o077 != 0 {
         bail!("{} must be a folder of this user's, with mode 0700", folder.display());
     }
-    Ok(folder)
+    Ok(())
 }
 
 #[cfg(test)]

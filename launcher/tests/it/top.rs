@@ -10,9 +10,9 @@ use flow_store::Store;
 use rustix::process::Signal;
 use serde_json::Value;
 
-/// In place of `$XDG_RUNTIME_DIR`, so that other jobs of the machine are not found.
+/// In place of the folders of the machine, so that other jobs are not found.
 fn in_folder<'a>(folder: &Path, command: &'a mut Command) -> &'a mut Command {
-    command.env("XDG_RUNTIME_DIR", folder)
+    command.env("XDG_RUNTIME_DIR", folder).env("TMPDIR", folder)
 }
 
 fn top(folder: &Path, arguments: &[&str]) -> Finished {
@@ -120,6 +120,20 @@ fn a_killed_launcher_leaves_nothing_behind() {
     assert_eq!(files(folder.path()), 0);
 }
 
+/// The launcher may have another environment.
+#[test]
+fn a_job_is_found_without_a_runtime_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = script("", "echo $$; exec sleep 1000");
+    let command = command.env_remove("XDG_RUNTIME_DIR").env("TMPDIR", folder.path());
+    let mut running = Running::start(command);
+    running.numbers(1);
+    assert_eq!(files(folder.path()), 0);
+    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
+    running.signal(Signal::TERM);
+    running.finish();
+}
+
 /// A folder that others may write to is not used.
 #[test]
 fn a_folder_of_others_is_not_trusted() {
@@ -139,7 +153,9 @@ fn nodes_are_shown_together_from_anywhere() {
     let folder = tempfile::tempdir().unwrap();
     let endpoint = format!("127.0.0.1:{}", free_port());
     let flags = format!("--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id run7");
-    let mut nodes = [(); 2].map(|()| job(folder.path(), &flags));
+    let leader = job(folder.path(), &flags);
+    until("the first leads", || files(folder.path()) == 1);
+    let mut nodes = [leader, job(folder.path(), &flags)];
     nodes.iter_mut().for_each(|node| drop(node.numbers(2)));
     let elsewhere = tempfile::tempdir().unwrap();
     let by_endpoint = ["--rdzv-endpoint", &endpoint, "--rdzv-id", "run7"];
@@ -158,9 +174,7 @@ fn nodes_are_shown_together_from_anywhere() {
     // A node that is stopped does not answer, and is named.
     let follower = &nodes[1];
     follower.signal(Signal::STOP);
-    let other = &nodes[0];
-    let stopped = [other, follower].map(|node| node.pid().to_string());
-    let view = view(folder.path(), &[&stopped[0]]);
+    let view = view(folder.path(), &[&nodes[0].pid().to_string()]);
     let (ranks, silent) = (&view["ranks"], &view["silent"]);
     assert_eq!(
         (ranks.as_array().unwrap().len(), silent.as_array().unwrap().len()),

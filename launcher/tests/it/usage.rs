@@ -116,6 +116,7 @@ fn help_is_answered() {
         "--nproc-per-node <N>",
         "-m, --module",
         "--grace",
+        "flow-launch top [OPTIONS] [JOB]",
         "flow-launch trace FILE",
         "flow-launch doctor [OPTIONS]",
         "flow-launch setup-libtorch [OPTIONS]",

@@ -16,6 +16,7 @@ use crate::registry::{Scenario, launched, machines, process, scenario};
 const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "1"];
 const STEPS: u64 = 3;
 
+/// Its scenarios.
 pub const SCENARIOS: &[Scenario] = &[
     scenario("ranks_wait_for_who_is_not_there", wait, &[launched(3), machines(&[1, 2])]),
     scenario("a_forked_process_is_not_shown", beside_a_child, &[launched(2)]),

@@ -11,9 +11,11 @@ const LEAVE: &str = "\x1b[?1049l";
 fn with_job(test: impl FnOnce(&Running, Terminal)) {
     let folder = tempfile::tempdir().unwrap();
     let mut command = script("--nproc_per_node 2", "echo $$; exec sleep 1000");
-    let mut job = Running::start(command.env("XDG_RUNTIME_DIR", folder.path()));
+    let command = command.env("XDG_RUNTIME_DIR", folder.path()).env("TMPDIR", folder.path());
+    let mut job = Running::start(command);
     job.numbers(2);
-    let text = format!("XDG_RUNTIME_DIR={} exec $0 top", folder.path().display());
+    let path = folder.path().display();
+    let text = format!("XDG_RUNTIME_DIR={path} TMPDIR={path} exec $0 top");
     if let Some(terminal) = Terminal::shell(&text) {
         terminal.until_it_shows("2 ranks");
         assert!(!terminal.echoes());
@@ -26,9 +28,7 @@ fn with_job(test: impl FnOnce(&Running, Terminal)) {
 #[test]
 fn the_screen_is_left_by_q_as_it_was() {
     with_job(|_, mut terminal| {
-        for part in ["rank", "memory", "sleep 1000"].iter().take(2) {
-            terminal.until_it_shows(part);
-        }
+        terminal.until_it_shows("memory");
         terminal.types("x");
         terminal.types("q");
         until("the echo is on again", || terminal.echoes());
