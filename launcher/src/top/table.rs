@@ -225,7 +225,7 @@ mod tests {
         let expected = [
             "job j: 1 host, 2 ranks; q ends this",
             "no answer from h",
-            r"rank  host           pid  step    time  comm  memory   cpu     up  again",
+            r"rank  host            pid  step    time  comm  memory   cpu     up  again",
             r"   0  node\u{1b}[1m  1234   812  103 ms  12 %  1.2 GB  50 %  2 min  1  in all_reduce #812 (bucket 1) for 3.1 s, waits for rank 1",
             r"  10  node\u{1b}[1m  1234     -       -     -       -     -  2 min  1",
             "",
