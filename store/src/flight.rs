@@ -14,6 +14,8 @@
 //!
 //! Times are in ticks: see [`clock`](crate::clock).
 
+use rustix::process::{Resource, getrlimit};
+
 /// The variable with the path of a worker's memory, which flow-launch sets.
 pub const VARIABLE: &str = "FLOW_FLIGHT_RECORDER";
 /// The name of the memfd.
@@ -66,6 +68,12 @@ pub const RING_HEAD: usize = 64;
 pub const RING_BYTES: usize = RING_HEAD + SLOTS * SLOT_BYTES;
 /// All bytes.
 pub const BYTES: usize = RINGS_AT + RINGS * RING_BYTES;
+
+/// Whether this process may have a file of [`BYTES`]. The kernel kills a process that makes one beyond its
+/// limit (`ulimit -f`).
+pub fn is_allowed() -> bool {
+    getrlimit(Resource::Fsize).current.is_none_or(|limit| limit >= BYTES as u64)
+}
 
 /// The words of a record, by number.
 pub mod slot {

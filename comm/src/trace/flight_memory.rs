@@ -12,6 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use flow_store::flight::{self, header};
 use flow_store::fork::PerProcess;
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::retry_on_intr;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
 
 use super::slot::{CAPACITY, RecordSlot};
@@ -83,8 +84,10 @@ impl FlightMemory {
         if file.metadata()?.len() < flight::BYTES as u64 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        // A write to a page for which there is no memory would kill the process.
-        fallocate(&file, FallocateFlags::empty(), 0, flight::RINGS_AT as u64)?;
+        if !flight::is_allowed() {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        reserve(&file, FallocateFlags::empty(), 0, flight::RINGS_AT)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no existing memory.
         let base =
@@ -112,8 +115,10 @@ impl FlightMemory {
             self.word(0, number).store(0, Ordering::Relaxed);
         }
         if before != 0 {
-            for ring in 0..flight::RINGS {
-                self.word(ring_at(ring), 0).store(0, Ordering::Relaxed);
+            let holes = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let length = flight::RINGS * flight::RING_BYTES;
+            if reserve(&self.file, holes, flight::RINGS_AT, length).is_err() {
+                return false;
             }
         }
         let zero = clock::zero().map_or(0, |zero| zero.as_nanos() as u64 + 1);
@@ -147,9 +152,7 @@ impl FlightMemory {
         let mut rings = self.rings();
         let number = rings.iter().position(|is_used| !is_used)?;
         let at = ring_at(number);
-        // As above.
-        let (start, length) = (at as u64, flight::RING_BYTES as u64);
-        fallocate(&self.file, FallocateFlags::empty(), start, length).ok()?;
+        reserve(&self.file, FallocateFlags::empty(), at, flight::RING_BYTES).ok()?;
         rings[number] = true;
         let ring = SharedSlots { memory: self, number };
         for slot in ring.iter() {
@@ -181,6 +184,12 @@ impl FlightMemory {
         // SAFETY: it is inside the mapping, which stays, and aligned; all access is atomic.
         unsafe { self.base.add(offset).cast::<AtomicU64>().as_ref() }
     }
+}
+
+/// Gets pages for this part of a file, or takes them from it. A write to a page for which there is no
+/// memory would kill the process.
+fn reserve(file: &File, flags: FallocateFlags, at: usize, length: usize) -> io::Result<()> {
+    Ok(retry_on_intr(|| fallocate(file, flags, at as u64, length as u64))?)
 }
 
 /// Returns at which byte a ring begins.
