@@ -1,22 +1,29 @@
 //! The files by which the jobs of this machine are found. Each agent has one, which only its user can
-//! read, as it has the job's secret. The agent locks it: a file that nobody locks is that of an agent
-//! that was killed, and whoever finds it removes it.
+//! read, as it has the job's secret. The agent locks it before it gets its name: a file that nobody locks
+//! is that of an agent that was killed, and whoever finds it removes it.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::process::geteuid;
+use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::usage::Usage;
 use crate::report::text::printable;
 
-/// A file that is empty for so long is none that is just being written.
+/// What the name of a file ends with.
+const EXTENSION: &str = "json";
+
+/// What it ends with while the file is being written.
+const NEW: &str = "new";
+
+/// A file that has this name for so long is not being written.
 const WRITING: Duration = Duration::from_secs(60);
 
 /// What a file says.
@@ -39,29 +46,57 @@ pub struct JobFile {
 pub struct OwnJobFile {
     path: PathBuf,
     /// Holds the lock.
-    _file: File,
+    file: File,
 }
 
 impl OwnJobFile {
-    /// Writes it.
+    /// Writes it, in the first folder that takes it.
     pub fn create(job: &JobFile) -> anyhow::Result<OwnJobFile> {
-        let folder = make_folder()?;
-        let path = folder.join(format!("{}.json", job.pid));
-        // One that is there is of a process that was killed and had the same number.
-        let _ = fs::remove_file(&path);
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-        let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
-        let own = OwnJobFile { path, _file: file.try_clone()? };
-        flock(&file, FlockOperation::LockExclusive)?;
-        file.write_all(&serde_json::to_vec(job)?)?;
+        let mut result = Err(anyhow!("there is no folder for it"));
+        for folder in folders() {
+            result = OwnJobFile::create_in(&folder, job);
+            match &result {
+                Ok(_) => break,
+                Err(error) => log::debug!("no job file: {error:#}"),
+            }
+        }
+        result
+    }
+
+    fn create_in(folder: &Path, job: &JobFile) -> anyhow::Result<OwnJobFile> {
+        make(folder)?;
+        let mut number = [0; 8];
+        getrandom(&mut number, GetRandomFlags::empty())?;
+        let name = format!("{:016x}", u64::from_ne_bytes(number));
+        let new = folder.join(format!(".{name}.{NEW}"));
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&new);
+        let file = file.with_context(|| format!("cannot make {}", new.display()))?;
+        let mut own = OwnJobFile { path: new, file };
+        flock(&own.file, FlockOperation::NonBlockingLockExclusive)?;
+        own.file.write_all(&serde_json::to_vec(job)?)?;
+        let path = folder.join(format!("{name}.{EXTENSION}"));
+        fs::rename(&own.path, &path)?;
+        own.path = path;
         Ok(own)
     }
 }
 
 impl Drop for OwnJobFile {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        if let Err(error) = remove(&self.path, &self.file) {
+            log::debug!("cannot remove {}: {error}", self.path.display());
+        }
     }
+}
+
+/// Removes a file, unless another one has its name by now.
+fn remove(path: &Path, file: &File) -> io::Result<()> {
+    let named = fs::symlink_metadata(path)?;
+    let own = file.metadata()?;
+    if (named.dev(), named.ino()) == (own.dev(), own.ino()) {
+        fs::remove_file(path)?;
+    }
+    Ok(())
 }
 
 /// Finds the job with this id, or whose flow-launch has this process number: the only one if no name is
@@ -119,7 +154,8 @@ fn list(folder: &Path) -> anyhow::Result<Vec<JobFile>> {
     let entries = fs::read_dir(folder);
     for entry in entries.with_context(|| format!("cannot read {}", folder.display()))? {
         let path = entry?.path();
-        if path.extension().is_none_or(|extension| extension != "json") {
+        let extension = path.extension().unwrap_or_default();
+        if extension != EXTENSION && extension != NEW {
             continue;
         }
         match read(&path) {
@@ -139,11 +175,15 @@ fn read(path: &Path) -> anyhow::Result<Option<JobFile>> {
     if about.uid() != geteuid().as_raw() || !about.is_file() {
         bail!("it is another user's");
     }
+    let is_new = path.extension().is_some_and(|extension| extension == NEW);
+    if is_new && about.modified()?.elapsed().unwrap_or_default() <= WRITING {
+        return Ok(None);
+    }
     if flock(&file, FlockOperation::NonBlockingLockShared).is_ok() {
-        let age = about.modified()?.elapsed().unwrap_or_default();
-        if about.len() > 0 || age > WRITING {
-            fs::remove_file(path)?;
-        }
+        remove(path, &file)?;
+        return Ok(None);
+    }
+    if is_new {
         return Ok(None);
     }
     let mut text = String::new();
@@ -159,14 +199,13 @@ fn folders() -> Vec<PathBuf> {
     runtime.map(|folder| folder.join("flow")).into_iter().chain([temporary]).collect()
 }
 
-/// Returns the folder of new files, and makes it if it is not there.
-fn make_folder() -> anyhow::Result<PathBuf> {
-    let folder = folders().swap_remove(0);
-    match DirBuilder::new().mode(0o700).create(&folder) {
+/// Makes a folder if it is not there.
+fn make(folder: &Path) -> anyhow::Result<()> {
+    match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => {
             Err(error).with_context(|| format!("cannot make {}", folder.display()))
         }
-        _ => check(&folder).map(|()| folder),
+        _ => check(folder),
     }
 }
 
@@ -183,6 +222,7 @@ fn check(folder: &Path) -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::SystemTime;
 
     fn job(pid: u32, id: &str, endpoint: &str) -> JobFile {
         JobFile {
@@ -190,15 +230,14 @@ mod tests {
             job: id.into(),
             program: "train".into(),
             endpoint: endpoint.into(),
-            address: format!("tcp://h:{pid}"),
+            address: format!("h:{pid}"),
             token: "secret".into(),
         }
     }
 
     #[test]
     fn a_job_is_found_by_id_by_pid_or_as_the_only_one() {
-        let jobs =
-            vec![job(7, "a", "h:1"), job(8, "a", "h:1"), job(9, "b", "h:2")];
+        let jobs = vec![job(7, "a", "h:1"), job(8, "a", "h:1"), job(9, "b", "h:2")];
         let pid = |name| choose(jobs.clone(), name).map(|job| job.pid).map_err(|usage| usage.0);
         assert_eq!((pid(Some("a")), pid(Some("8")), pid(Some("b"))), (Ok(7), Ok(8), Ok(9)));
         assert_eq!(choose(jobs[..2].to_vec(), None).unwrap(), jobs[0]);
@@ -213,16 +252,35 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let text = serde_json::to_vec(&job(7, "a", "h:1")).unwrap();
-        for name in ["lives.json", "gone.json", "other.txt"] {
+        let names = ["lives.json", "gone.json", "other.txt", ".old.new", ".fresh.new"];
+        for name in names {
             fs::write(path(name), &text).unwrap();
         }
-        fs::write(path("new.json"), "").unwrap();
+        let long_ago = SystemTime::now() - 2 * WRITING;
+        File::options().write(true).open(path(".old.new")).unwrap().set_modified(long_ago).unwrap();
         std::os::unix::fs::symlink(path("lives.json"), path("link.json")).unwrap();
         let lives = File::open(path("lives.json")).unwrap();
         flock(&lives, FlockOperation::LockExclusive).unwrap();
         assert_eq!(list(folder.path()).unwrap(), [job(7, "a", "h:1")]);
-        let is_there = ["lives.json", "gone.json", "other.txt", "new.json", "link.json"]
-            .map(|name| fs::symlink_metadata(path(name)).is_ok());
-        assert_eq!(is_there, [true, false, true, true, true]);
+        let is_there = names.map(|name| path(name).exists());
+        assert_eq!(is_there, [true, false, true, false, true]);
+        assert!(path("link.json").is_symlink());
+    }
+
+    #[test]
+    fn a_file_of_the_same_name_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("flow");
+        let about = job(7, "a", "h:1");
+        let [own, replaced] = [(); 2].map(|()| OwnJobFile::create_in(&folder, &about));
+        let (own, replaced) = (own.unwrap(), replaced.unwrap());
+        assert_eq!(fs::metadata(&own.path).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(list(&folder).unwrap(), [about.clone(), about]);
+        let path = replaced.path.clone();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "another's").unwrap();
+        drop((own, replaced));
+        let left: Vec<_> = folder.read_dir().unwrap().map(|it| it.unwrap().path()).collect();
+        assert_eq!(left, [path]);
     }
 }
