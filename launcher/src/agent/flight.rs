@@ -15,21 +15,27 @@ use crate::report::text::printable;
 use crate::trace::intervals::{total, union};
 
 /// A worker's memory. It is there as long as this, whatever becomes of the worker.
-pub struct FlightMemory(OwnedFd);
+pub struct FlightFile(OwnedFd);
 
-impl FlightMemory {
+impl FlightFile {
     /// Makes it; None where the kernel refuses. It has no pages until the worker writes there.
-    pub fn new() -> Option<FlightMemory> {
+    pub fn new() -> Option<FlightFile> {
+        if !flight::is_allowed() {
+            log::info!(
+                "no memory for a flight recorder: the limit on files (ulimit -f) is too low"
+            );
+            return None;
+        }
         let made = memfd_create(flight::NAME, MemfdFlags::CLOEXEC)
             .and_then(|file| ftruncate(&file, flight::BYTES as u64).map(|()| file));
         made.inspect_err(|error| log::info!("no memory for a flight recorder: {error}"))
             .ok()
-            .map(FlightMemory)
+            .map(FlightFile)
     }
 
     /// Returns the variable with the path of a worker's memory. It is empty if there is none, so that a
     /// worker does not use that of a launcher around this one.
-    pub fn variable(memory: Option<&FlightMemory>) -> (&'static str, OsString) {
+    pub fn variable(memory: Option<&FlightFile>) -> (&'static str, OsString) {
         let path = memory
             .map(|memory| format!("/proc/{}/fd/{}", std::process::id(), memory.0.as_raw_fd()));
         (flight::VARIABLE, path.unwrap_or_default().into())
@@ -49,7 +55,8 @@ impl FlightMemory {
             }
         }
         // After the reading, so that nothing that was read is later.
-        Some(activity(&head, &rings, &Clock::now(&head)))
+        let clock = WorkerClock::now(&head);
+        Some(clock.map_or_else(|| without_times(&head), |clock| activity(&head, &rings, &clock)))
     }
 
     fn bytes(&self, at: usize, length: usize) -> Option<Vec<u8>> {
@@ -61,18 +68,20 @@ impl FlightMemory {
 }
 
 /// The time of a worker's ticks.
-struct Clock {
+struct WorkerClock {
     scale: Scale,
     zero: Option<Duration>,
     now: Duration,
 }
 
-impl Clock {
-    fn now(head: &[u8]) -> Clock {
+impl WorkerClock {
+    /// Returns that of a worker; None if this process cannot know it.
+    fn now(head: &[u8]) -> Option<WorkerClock> {
         let zero = word(head, header::ZERO).checked_sub(1).map(Duration::from_nanos);
+        let is_known = zero.is_some() || flow_store::clock::zero().is_none();
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
         let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
-        Clock { scale: Scale::now(), zero, now }
+        is_known.then(|| WorkerClock { scale: Scale::now(), zero, now })
     }
 
     fn time(&self, ticks: u64) -> Duration {
@@ -93,7 +102,20 @@ impl Clock {
     }
 }
 
-fn activity(head: &[u8], rings: &[Vec<u8>], clock: &Clock) -> Activity {
+/// Returns what is known without a clock.
+fn without_times(head: &[u8]) -> Activity {
+    Activity {
+        pid: word(head, header::PID) as i32,
+        steps: word(head, header::STEPS),
+        step_seconds: None,
+        since_step: None,
+        communication: None,
+        operations: Vec::new(),
+        resumed: Vec::new(),
+    }
+}
+
+fn activity(head: &[u8], rings: &[Vec<u8>], clock: &WorkerClock) -> Activity {
     let steps = word(head, header::STEPS);
     let end = word(head, header::STEP_END);
     let time = word(head, header::STEP_TIME);
@@ -135,7 +157,7 @@ impl Group {
     }
 
     /// Returns the collective that began last.
-    fn last(&self, head: &[u8], clock: &Clock) -> Option<Operation> {
+    fn last(&self, head: &[u8], clock: &WorkerClock) -> Option<Operation> {
         let collectives = self.records.iter().filter(|record| record.what & slot::MESSAGE == 0);
         // Without collectives, a message.
         let last = collectives.max_by_key(|record| record.stamp);
@@ -176,7 +198,7 @@ impl Record {
 
 /// Returns the share of the time in which an operation was under way, of the time since the oldest that
 /// all groups have kept. None without operations.
-fn communication(groups: &[Group], clock: &Clock) -> Option<f64> {
+fn communication(groups: &[Group], clock: &WorkerClock) -> Option<f64> {
     let now = clock.now.as_secs_f64();
     let seconds = |ticks| clock.time(ticks).as_secs_f64();
     let oldest = |group: &Group| group.records.iter().map(|record| record.started).min();

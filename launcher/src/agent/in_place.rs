@@ -37,12 +37,14 @@ impl Agent {
         let spec = self.worker_specs(&own).swap_remove(local_rank as usize);
         let console = Console { sinks: &self.sinks, logs: &self.logs, has_input: self.has_input };
         let Some(group) = &mut self.group else { return false };
-        if let Err(error) =
-            group.replace(index, spec, own.restart_count, &console, &mut self.reaper)
-        {
-            self.sinks.say(&error);
-            return false;
-        }
+        let replaced = group.replace(index, spec, own.restart_count, &console, &mut self.reaper);
+        let resumed = match replaced {
+            Ok(resumed) => resumed,
+            Err(error) => {
+                self.sinks.say(&error);
+                return false;
+            }
+        };
         for which in 0..2 {
             if self.sinks.of(which).is_closed() {
                 group.leave_console(which);
@@ -50,6 +52,7 @@ impl Agent {
         }
         let pid = group.outcome(index).pid;
         self.events.record(&JobEvent::Start { rank, local_rank, pid }, &mut self.sinks);
+        self.keep_resumed(resumed);
         true
     }
 }

@@ -244,7 +244,7 @@ impl Agent {
         self.assignment = Some(assignment.clone());
         (self.events.node, self.events.restart_count) = (assignment.group_rank, attempt);
         if let Some(finished) = self.finished_group.take() {
-            self.keep_resumed(&finished);
+            self.keep_resumed(finished.resumed(Instant::now()));
             let restart = JobEvent::Restart { round, world_size: assignment.world_size };
             self.events.record(&restart, &mut self.sinks);
         }

@@ -51,7 +51,8 @@ const WORKER_DESCRIPTORS: u64 = 14;
 /// group.
 pub struct Process {
     pub pid: Pid,
-    pidfd: OwnedFd,
+    /// None once it is reaped.
+    pidfd: Option<OwnedFd>,
 }
 
 impl Process {
@@ -91,7 +92,7 @@ impl Process {
         })?;
         let pipes =
             [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
-        Ok((Process { pid, pidfd }, pipes))
+        Ok((Process { pid, pidfd: Some(pidfd) }, pipes))
     }
 
     /// Sends a signal to the worker and all of its process group.
@@ -114,8 +115,9 @@ impl Process {
 
     /// Returns how the worker ended, if it has. Its pid stays reserved until it is reaped.
     pub fn end(&self) -> io::Result<Option<ExitStatus>> {
+        let Some(pidfd) = self.pidfd() else { return Ok(None) };
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        let status = waitid(WaitId::PidFd(self.pidfd.as_fd()), options)?;
+        let status = waitid(WaitId::PidFd(pidfd), options)?;
         Ok(status.and_then(|status| {
             status
                 .exit_status()
@@ -125,19 +127,17 @@ impl Process {
     }
 
     /// Frees the pid of a worker that has ended.
-    pub fn reap(&self) {
-        if let Err(error) =
-            waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
-        {
+    pub fn reap(&mut self) {
+        let Some(pidfd) = self.pidfd.take() else { return };
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
+        if let Err(error) = waitid(WaitId::PidFd(pidfd.as_fd()), options) {
             log::warn!("cannot reap process {}: {error}", self.pid);
         }
     }
-}
 
-/// Readable when the worker has ended.
-impl AsFd for Process {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
+    /// Returns what is readable when the worker has ended; None once it is reaped.
+    pub fn pidfd(&self) -> Option<BorrowedFd<'_>> {
+        self.pidfd.as_ref().map(OwnedFd::as_fd)
     }
 }
 

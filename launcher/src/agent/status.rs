@@ -23,22 +23,37 @@ impl Agent {
         resumed.extend(group.map(|group| group.resumed(now)).unwrap_or_default());
         let status = NodeStatus {
             host: self.host.clone(),
-            restarts: self.assignment.as_ref().map_or(0, |assignment| assignment.restart_count),
+            restarts: self.restarts_of_all(),
             workers: group.map(WorkerGroup::status).unwrap_or_default(),
             resumed: resumed.into_iter().map(|at| (now - at).as_secs_f64()).collect(),
         };
         self.control.send(AgentEvent::Status { number, status });
     }
 
-    /// Keeps what is to be known of workers that are gone.
-    pub fn keep_resumed(&mut self, gone: &WorkerGroup) {
-        self.resumed.extend(gone.resumed(Instant::now()));
+    /// Returns how often all workers were started again. In place, each is counted for itself.
+    fn restarts_of_all(&self) -> u32 {
+        let assignment = self.assignment.as_ref().filter(|_| !self.job.is_in_place);
+        assignment.map_or(0, |assignment| assignment.restart_count)
+    }
+
+    /// Keeps when workers that are gone have done first steps.
+    pub fn keep_resumed(&mut self, resumed: Vec<Instant>) {
+        self.resumed.extend(resumed);
         let surplus = self.resumed.len().saturating_sub(RESUMED);
         self.resumed.drain(..surplus);
     }
 }
 
 impl Worker {
+    /// Returns when it has done a first step: after its start, and after each change of the job's ranks.
+    pub fn resumed(&self, now: Instant) -> Vec<Instant> {
+        let activity = self.flight.as_ref().and_then(|flight| flight.read());
+        let ages = activity.map(|activity| activity.resumed).unwrap_or_default();
+        let times =
+            ages.into_iter().map(|age| now.checked_sub(Duration::try_from_secs_f64(age).ok()?));
+        times.flatten().collect()
+    }
+
     /// Returns what the worker does.
     pub fn status(&self) -> WorkerStatus {
         let activity = self.flight.as_ref().and_then(|flight| flight.read());

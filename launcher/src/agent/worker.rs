@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent::exit_status::ExitStatus;
-use crate::agent::flight::FlightMemory;
+use crate::agent::flight::FlightFile;
 use crate::agent::process::Process;
 use crate::agent::reaper::Reaper;
 use crate::output::log_files::LogFiles;
@@ -33,7 +33,7 @@ pub struct Worker {
     pub spec: WorkerSpec,
     pub process: Process,
     pub started: Instant,
-    pub flight: Option<FlightMemory>,
+    pub flight: Option<FlightFile>,
     /// Standard output and standard error.
     pub streams: Vec<WorkerStream>,
     pub tail: Tail,
@@ -132,8 +132,8 @@ impl Worker {
                 None => Partial::Never,
             };
         }
-        let flight = FlightMemory::new();
-        spec.environment.push(FlightMemory::variable(flight.as_ref()));
+        let flight = FlightFile::new();
+        spec.environment.push(FlightFile::variable(flight.as_ref()));
         let (process, pipes) = Process::start(&spec, files, reaper)?;
         let mut streams = Vec::with_capacity(tees.len());
         for ((tee, pipe), terminal) in tees.into_iter().zip(pipes).zip(terminals) {

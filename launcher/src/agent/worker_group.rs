@@ -93,7 +93,8 @@ impl WorkerGroup {
     }
 
     /// Starts a worker in place of the one with this index, which is settled; `attempt` is the number
-    /// of starts before. The error says why it cannot be started; the failed one then stays.
+    /// of starts before. Returns when the failed one has done first steps. The error says why none can
+    /// be started; the failed one then stays.
     pub fn replace(
         &mut self,
         index: usize,
@@ -101,7 +102,7 @@ impl WorkerGroup {
         attempt: u32,
         console: &Console,
         reaper: &mut Reaper,
-    ) -> Result<(), String> {
+    ) -> Result<Vec<Instant>, String> {
         let rank = spec.rank;
         // Its output has files, and an order, of its own.
         let number = self.workers.len();
@@ -110,8 +111,10 @@ impl WorkerGroup {
         log::debug!("rank {rank} is process {} now", worker.process.pid);
         let mut failed = std::mem::replace(&mut self.workers[index], worker);
         failed.is_replaced = true;
+        let resumed = failed.resumed(Instant::now());
+        failed.flight = None;
         self.workers.push(failed);
-        Ok(())
+        Ok(resumed)
     }
 
     /// Leaves it to the coordinator what follows the failure of a worker.
@@ -175,12 +178,10 @@ impl WorkerGroup {
         self.current().map(Worker::status).collect()
     }
 
-    /// Returns when workers, those that were replaced among them, have done a first step: after their
-    /// start, and after each change of the job's ranks.
+    /// Returns when workers that were not replaced have done a first step: after their start, and after
+    /// each change of the job's ranks.
     pub fn resumed(&self, now: Instant) -> Vec<Instant> {
-        let activities = self.workers.iter().filter_map(|worker| worker.flight.as_ref()?.read());
-        let ages = activities.flat_map(|activity| activity.resumed);
-        ages.filter_map(|age| now.checked_sub(Duration::try_from_secs_f64(age).ok()?)).collect()
+        self.current().flat_map(|worker| worker.resumed(now)).collect()
     }
 
     /// Returns the ranks of all workers.
@@ -198,9 +199,12 @@ impl WorkerGroup {
     pub fn watch<'a>(&'a self, sinks: &Sinks) -> Vec<(WorkerReady, PollFd<'a>)> {
         let mut watched = Vec::new();
         for (index, worker) in self.workers.iter().enumerate() {
-            if worker.end.is_none() && !worker.settled {
-                watched
-                    .push((WorkerReady::End(index), PollFd::new(&worker.process, PollFlags::IN)));
+            let pidfd = worker.process.pidfd().filter(|_| worker.end.is_none() && !worker.settled);
+            if let Some(pidfd) = pidfd {
+                watched.push((
+                    WorkerReady::End(index),
+                    PollFd::from_borrowed_fd(pidfd, PollFlags::IN),
+                ));
             }
             for (which, stream) in worker.streams.iter().enumerate() {
                 if let Some(pipe) = stream.pipe.as_ref().filter(|_| !stream.must_wait(which, sinks))
