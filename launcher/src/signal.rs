@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use nix::errno::Errno;
 use nix::libc::SI_KERNEL;
-use nix::sys::signal::{self as by_nix, SigSet};
+use nix::sys::signal::{self as by_nix, SigSet, SigmaskHow};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use rustix::process::Signal;
 
@@ -37,6 +37,14 @@ pub fn unblock_all() -> io::Result<()> {
 /// Blocks these signals in this thread.
 pub fn block(signals: &[Signal]) -> io::Result<()> {
     Ok(set(signals)?.thread_block()?)
+}
+
+/// Calls a function with all signals blocked, as they stay in the threads that it starts.
+pub fn with_all_blocked<T>(function: impl FnOnce() -> T) -> io::Result<T> {
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+    let result = function();
+    before.thread_set_mask()?;
+    Ok(result)
 }
 
 /// Takes effect of a blocked signal, such as a stop, before it returns.

@@ -58,6 +58,10 @@ pub enum Command {
         key: String,
         value: Vec<u8>,
     },
+    Delete {
+        store: ServiceId,
+        key: String,
+    },
     Close(ServiceId),
     Stop,
 }
@@ -230,6 +234,11 @@ impl EventLoop {
                 if let Some(store) = self.services.stores.get_mut(&store) {
                     store.set(&key, &value, &mut self.outbox);
                     self.deliver();
+                }
+            }
+            Command::Delete { store, key } => {
+                if let Some(store) = self.services.stores.get_mut(&store) {
+                    store.delete(&key);
                 }
             }
             Command::Close(service) => {

@@ -127,6 +127,11 @@ impl Server {
             value: value.to_vec(),
         });
     }
+
+    /// Deletes `key`, if it is there, as a client would. It does not wait for the server's thread to do so.
+    pub fn delete(&self, key: &str) {
+        self.thread.command(Command::Delete { store: self.store, key: key.to_string() });
+    }
 }
 
 impl Drop for Server {

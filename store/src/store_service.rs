@@ -55,6 +55,11 @@ impl StoreService {
         }
     }
 
+    /// Deletes `key`, if it is there, as a client would.
+    pub fn delete(&mut self, key: &str) {
+        self.values.remove(key);
+    }
+
     /// Answers a request at once, if it can; `None` ends the connection.
     fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
         let reply = match request {

@@ -10,7 +10,7 @@ use flow_store::flight::{self, header, slot};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::pread;
 
-use crate::control::status::{Activity, Operation};
+use crate::control::status::{Activity, GroupActivity, Operation};
 use crate::report::text::printable;
 use crate::trace::intervals::{total, union};
 
@@ -110,7 +110,7 @@ fn without_times(head: &[u8]) -> Activity {
         step_seconds: None,
         since_step: None,
         communication: None,
-        operations: Vec::new(),
+        groups: Vec::new(),
         resumed: Vec::new(),
     }
 }
@@ -129,7 +129,7 @@ fn activity(head: &[u8], rings: &[Vec<u8>], clock: &WorkerClock) -> Activity {
         step_seconds: (steps > 1).then(|| clock.between(end.saturating_sub(time), end)),
         since_step: (steps > 0).then(|| clock.ago(end)),
         communication: communication(&groups, clock),
-        operations: groups.iter().filter_map(|group| group.last(head, clock)).collect(),
+        groups: groups.iter().map(|group| group.activity(head, clock)).collect(),
         resumed: kept.map(|at| clock.ago(at)).collect(),
     }
 }
@@ -156,23 +156,34 @@ impl Group {
         Group { name, records: slots.iter().filter_map(|slot| Record::read(slot)).collect() }
     }
 
-    /// Returns the collective that began last.
-    fn last(&self, head: &[u8], clock: &WorkerClock) -> Option<Operation> {
-        let collectives = self.records.iter().filter(|record| record.what & slot::MESSAGE == 0);
-        // Without collectives, a message.
-        let last = collectives.max_by_key(|record| record.stamp);
-        let last = last.or(self.records.iter().max_by_key(|record| record.stamp))?;
-        let code = last.what as u8 as usize % flight::NAMES;
+    fn activity(&self, head: &[u8], clock: &WorkerClock) -> GroupActivity {
+        let (messages, collectives): (Vec<&Record>, Vec<&Record>) =
+            self.records.iter().partition(|record| record.is_message());
+        let collective = collectives.into_iter().max_by_key(|record| record.stamp);
+        let under_way = messages.iter().filter(|record| record.done.is_none());
+        let message = under_way
+            .min_by_key(|record| record.stamp)
+            .or_else(|| messages.iter().max_by_key(|record| record.stamp));
+        let operation = |record: &Record| self.operation(record, head, clock);
+        GroupActivity {
+            name: self.name.clone(),
+            collective: collective.map(operation),
+            message: message.map(|record| operation(record)),
+        }
+    }
+
+    fn operation(&self, record: &Record, head: &[u8], clock: &WorkerClock) -> Operation {
+        let code = record.what as u8 as usize % flight::NAMES;
         let name = flight::NAMES_AT + code * flight::NAME_BYTES;
-        Some(Operation {
+        Operation {
             group: self.name.clone(),
             name: text(&head[name..name + flight::NAME_BYTES]),
-            sequence: last.sequence,
-            bucket: ((last.what >> 16) as u32).checked_sub(1),
-            is_collective: last.what & slot::MESSAGE == 0,
-            is_under_way: last.done.is_none(),
-            seconds: clock.ago(last.done.unwrap_or(last.started)),
-        })
+            sequence: record.sequence,
+            bucket: ((record.what >> 16) as u32).checked_sub(1),
+            is_collective: !record.is_message(),
+            is_under_way: record.done.is_none(),
+            seconds: clock.ago(record.done.unwrap_or(record.started)),
+        }
     }
 }
 
@@ -193,6 +204,10 @@ impl Record {
             started,
             done: (!is_under_way).then_some(done),
         })
+    }
+
+    fn is_message(&self) -> bool {
+        self.what & slot::MESSAGE != 0
     }
 }
 

@@ -55,7 +55,7 @@ impl Agent {
                 job: job.nodes.id.clone(),
                 program: job.program.name.to_string_lossy().into(),
                 endpoint: ControlPlane::endpoint(&job),
-                address: address.to_string(),
+                address: address.into(),
                 token: token.into(),
             });
             job_file.inspect_err(|error| log::info!("top finds no job: {error:#}")).ok()

@@ -90,14 +90,21 @@ impl Candidate {
     }
 
     /// Returns where the store is, and the token that it asks for.
-    pub fn store(&self) -> (Address, &str) {
-        (self.server.address().clone(), &self.token)
+    pub fn store(&self) -> (&str, &str) {
+        (self.bound(), &self.token)
+    }
+
+    /// Returns the host and the port at which the store is served.
+    fn bound(&self) -> &str {
+        match self.server.address() {
+            Address::Tcp(address) => address,
+            Address::Unix(name) => name,
+        }
     }
 
     /// Returns the port of the store.
     pub fn port(&self) -> Option<u16> {
-        let Address::Tcp(address) = self.server.address() else { return None };
-        address.rsplit_once(':')?.1.parse().ok()
+        self.bound().rsplit_once(':')?.1.parse().ok()
     }
 
     /// Answers a candidate.

@@ -227,9 +227,15 @@ impl Coordinator {
         self.agents.get(&agent).map(|agent| agent.node.host.as_str())
     }
 
-    /// Returns the host names of all agents.
-    pub fn hosts(&self) -> BTreeMap<AgentId, String> {
-        self.agents.iter().map(|(id, agent)| (*id, agent.node.host.clone())).collect()
+    /// Returns the nodes of all agents.
+    pub fn nodes(&self) -> impl Iterator<Item = (AgentId, &Node)> {
+        self.agents.iter().map(|(id, agent)| (*id, &agent.node))
+    }
+
+    /// Whether the job runs, and workers of this agent.
+    pub fn has_workers(&self, agent: AgentId) -> bool {
+        let agent = self.agents.get(&agent).filter(|_| self.phase == JobPhase::Running);
+        agent.is_some_and(|agent| agent.state == AgentState::Running)
     }
 
     /// Whether all agents but the leader's have gone, and none may come to hear of the end.

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use flow_store::net::local_address_for;
 use flow_store::{Address, Error, Store};
 
-use crate::control::candidate::{Candidate, LEADER_KEY, LeaderPlace, PeerMessage};
+use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::election::Election;
 use crate::control::job_record::{JobRecord, Member};
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};
+use crate::control::search::{RETRY_INTERVAL, leader_at, open};
 use crate::control::token::token;
 use crate::job::Job;
 use crate::net;
@@ -26,9 +27,6 @@ use crate::trace::folder as trace;
 
 /// Interval of the heartbeat.
 const HEARTBEAT: Duration = Duration::from_secs(1);
-
-/// The time to wait before looking up a host name again.
-const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The time between two searches for the leader.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
@@ -120,9 +118,8 @@ impl Follower {
     }
 
     /// Returns a store that says who leads the job, and the token that it asks for.
-    pub fn store(&self) -> (Address, &str) {
-        let endpoint = || (Address::Tcp(self.endpoint.clone()), &self.token[..]);
-        self.candidate.as_ref().map_or_else(endpoint, Candidate::store)
+    pub fn store(&self) -> (&str, &str) {
+        self.candidate.as_ref().map_or((&self.endpoint, &self.token), Candidate::store)
     }
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
@@ -291,7 +288,8 @@ impl FollowerThread {
     ) -> Result<(), Loss> {
         let (store, address) = self.find(commands_out).map_err(lost)?;
         store.set_reply_timeout(self.heartbeat / 2);
-        let events_out = self.open(&address, self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
+        let events_out =
+            open(&address, &self.token, self.timeout.min(FIRST_NOTICE)).map_err(lost)?;
         events_out.set_reply_timeout(self.heartbeat);
         let node = self.node(&address)?;
         let member = self.seat.as_ref().map(|seat| {
@@ -339,7 +337,7 @@ impl FollowerThread {
             let mut failure = None;
             for address in &addresses {
                 let left = self.timeout.saturating_sub(begin.elapsed());
-                match self.leader_at(address, left.min(patience)) {
+                match leader_at(address, &self.token, left.min(patience)) {
                     // This agent may have become the leader itself.
                     Ok(Some(_)) if self.is_over.load(Ordering::SeqCst) => {}
                     Ok(Some(leader)) => return Ok(leader),
@@ -377,31 +375,6 @@ impl FollowerThread {
         }
     }
 
-    /// Connects to the leader if the agent at this address is it, or knows it.
-    fn leader_at(
-        &self,
-        address: &str,
-        timeout: Duration,
-    ) -> Result<Option<(Store, String)>, Error> {
-        let (store, place) = self.ask(address, timeout)?;
-        match place {
-            LeaderPlace::Here => Ok(Some((store, address.to_string()))),
-            LeaderPlace::At(leader) => {
-                let (store, place) = self.ask(&leader, timeout)?;
-                Ok((place == LeaderPlace::Here).then_some((store, leader)))
-            }
-            LeaderPlace::Unknown => Ok(None),
-        }
-    }
-
-    /// Connects to an agent, which says where the leader is.
-    fn ask(&self, address: &str, timeout: Duration) -> Result<(Store, LeaderPlace), Error> {
-        let store = self.open(address, timeout)?;
-        store.set_reply_timeout(timeout.max(RETRY_INTERVAL));
-        let place = store.get(LEADER_KEY, RETRY_INTERVAL)?;
-        Ok((store, serde_json::from_slice(&place).unwrap_or(LeaderPlace::Unknown)))
-    }
-
     /// Returns this node, with its address.
     fn node(&self, leader: &str) -> Result<Node, Loss> {
         let mut node = self.node.clone();
@@ -411,21 +384,6 @@ impl FollowerThread {
             node.address = address.to_string();
         }
         Ok(node)
-    }
-
-    /// Connects. Tries again on an unknown host name, which may be that of a host that is starting.
-    fn open(&self, address: &str, timeout: Duration) -> Result<Store, Error> {
-        let begin = Instant::now();
-        let address = Address::Tcp(address.into());
-        loop {
-            let left = timeout.saturating_sub(begin.elapsed());
-            match Store::connect(&address, &self.token, left) {
-                Err(Error::Connect { .. }) if begin.elapsed() + RETRY_INTERVAL < timeout => {
-                    thread::sleep(RETRY_INTERVAL)
-                }
-                result => return result,
-            }
-        }
     }
 
     /// Hands on commands of the leader, to the last one. Each wait for one is a heartbeat.

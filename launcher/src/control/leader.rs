@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use flow_store::net::secret;
 use flow_store::{Address, Server, TcpStoreServer};
 use serde::Deserialize;
@@ -26,12 +26,12 @@ use crate::control::coordinator::Coordinator;
 use crate::control::job_record::MemberId;
 use crate::control::node::Node;
 use crate::control::protocol::{
-    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, Verdict, command_key,
+    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, OVER_KEY, command_key,
     status_key,
 };
 use crate::control::stall::{StallAction, StallTracker, StallUpdate};
 use crate::control::token::token;
-use crate::control::watchers::Watchers;
+use crate::control::watchers::{self, Watchers};
 use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
@@ -112,9 +112,7 @@ impl Leader {
         let server = Server::start(&Address::Tcp(net::join(&bind.to_string(), port)), &token)?;
         let timeouts = job.nodes.timeouts;
         let mut candidate = Candidate::new(server, &token, timeouts.heartbeat, job.grace)?;
-        let Some(port) = candidate.port() else {
-            bail!("it is served elsewhere: {}", candidate.server.address())
-        };
+        let port = candidate.port().context("its store has no port")?;
         candidate.election.found(net::join(&node.address, port), Instant::now());
         let mut leader =
             Leader::new(job, &node, port, candidate, Coordinator::new(job, Instant::now()));
@@ -136,6 +134,8 @@ impl Leader {
         let claim = Claim::start(token(&job.nodes.id)?, endpoint, record)?;
         let mut leader = Leader::new(job, &node, port, candidate, coordinator);
         leader.claim = Some(claim);
+        let change = "the leading node is lost: another one leads";
+        leader.watchers.note(change.into(), true, Instant::now());
         leader.messages.push_back(ControlMessage::Notice(
             "the leading node is lost: this one leads the job from now on".into(),
         ));
@@ -180,7 +180,7 @@ impl Leader {
     }
 
     /// Returns a store that says who leads the job, and the token that it asks for.
-    pub fn store(&self) -> (Address, &str) {
+    pub fn store(&self) -> (&str, &str) {
         self.candidate.store()
     }
 
@@ -303,7 +303,9 @@ impl Leader {
         }
         let commands = self.coordinator.elapsed(now);
         self.dispatch(commands);
-        for (watcher, status) in self.watchers.take_due(now) {
+        for (watcher, mut status) in self.watchers.take_due(now) {
+            let members = &self.candidate.election.record().members;
+            status.members = members.iter().map(|member| member.address.clone()).collect();
             // Plain data: it cannot fail.
             let text = serde_json::to_vec(&status).unwrap_or_default();
             self.candidate.server.set(&status_key(watcher), &text);
@@ -451,16 +453,29 @@ impl Leader {
                 }
             }
             AgentEvent::Watch { number } => self.ask_all(agent, number),
-            AgentEvent::Status { number, status } => self.watchers.answer(agent, number, status),
+            AgentEvent::Status { number, status } => {
+                self.watchers.answer(agent, number, status, Instant::now())
+            }
+            AgentEvent::Gone { .. } if self.watchers.left(agent) => {
+                self.candidate.server.delete(&status_key(agent))
+            }
             event => self.decide(agent, event),
         }
     }
 
     /// Asks all agents what their workers do, as one who watches wants to know.
     fn ask_all(&mut self, watcher: AgentId, number: u64) {
-        let hosts: BTreeMap<AgentId, String> = self.coordinator.hosts();
-        let agents: Vec<AgentId> = hosts.keys().copied().collect();
-        let number = self.watchers.ask(watcher, number, hosts, Instant::now());
+        let mut awaited = BTreeMap::new();
+        let mut silent = Vec::new();
+        for (agent, node) in self.coordinator.nodes() {
+            if node.can_report {
+                awaited.insert(agent, node.host.clone());
+            } else {
+                silent.push(node.host.clone());
+            }
+        }
+        let agents: Vec<AgentId> = awaited.keys().copied().collect();
+        let number = self.watchers.ask(watcher, number, awaited, silent, Instant::now());
         for agent in agents {
             self.command(agent, Command::Report { number });
         }
@@ -479,10 +494,13 @@ impl Leader {
             _ => {}
         }
         let now = Instant::now();
-        let change = change(&event, self.coordinator.host(agent));
+        let change = watchers::change(&event, self.coordinator.host(agent));
+        let had_workers = self.coordinator.has_workers(agent);
         let commands = self.coordinator.handle(agent, event, now);
         if let Some(what) = change.filter(|_| self.linger_until.is_none()) {
-            self.watchers.note(format!("{what}{}", consequence(&commands)), now);
+            let stops = commands.iter().any(|(_, command)| matches!(command, Command::Stop { .. }));
+            let what = format!("{what}{}", watchers::consequence(&commands));
+            self.watchers.note(what, had_workers || stops, now);
         }
         self.dispatch(commands);
     }
@@ -510,6 +528,7 @@ impl Leader {
             // Only the leader's own result ends the job; a follower may be refused before that.
             if agent == LEADER && matches!(command, Command::Finish(_)) {
                 self.linger_until.get_or_insert_with(|| Instant::now() + LINGER);
+                self.candidate.server.set(OVER_KEY, b"");
                 // Whoever leads next must know.
                 if self.candidate.election.update(self.coordinator.progress()) {
                     self.send_record();
@@ -572,30 +591,6 @@ impl Leader {
     }
 }
 
-/// Says who has joined or left by this event, if somebody has. `host` is that of the agent.
-fn change(event: &AgentEvent, host: Option<&str>) -> Option<String> {
-    match event {
-        AgentEvent::Joined { node } => Some(format!("host {} has joined", node.host)),
-        AgentEvent::Gone { why } => Some(format!("host {} is lost: {why}", host?)),
-        AgentEvent::Failed { failure, .. } => Some(failure.summary.clone()),
-        AgentEvent::Exited { failure, .. } => Some(failure.as_ref()?.summary.clone()),
-        _ => None,
-    }
-}
-
-/// Says what follows when the coordinator answers a failure with these commands.
-fn consequence(commands: &[(AgentId, Command)]) -> &'static str {
-    let verdict = commands.iter().find_map(|(_, command)| match command {
-        Command::Decide { verdict, .. } => Some(*verdict),
-        _ => None,
-    });
-    match verdict {
-        Some(Verdict::Replace) => "; another is started in its place",
-        Some(Verdict::GoOn) => "; the others go on without it",
-        Some(Verdict::Fail) | None => "",
-    }
-}
-
 /// A round: the workers' stores and their stalls.
 struct Round {
     number: u32,
@@ -637,6 +632,7 @@ mod tests {
             role: "default".into(),
             nodes: (3, 3),
             is_in_place: false,
+            can_report: true,
         };
         let mut leader = Leader::serving(&job, node(0), "127.0.0.1", 0).unwrap();
         let mut commands_for = |agent, number| {

@@ -10,6 +10,7 @@
 //! | `job_record.rs` | what all agents keep of the job |
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
 //! | `claim.rs` | an elected leader's claim of the endpoint |
+//! | `search.rs` | the search for the agent that leads |
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `watchers.rs`, `status.rs` | what those are told who watch the job (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
@@ -28,6 +29,7 @@ mod leader;
 mod mailbox;
 pub mod node;
 pub mod protocol;
+pub mod search;
 mod stall;
 pub mod status;
 pub mod token;
@@ -131,7 +133,7 @@ impl ControlPlane {
     }
 
     /// Returns a store that says who leads the job, and the token that it asks for.
-    pub fn store(&self) -> Option<(Address, &str)> {
+    pub fn store(&self) -> Option<(&str, &str)> {
         match self {
             ControlPlane::Leader(leader) => Some(leader.store()),
             ControlPlane::Follower(follower) => Some(follower.store()),
@@ -266,6 +268,7 @@ fn node(job: &Job, local_world_size: u32, address: String) -> Node {
         role: job.role.clone(),
         nodes: (job.nodes.min, job.nodes.max),
         is_in_place: job.is_in_place,
+        can_report: true,
     }
 }
 

@@ -16,6 +16,9 @@ pub struct Node {
     pub nodes: (u32, u32),
     /// `--elastic in-place`, which must be the same on all nodes.
     pub is_in_place: bool,
+    /// It knows [`Command::Report`](crate::control::protocol::Command::Report).
+    #[serde(default)]
+    pub can_report: bool,
 }
 
 /// Returns a number of nodes as `--nnodes` has it.

@@ -150,6 +150,9 @@ pub fn command_key(agent: AgentId, number: u64) -> String {
     format!("commands/{agent}/{number}")
 }
 
+/// The key that is set once the job is over, for those who watch it.
+pub const OVER_KEY: &str = "over";
+
 /// Returns the key of the answer to one who watches the job.
 pub fn status_key(watcher: AgentId) -> String {
     format!("status/{watcher}")

@@ -15,6 +15,10 @@ pub struct JobStatus {
     pub silent: Vec<String>,
     /// Who has joined and left, the oldest first.
     pub changes: Vec<Change>,
+    /// How many seconds ago the agents were asked: no answer says what was before.
+    pub asked_seconds_ago: f64,
+    /// The addresses of agents that say who leads, should this one lead no more.
+    pub members: Vec<String>,
 }
 
 /// Somebody has joined or left.
@@ -23,6 +27,8 @@ pub struct Change {
     /// How many seconds ago that was.
     pub seconds_ago: f64,
     pub what: String,
+    /// Ranks that took part had to stop, or to go on without somebody.
+    pub interrupts: bool,
 }
 
 /// What the workers of a node do.
@@ -68,10 +74,36 @@ pub struct Activity {
     pub since_step: Option<f64>,
     /// The share of the time in which an operation was under way, while the last ones were done.
     pub communication: Option<f64>,
-    /// The last operation of each group.
-    pub operations: Vec<Operation>,
+    /// The groups that it is in.
+    pub groups: Vec<GroupActivity>,
     /// As [`NodeStatus::resumed`] has it.
     pub resumed: Vec<f64>,
+}
+
+impl NodeStatus {
+    /// Adds the time since this was written.
+    pub fn age(&mut self, seconds: f64) {
+        self.resumed.iter_mut().for_each(|resumed| *resumed += seconds);
+        for activity in self.workers.iter_mut().filter_map(|worker| worker.activity.as_mut()) {
+            activity.since_step.iter_mut().for_each(|since| *since += seconds);
+            activity.resumed.iter_mut().for_each(|resumed| *resumed += seconds);
+            for group in &mut activity.groups {
+                for operation in [&mut group.collective, &mut group.message].into_iter().flatten() {
+                    operation.seconds += seconds;
+                }
+            }
+        }
+    }
+}
+
+/// What a rank does in a group.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupActivity {
+    pub name: String,
+    /// The collective that it has begun last, if any.
+    pub collective: Option<Operation>,
+    /// The message to or from another rank that is longest under way, or else has begun last.
+    pub message: Option<Operation>,
 }
 
 /// An operation of a group, as a rank has begun it.

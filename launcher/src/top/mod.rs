@@ -18,8 +18,6 @@ use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stdin, stdout};
 use std::thread;
 
-use flow_store::Address;
-
 use crate::cli::top::{self, Request, Which};
 use crate::cli::usage::Usage;
 use crate::control::token::token;
@@ -42,13 +40,13 @@ pub fn main(arguments: &[OsString]) -> anyhow::Result<u8> {
 
 fn connect(request: &Request) -> anyhow::Result<Watcher> {
     let (address, token) = match &request.which {
-        Which::OfEndpoint { host, port, id } => (Address::Tcp(net::join(host, *port)), token(id)?),
+        Which::OfEndpoint { host, port, id } => (net::join(host, *port), token(id)?),
         Which::OfThisMachine(name) => {
             let JobFile { address, token, .. } = job_files::find(name.as_deref())?;
-            (address.parse()?, token)
+            (address, token)
         }
     };
-    Watcher::connect(&address, &token)
+    Watcher::connect(address, token)
 }
 
 /// Prints a line a second until the job is over, or one.

@@ -2,10 +2,11 @@
 
 use std::process::Command;
 
-use flow_harness::cli::{script, until};
+use flow_harness::cli::{launcher, script, until};
 use flow_harness::net::{Agent, Gate, Net, ipv4};
 
 use rustix::process::Signal;
+use serde_json::Value;
 
 use crate::elastic::end_well;
 
@@ -96,6 +97,51 @@ fn another_node_leads_when_the_leading_agent_is_killed() {
 #[test]
 fn another_node_leads_when_the_leading_one_is_without_power() {
     without_leader(|net, _| net.power_off(0));
+}
+
+/// By the file of a follower, or at the address of the first leader.
+#[test]
+fn who_watches_finds_the_new_leader() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let folders = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let start = |node: usize, mut command: Command| {
+        let folder = folders[node].path();
+        net.start(node, command.env("XDG_RUNTIME_DIR", folder).env("TMPDIR", folder))
+    };
+    let text = format!("{PLACE}; {}", gate.wait());
+    let [agent_0, agent_1, agent_2] =
+        [0, 1, 2].map(|node| start(node, script(&flags("1:3", ""), &text)));
+    until_started(&[&agent_0, &agent_1, &agent_2], 6, 0);
+    let endpoint = format!("{}:29400", ipv4(0));
+    let there = ["top", "--json", "--rdzv-endpoint", &endpoint, "--rdzv-id", "job"];
+    let watching = [start(1, launcher(&["top", "--json"])), start(2, launcher(&there))];
+    let until_all_show = |ranks: usize| {
+        until(&format!("{ranks} ranks are shown"), || {
+            watching.iter().all(|top| {
+                let said = top.stdout();
+                let view = said.lines().last().map(serde_json::from_str::<Value>);
+                view.is_some_and(|view| {
+                    view.is_ok_and(|view| view["ranks"].as_array().unwrap().len() == ranks)
+                })
+            })
+        });
+    };
+    until_all_show(6);
+    agent_0.signal(Signal::KILL);
+    until_started(&[&agent_1, &agent_2], 4, 0);
+    until_all_show(4);
+    for node in [1, 2] {
+        let late = start(node, launcher(&["top", "--json", "--once", "job"])).finish();
+        assert_eq!((late.code, late.stdout.lines().count()), (Some(0), 1), "{late:?}");
+    }
+    gate.open();
+    for top in watching {
+        let end = top.finish();
+        assert_eq!((end.code, &end.stderr[..]), (Some(0), ""), "{end:?}");
+        assert!(end.stdout.contains("the leading node is lost: another one leads"), "{end:?}");
+    }
+    end_well(&net, &gate, [agent_1, agent_2]);
 }
 
 /// Neither side can know that the other is alive: the smaller one must stop.

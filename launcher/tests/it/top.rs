@@ -7,7 +7,7 @@ use std::time::Duration;
 use flow_harness::cli::{Running, launcher, run, script, until, until_gone};
 use flow_harness::{Finished, assert_contains, free_port};
 use flow_store::Store;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// In place of the folders of the machine, so that other jobs are not found.
@@ -19,11 +19,21 @@ fn top(folder: &Path, arguments: &[&str]) -> Finished {
     run(in_folder(folder, &mut launcher(&[&["top"], arguments].concat())))
 }
 
+/// What `top` shows of a job once so many of its nodes are silent. Any may be late.
+fn view_with_silent(silent: usize, folder: &Path, arguments: &[&str]) -> Value {
+    let mut view = Value::Null;
+    until(&format!("{silent} nodes are silent"), || {
+        let finished = top(folder, &[&["--json", "--once"], arguments].concat());
+        assert_eq!((finished.code, &finished.stderr[..]), (Some(0), ""), "{finished:?}");
+        view = serde_json::from_str(&finished.stdout).unwrap();
+        view["silent"].as_array().unwrap().len() == silent
+    });
+    view
+}
+
 /// What `top` shows of a job.
 fn view(folder: &Path, arguments: &[&str]) -> Value {
-    let finished = top(folder, &[&["--json", "--once"], arguments].concat());
-    assert_eq!((finished.code, &finished.stderr[..]), (Some(0), ""), "{finished:?}");
-    serde_json::from_str(&finished.stdout).unwrap()
+    view_with_silent(0, folder, arguments)
 }
 
 /// A job whose workers say their process numbers and stay.
@@ -72,7 +82,8 @@ fn who_watches_sees_the_end() {
     let mut watching = Running::start(in_folder(folder.path(), &mut command));
     for _ in 0..2 {
         let line: Value = serde_json::from_str(&watching.line()).unwrap();
-        assert_eq!(line["ranks"].as_array().unwrap().len(), 1);
+        let [ranks, silent] = ["ranks", "silent"].map(|key| line[key].as_array().unwrap().len());
+        assert_eq!(ranks + silent, 1, "{line}");
     }
     running.signal(Signal::TERM);
     running.finish();
@@ -120,6 +131,71 @@ fn a_killed_launcher_leaves_nothing_behind() {
     assert_eq!(files(folder.path()), 0);
 }
 
+/// No answer of the leader means that it is lost, not that the job is over.
+#[test]
+fn who_watches_is_told_that_the_launcher_was_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut running = job(folder.path(), "--nproc_per_node 1");
+    let pids = running.numbers(1);
+    let mut command = launcher(&["top", "--json"]);
+    let mut watching = Running::start(in_folder(folder.path(), &mut command));
+    watching.line();
+    running.signal(Signal::KILL);
+    let end = watching.finish();
+    assert_eq!(end.code, Some(1), "{end:?}");
+    assert_contains(&end.stderr, &["the leading node is lost"]);
+    running.finish();
+    until_gone(&pids);
+}
+
+/// A process that makes a larger file than it may is killed by the kernel.
+#[test]
+fn a_job_that_may_not_make_large_files_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = script("--nproc_per_node 2", "echo well; exec sleep 1000");
+    let mut command = Command::new("sh");
+    command.args(["-c", r#"ulimit -f 100; exec "$0" "$@""#]);
+    command.arg(job.get_program()).args(job.get_args());
+    let mut running = Running::start(in_folder(folder.path(), &mut command));
+    assert_eq!([running.line(), running.line()], ["well", "well"]);
+    let view = view(folder.path(), &[]);
+    assert_eq!(view["ranks"].as_array().unwrap().len(), 2, "{view}");
+    running.signal(Signal::TERM);
+    running.finish();
+}
+
+#[test]
+fn workers_that_are_replaced_leave_no_descriptors() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = "--nproc_per_node 2 --elastic in-place --max-restarts 3";
+    let mut running = job(folder.path(), flags);
+    let launcher = running.pid();
+    let held = || {
+        let descriptors = Path::new(&format!("/proc/{launcher}/fd")).read_dir().unwrap();
+        let targets =
+            descriptors.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
+        let targets = targets.map(|target| target.to_string_lossy().into_owned());
+        let of_workers =
+            |target: &String| target.contains("flow-flight-recorder") || target.contains("pidfd");
+        targets.filter(of_workers).count()
+    };
+    let mut last = running.numbers(2)[0];
+    let before = held();
+    assert!(before >= 4, "{before}");
+    for restarts in 1..=3 {
+        kill_process(Pid::from_raw(last).unwrap(), Signal::KILL).unwrap();
+        last = running.numbers(1)[0];
+        until("no more descriptors are held than before", || held() == before);
+        let view = view(folder.path(), &[]);
+        let ranks = view["ranks"].as_array().unwrap().iter();
+        let mut counts: Vec<u64> = ranks.map(|it| it["restarts"].as_u64().unwrap()).collect();
+        counts.sort_unstable();
+        assert_eq!(counts, [0, restarts], "{view}");
+    }
+    running.signal(Signal::TERM);
+    running.finish();
+}
+
 /// The launcher may have another environment.
 #[test]
 fn a_job_is_found_without_a_runtime_folder() {
@@ -134,17 +210,29 @@ fn a_job_is_found_without_a_runtime_folder() {
     running.finish();
 }
 
-/// A folder that others may write to is not used.
+/// A folder that others may write to is not used, but the next one.
 #[test]
 fn a_folder_of_others_is_not_trusted() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
-    let own = folder.path().join("flow");
-    std::fs::create_dir(&own).unwrap();
-    std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let user = rustix::process::geteuid().as_raw();
+    let refused = |name: &str| {
+        let refused = folder.path().join(name);
+        std::fs::create_dir(&refused).unwrap();
+        std::fs::set_permissions(&refused, std::fs::Permissions::from_mode(0o777)).unwrap();
+    };
+    refused("flow");
+    let mut running = job(folder.path(), "");
+    running.numbers(1);
+    assert_eq!(files(folder.path()), 0);
+    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
+    running.signal(Signal::TERM);
+    running.finish();
+    let temporary = format!("flow-{user}");
+    std::fs::remove_dir(folder.path().join(&temporary)).unwrap();
+    refused(&temporary);
     let finished = run(in_folder(folder.path(), &mut script("", "echo well")));
     assert_eq!((finished.code, &finished.stdout[..]), (Some(0), "well\n"), "{finished:?}");
-    assert_eq!(files(folder.path()), 0);
     assert_contains(&top(folder.path(), &["--json"]).stderr, &["no job of yours runs"]);
 }
 
@@ -174,13 +262,10 @@ fn nodes_are_shown_together_from_anywhere() {
     // A node that is stopped does not answer, and is named.
     let follower = &nodes[1];
     follower.signal(Signal::STOP);
-    let view = view(folder.path(), &[&nodes[0].pid().to_string()]);
-    let (ranks, silent) = (&view["ranks"], &view["silent"]);
-    assert_eq!(
-        (ranks.as_array().unwrap().len(), silent.as_array().unwrap().len()),
-        (2, 1),
-        "{view}"
-    );
+    until("the other node's ranks are shown", || {
+        let view = view_with_silent(1, folder.path(), &[&nodes[0].pid().to_string()]);
+        view["ranks"].as_array().unwrap().len() == 2
+    });
     follower.signal(Signal::CONT);
     nodes[0].signal(Signal::TERM);
     nodes.into_iter().for_each(|node| drop(node.finish()));

@@ -37,6 +37,7 @@ impl Test {
             role: "default".into(),
             nodes: (self.coordinator.min as u32, self.coordinator.max as u32),
             is_in_place: self.coordinator.in_place.is_some(),
+            can_report: true,
         };
         self.handle(agent, AgentEvent::Joined { node });
     }
