@@ -19,6 +19,8 @@ const STEPS: u64 = 3;
 /// Its scenarios.
 pub const SCENARIOS: &[Scenario] = &[
     scenario("ranks_wait_for_who_is_not_there", wait, &[launched(3), machines(&[1, 2])]),
+    scenario("ranks_wait_for_who_has_begun_nothing", begin_nothing, &[launched(2)]),
+    scenario("a_rank_that_receives_is_shown", receive, &[launched(2)]),
     scenario("a_forked_process_is_not_shown", beside_a_child, &[launched(2)]),
     process(
         "a_lost_rank_costs_the_time_to_the_next_step",
@@ -27,8 +29,12 @@ pub const SCENARIOS: &[Scenario] = &[
     ),
 ];
 
-/// Returns what `flow-launch top` shows of this rank's job.
+/// Returns what `flow-launch top` shows of this rank's job, once all nodes answer in time.
 pub fn shown() -> Result<Value> {
+    until_shown("all nodes answer", |_| true)
+}
+
+fn look() -> Result<Value> {
     let launcher = getppid().context("flow-launch has started this")?;
     let mut top = Command::new(program("flow-launch"));
     let output = top.args(["top", "--json", "--once", &launcher.to_string()]).output()?;
@@ -36,12 +42,12 @@ pub fn shown() -> Result<Value> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Looks until what is shown is as it is to be.
+/// Looks until what all nodes show is as it is to be.
 fn until_shown(what: &str, is_right: impl Fn(&Value) -> bool) -> Result<Value> {
     let begin = Instant::now();
     loop {
-        let view = shown()?;
-        if is_right(&view) {
+        let view = look()?;
+        if view["silent"] == serde_json::json!([]) && is_right(&view) {
             return Ok(view);
         }
         ensure!(begin.elapsed() < TEST_TIMEOUT, "it never shows that {what}: {view}");
@@ -74,7 +80,6 @@ fn wait(group: &ProcessGroup) -> Result<()> {
 }
 
 fn check(view: &Value) -> Result<()> {
-    ensure!(view["silent"] == serde_json::json!([]), "{view}");
     let ranks = view["ranks"].as_array().context("ranks")?;
     ensure!(ranks.len() == 3, "{view}");
     for (rank, shown) in ranks.iter().enumerate() {
@@ -107,6 +112,34 @@ fn check(view: &Value) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Rank 1 begins the first operation of the group, and rank 0 looks at it.
+fn begin_nothing(group: &ProcessGroup) -> Result<()> {
+    if group.rank() == 0 {
+        until_shown("rank 1 waits for rank 0", |view| {
+            let shown = &view["ranks"][1];
+            shown["operation"]["name"] == "all_reduce"
+                && shown["waits_for"] == serde_json::json!([0])
+        })?;
+    }
+    Ok(group.all_reduce(&mut [1.0_f32], ReduceOp::Sum)?)
+}
+
+/// Rank 1 waits for a message after a collective, and rank 0 looks at it.
+fn receive(group: &ProcessGroup) -> Result<()> {
+    group.all_reduce(&mut [1.0_f32], ReduceOp::Sum)?;
+    if group.rank() == 1 {
+        group.recv(&mut [0_u8], 0)?;
+        return Ok(());
+    }
+    until_shown("rank 1 receives", |view| {
+        let operation = &view["ranks"][1]["operation"];
+        operation["name"] == "recv"
+            && operation["is_under_way"] == true
+            && operation["is_collective"] == false
+    })?;
+    Ok(group.send(&[0_u8], 1)?)
 }
 
 /// A forked child, which joins no group, leaves its parent's records alone; one that makes a group has
@@ -147,6 +180,8 @@ fn recover() -> Result<()> {
         group = group.reconfigure()?;
     }
     step(&group)?;
+    // Else the other rank's step may not be over.
+    group.barrier()?;
     if group.rank() == 0 {
         let view = shown()?;
         let changes = view["changes"].as_array().context("changes")?;
