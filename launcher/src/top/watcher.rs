@@ -26,7 +26,7 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(90);
 /// The time between two searches for the leader.
 const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The leader forgets one who says nothing for so long.
+/// The leader forgets one who says nothing for so long. Who waits for the end asks again after this time.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// One who watches a job: a client of its leader's store, but no agent.
@@ -178,7 +178,7 @@ impl Connection {
 /// Says when the leader says that the job is over, until it is lost, or nobody wants to know.
 fn wait_for_end(store: &Store, over: &Sender<bool>) {
     loop {
-        match store.get(OVER_KEY, ANSWER_TIMEOUT) {
+        match store.get(OVER_KEY, SILENCE) {
             Ok(_) => {
                 let _ = over.send(true);
                 return;

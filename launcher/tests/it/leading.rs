@@ -121,8 +121,9 @@ fn who_watches_finds_the_new_leader() {
             watching.iter().all(|top| {
                 let said = top.stdout();
                 let view = said.lines().last().map(serde_json::from_str::<Value>);
+                let count = |view: &Value, key: &str| view[key].as_array().unwrap().len();
                 view.is_some_and(|view| {
-                    view.is_ok_and(|view| view["ranks"].as_array().unwrap().len() == ranks)
+                    view.is_ok_and(|it| count(&it, "ranks") == ranks && count(&it, "silent") == 0)
                 })
             })
         });
