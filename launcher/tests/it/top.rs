@@ -297,7 +297,7 @@ fn malformed_questions_do_not_end_the_job() {
     assert_eq!(end.stderr.matches("malformed event").count(), 4, "{end:?}");
 }
 
-/// Commands that an agent has taken are gone from the store.
+/// Commands that an agent has taken are gone from the store, and answers that nobody has.
 #[test]
 fn nothing_piles_up_while_somebody_watches() {
     let folder = tempfile::tempdir().unwrap();
@@ -310,8 +310,15 @@ fn nothing_piles_up_while_somebody_watches() {
     }
     let address = format!("tcp://{endpoint}").parse().unwrap();
     let store = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();
-    until("commands and answers are taken", || {
-        let mut keys = (0..8).flat_map(|agent| {
+    let watching = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();
+    let id = watching.add("agents", 1).unwrap();
+    let gone = format!(r#"[{id}, {{"Gone": {{"why": "it does not look"}}}}]"#);
+    watching.will(gone.as_bytes(), Duration::from_secs(600)).unwrap();
+    watching.send(format!(r#"[{id}, {{"Watch": {{"number": 1}}}}]"#).as_bytes()).unwrap();
+    store.get(&format!("status/{id}"), Duration::from_secs(60)).unwrap();
+    drop(watching);
+    until("commands and answers are gone", || {
+        let mut keys = (0..=id).flat_map(|agent| {
             (0..8)
                 .map(move |number| format!("commands/{agent}/{number}"))
                 .chain([format!("status/{agent}")])
