@@ -38,6 +38,7 @@ mod worker;
 mod worker_group;
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -69,7 +70,6 @@ use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 use crate::signal;
-use crate::top::job_files::OwnJobFile;
 
 /// A descriptor that `poll` has found ready.
 enum AgentReady {
@@ -115,7 +115,7 @@ pub struct Agent {
     /// When workers that are gone have done first steps: see [`WorkerGroup::resumed`].
     resumed: Vec<Instant>,
     /// By which `flow-launch top` finds the job; None where it cannot be made.
-    _job_file: Option<OwnJobFile>,
+    _local_job: Option<File>,
     // Last, so that it is dropped last.
     reaper: Reaper,
 }

@@ -21,7 +21,7 @@ use crate::output::sink::Sinks;
 use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::report::events::EventLog;
-use crate::top::job_files::{JobFile, OwnJobFile};
+use crate::top::local_jobs::LocalJob;
 
 impl Agent {
     /// Joins the job.
@@ -49,16 +49,16 @@ impl Agent {
         });
         let events = EventLog::open(&job.events, &host)?;
         let control = ControlPlane::open(&job, local_world_size)?;
-        let job_file = control.store().and_then(|(address, token)| {
-            let job_file = OwnJobFile::create(&JobFile {
+        let local_job = control.store().and_then(|(address, token)| {
+            let local_job = LocalJob {
                 pid: std::process::id(),
                 job: job.nodes.id.clone(),
                 program: job.program.name.to_string_lossy().into(),
                 endpoint: ControlPlane::endpoint(&job),
                 address: address.into(),
                 token: token.into(),
-            });
-            job_file.inspect_err(|error| log::info!("top finds no job: {error:#}")).ok()
+            };
+            local_job.publish().inspect_err(|error| log::info!("top finds no job: {error:#}")).ok()
         });
         let tracing = job.trace.as_deref().map(|to| Tracing::start(to, &control, &reaper));
         Ok(Agent {
@@ -83,7 +83,7 @@ impl Agent {
             signals,
             watchdog,
             health,
-            _job_file: job_file,
+            _local_job: local_job,
             resumed: Vec::new(),
             checkpoint_memory: CheckpointMemory::new(local_world_size),
             reaper,

@@ -357,10 +357,10 @@ impl Leader {
     pub fn deadline(&self) -> Option<Instant> {
         let election = &self.candidate.election;
         let look = election.has_followers().then(|| self.polled + self.lease / 8);
-        let mut deadlines =
-            vec![self.linger_until, look, election.deadline(), self.watchers.deadline()];
+        let mut deadlines = vec![self.linger_until, look, election.deadline()];
         // What is due otherwise waits until this agent may act.
         if self.may_act() {
+            deadlines.push(self.watchers.deadline());
             deadlines.push(self.coordinator.deadline());
             deadlines.push(self.round.as_ref().and_then(|round| round.stalls.deadline()));
         }

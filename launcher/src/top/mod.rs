@@ -2,13 +2,13 @@
 //!
 //! | file | subject |
 //! |---|---|
-//! | `job_files.rs` | the files by which the jobs of this machine are found |
+//! | `local_jobs.rs` | the jobs of this machine |
 //! | `watcher.rs` | the connection to the leader |
 //! | `view.rs` | what is shown: who waits for whom, what a change has cost (pure) |
 //! | `table.rs` | the screen's lines (pure) |
 //! | `screen.rs` | the terminal |
 
-pub mod job_files;
+pub mod local_jobs;
 mod screen;
 mod table;
 mod view;
@@ -22,7 +22,7 @@ use crate::cli::top::{self, Request, Which};
 use crate::cli::usage::Usage;
 use crate::control::token::token;
 use crate::net;
-use crate::top::job_files::JobFile;
+use crate::top::local_jobs::LocalJob;
 use crate::top::view::View;
 use crate::top::watcher::{INTERVAL, Watcher};
 
@@ -42,7 +42,7 @@ fn connect(request: &Request) -> anyhow::Result<Watcher> {
     let (address, token) = match &request.which {
         Which::OfEndpoint { host, port, id } => (net::join(host, *port), token(id)?),
         Which::OfThisMachine(name) => {
-            let JobFile { address, token, .. } = job_files::find(name.as_deref())?;
+            let LocalJob { address, token, .. } = local_jobs::find(name.as_deref())?;
             (address, token)
         }
     };

@@ -104,11 +104,7 @@ fn another_node_leads_when_the_leading_one_is_without_power() {
 fn who_watches_finds_the_new_leader() {
     let Some(net) = Net::new(3) else { return };
     let gate = Gate::new();
-    let folders = [(); 3].map(|()| tempfile::tempdir().unwrap());
-    let start = |node: usize, mut command: Command| {
-        let folder = folders[node].path();
-        net.start(node, command.env("XDG_RUNTIME_DIR", folder).env("TMPDIR", folder))
-    };
+    let start = |node: usize, command: Command| net.start(node, &command);
     let text = format!("{PLACE}; {}", gate.wait());
     let [agent_0, agent_1, agent_2] =
         [0, 1, 2].map(|node| start(node, script(&flags("1:3", ""), &text)));

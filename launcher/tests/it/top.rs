@@ -10,20 +10,20 @@ use flow_store::Store;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// In place of the folders of the machine, so that other jobs are not found.
-fn in_folder<'a>(folder: &Path, command: &'a mut Command) -> &'a mut Command {
-    command.env("XDG_RUNTIME_DIR", folder).env("TMPDIR", folder)
+fn top(arguments: &[&str]) -> Finished {
+    run(&mut launcher(&[&["top"], arguments].concat()))
 }
 
-fn top(folder: &Path, arguments: &[&str]) -> Finished {
-    run(in_folder(folder, &mut launcher(&[&["top"], arguments].concat())))
+/// The name of a job by which `top` finds it among all that run.
+fn name(job: &Running) -> String {
+    job.pid().to_string()
 }
 
 /// What `top` shows of a job once so many of its nodes are silent. Any may be late.
-fn view_with_silent(silent: usize, folder: &Path, arguments: &[&str]) -> Value {
+fn view_with_silent(silent: usize, arguments: &[&str]) -> Value {
     let mut view = Value::Null;
     until(&format!("{silent} nodes are silent"), || {
-        let finished = top(folder, &[&["--json", "--once"], arguments].concat());
+        let finished = top(&[&["--json", "--once"], arguments].concat());
         assert_eq!((finished.code, &finished.stderr[..]), (Some(0), ""), "{finished:?}");
         view = serde_json::from_str(&finished.stdout).unwrap();
         view["silent"].as_array().unwrap().len() == silent
@@ -32,25 +32,20 @@ fn view_with_silent(silent: usize, folder: &Path, arguments: &[&str]) -> Value {
 }
 
 /// What `top` shows of a job.
-fn view(folder: &Path, arguments: &[&str]) -> Value {
-    view_with_silent(0, folder, arguments)
+fn view(arguments: &[&str]) -> Value {
+    view_with_silent(0, arguments)
 }
 
 /// A job whose workers say their process numbers and stay.
-fn job(folder: &Path, flags: &str) -> Running {
-    Running::start(in_folder(folder, &mut script(flags, "echo $$; exec sleep 1000")))
-}
-
-fn files(folder: &Path) -> usize {
-    folder.join("flow").read_dir().map_or(0, Iterator::count)
+fn job(flags: &str) -> Running {
+    Running::start(&mut script(flags, "echo $$; exec sleep 1000"))
 }
 
 #[test]
 fn a_program_without_flow_is_shown() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut running = job(folder.path(), "--nproc_per_node 2");
+    let mut running = job("--nproc_per_node 2");
     let mut pids = running.numbers(2);
-    let view = view(folder.path(), &[]);
+    let view = view(&[&name(&running)]);
     let ranks = view["ranks"].as_array().unwrap();
     let mut shown: Vec<_> = ranks.iter().map(|rank| rank["pid"].as_i64().unwrap() as i32).collect();
     pids.sort_unstable();
@@ -66,20 +61,20 @@ fn a_program_without_flow_is_shown() {
     // By its process number, and by its id.
     let id = view["job"].as_str().unwrap();
     for name in [running.pid().to_string(), id.to_string()] {
-        assert_eq!(self::view(folder.path(), &[&name])["job"], id);
+        assert_eq!(self::view(&[&name])["job"], id);
     }
     running.signal(Signal::TERM);
     running.finish();
-    assert_eq!(files(folder.path()), 0);
+    let after = top(&["--json", id]);
+    assert_contains(&after.stderr, &["no job of yours"]);
+    assert_eq!((after.code, after.stderr.lines().count()), (Some(2), 1), "{after:?}");
 }
 
 #[test]
 fn who_watches_sees_the_end() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut running = job(folder.path(), "--nproc_per_node 1");
+    let mut running = job("--nproc_per_node 1");
     running.numbers(1);
-    let mut command = launcher(&["top", "--json"]);
-    let mut watching = Running::start(in_folder(folder.path(), &mut command));
+    let mut watching = Running::start(&mut launcher(&["top", "--json", &name(&running)]));
     for _ in 0..2 {
         let line: Value = serde_json::from_str(&watching.line()).unwrap();
         let [ranks, silent] = ["ranks", "silent"].map(|key| line[key].as_array().unwrap().len());
@@ -93,52 +88,25 @@ fn who_watches_sees_the_end() {
 
 #[test]
 fn a_wrong_call_is_told_in_a_line() {
-    let folder = tempfile::tempdir().unwrap();
     let refused = |arguments: &[&str], code: i32, parts: &[&str]| {
-        let finished = top(folder.path(), arguments);
+        let finished = top(arguments);
         assert_eq!((finished.code, &finished.stdout[..]), (Some(code), ""), "{finished:?}");
         assert_eq!(finished.stderr.lines().count(), 1, "{finished:?}");
         assert_contains(&finished.stderr, parts);
     };
     refused(&[], 2, &["needs a terminal", "--json"]);
-    refused(&["--json"], 2, &["no job of yours runs", "--rdzv-endpoint"]);
     refused(&["--once"], 2, &["--once needs --json"]);
     let elsewhere = format!("127.0.0.1:{}", free_port());
     refused(&["--json", "--rdzv-endpoint", &elsewhere], 1, &[&elsewhere, "no connection"]);
-    let mut jobs = [(); 2].map(|()| job(folder.path(), "--nproc_per_node 1"));
-    jobs.iter_mut().for_each(|job| drop(job.numbers(1)));
-    let pids = [0, 1].map(|index| jobs[index].pid().to_string());
-    refused(&["--json"], 2, &["several jobs run", &pids[0], &pids[1]]);
-    refused(&["--json", "nosuch"], 2, &["no job of yours is 'nosuch'", &pids[0]]);
-    for job in jobs {
-        job.signal(Signal::TERM);
-        job.finish();
-    }
-}
-
-/// What a killed launcher has left behind is removed by whoever looks next.
-#[test]
-fn a_killed_launcher_leaves_nothing_behind() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut running = job(folder.path(), "--nproc_per_node 2");
-    let pids = running.numbers(2);
-    assert_eq!(files(folder.path()), 1);
-    running.signal(Signal::KILL);
-    running.finish();
-    until_gone(&pids);
-    let finished = top(folder.path(), &["--json"]);
-    assert_contains(&finished.stderr, &["no job of yours runs"]);
-    assert_eq!(files(folder.path()), 0);
+    refused(&["--json", "nosuch"], 2, &["no job of yours"]);
 }
 
 /// No answer of the leader means that it is lost, not that the job is over.
 #[test]
 fn who_watches_is_told_that_the_launcher_was_killed() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut running = job(folder.path(), "--nproc_per_node 1");
+    let mut running = job("--nproc_per_node 1");
     let pids = running.numbers(1);
-    let mut command = launcher(&["top", "--json"]);
-    let mut watching = Running::start(in_folder(folder.path(), &mut command));
+    let mut watching = Running::start(&mut launcher(&["top", "--json", &name(&running)]));
     watching.line();
     running.signal(Signal::KILL);
     let end = watching.finish();
@@ -151,14 +119,13 @@ fn who_watches_is_told_that_the_launcher_was_killed() {
 /// A process that makes a larger file than it may is killed by the kernel.
 #[test]
 fn a_job_that_may_not_make_large_files_runs() {
-    let folder = tempfile::tempdir().unwrap();
     let job = script("--nproc_per_node 2", "echo well; exec sleep 1000");
     let mut command = Command::new("sh");
     command.args(["-c", r#"ulimit -f 100; exec "$0" "$@""#]);
     command.arg(job.get_program()).args(job.get_args());
-    let mut running = Running::start(in_folder(folder.path(), &mut command));
+    let mut running = Running::start(&mut command);
     assert_eq!([running.line(), running.line()], ["well", "well"]);
-    let view = view(folder.path(), &[]);
+    let view = view(&[&name(&running)]);
     assert_eq!(view["ranks"].as_array().unwrap().len(), 2, "{view}");
     running.signal(Signal::TERM);
     running.finish();
@@ -166,9 +133,8 @@ fn a_job_that_may_not_make_large_files_runs() {
 
 #[test]
 fn workers_that_are_replaced_leave_no_descriptors() {
-    let folder = tempfile::tempdir().unwrap();
     let flags = "--nproc_per_node 2 --elastic in-place --max-restarts 3";
-    let mut running = job(folder.path(), flags);
+    let mut running = job(flags);
     let launcher = running.pid();
     let held = || {
         let descriptors = Path::new(&format!("/proc/{launcher}/fd")).read_dir().unwrap();
@@ -186,7 +152,7 @@ fn workers_that_are_replaced_leave_no_descriptors() {
         kill_process(Pid::from_raw(last).unwrap(), Signal::KILL).unwrap();
         last = running.numbers(1)[0];
         until("no more descriptors are held than before", || held() == before);
-        let view = view(folder.path(), &[]);
+        let view = view(&[&name(&running)]);
         let ranks = view["ranks"].as_array().unwrap().iter();
         let mut counts: Vec<u64> = ranks.map(|it| it["restarts"].as_u64().unwrap()).collect();
         counts.sort_unstable();
@@ -196,62 +162,21 @@ fn workers_that_are_replaced_leave_no_descriptors() {
     running.finish();
 }
 
-/// The launcher may have another environment.
-#[test]
-fn a_job_is_found_without_a_runtime_folder() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut command = script("", "echo $$; exec sleep 1000");
-    let command = command.env_remove("XDG_RUNTIME_DIR").env("TMPDIR", folder.path());
-    let mut running = Running::start(command);
-    running.numbers(1);
-    assert_eq!(files(folder.path()), 0);
-    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
-    running.signal(Signal::TERM);
-    running.finish();
-}
-
-/// A folder that others may write to is not used, but the next one.
-#[test]
-fn a_folder_of_others_is_not_trusted() {
-    use std::os::unix::fs::PermissionsExt;
-    let folder = tempfile::tempdir().unwrap();
-    let user = rustix::process::geteuid().as_raw();
-    let refused = |name: &str| {
-        let refused = folder.path().join(name);
-        std::fs::create_dir(&refused).unwrap();
-        std::fs::set_permissions(&refused, std::fs::Permissions::from_mode(0o777)).unwrap();
-    };
-    refused("flow");
-    let mut running = job(folder.path(), "");
-    running.numbers(1);
-    assert_eq!(files(folder.path()), 0);
-    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
-    running.signal(Signal::TERM);
-    running.finish();
-    let temporary = format!("flow-{user}");
-    std::fs::remove_dir(folder.path().join(&temporary)).unwrap();
-    refused(&temporary);
-    let finished = run(in_folder(folder.path(), &mut script("", "echo well")));
-    assert_eq!((finished.code, &finished.stdout[..]), (Some(0), "well\n"), "{finished:?}");
-    assert_contains(&top(folder.path(), &["--json"]).stderr, &["no job of yours runs"]);
-}
-
 #[test]
 fn nodes_are_shown_together_from_anywhere() {
-    let folder = tempfile::tempdir().unwrap();
     let endpoint = format!("127.0.0.1:{}", free_port());
-    let flags = format!("--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id run7");
-    let leader = job(folder.path(), &flags);
-    until("the first leads", || files(folder.path()) == 1);
-    let mut nodes = [leader, job(folder.path(), &flags)];
+    let id = format!("run-{endpoint}");
+    let flags = format!("--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id {id}");
+    let leader = job(&flags);
+    until("the first leads", || top(&["--json", "--once", &name(&leader)]).code == Some(0));
+    let mut nodes = [leader, job(&flags)];
     nodes.iter_mut().for_each(|node| drop(node.numbers(2)));
-    let elsewhere = tempfile::tempdir().unwrap();
-    let by_endpoint = ["--rdzv-endpoint", &endpoint, "--rdzv-id", "run7"];
-    let views = [view(folder.path(), &["run7"]), view(elsewhere.path(), &by_endpoint)];
+    let by_endpoint = ["--rdzv-endpoint", &endpoint, "--rdzv-id", &id];
+    let views = [view(&[&id]), view(&by_endpoint)];
     for view in &views {
         let ranks = view["ranks"].as_array().unwrap();
         let numbers: Vec<_> = ranks.iter().map(|rank| rank["rank"].as_u64().unwrap()).collect();
-        assert_eq!((numbers, &view["job"]), (vec![0, 1, 2, 3], &"run7".into()), "{view}");
+        assert_eq!((numbers, &view["job"]), (vec![0, 1, 2, 3], &Value::from(&id[..])), "{view}");
         let joined = view["changes"].as_array().unwrap().iter();
         let joined = joined.filter(|change| change["what"].as_str().unwrap().ends_with("joined"));
         assert_eq!(joined.count(), 2, "{view}");
@@ -263,7 +188,7 @@ fn nodes_are_shown_together_from_anywhere() {
     let follower = &nodes[1];
     follower.signal(Signal::STOP);
     until("the other node's ranks are shown", || {
-        let view = view_with_silent(1, folder.path(), &[&nodes[0].pid().to_string()]);
+        let view = view_with_silent(1, &[&name(&nodes[0])]);
         view["ranks"].as_array().unwrap().len() == 2
     });
     follower.signal(Signal::CONT);
@@ -274,11 +199,10 @@ fn nodes_are_shown_together_from_anywhere() {
 /// What makes no sense is told in the log, and the job goes on.
 #[test]
 fn malformed_questions_do_not_end_the_job() {
-    let folder = tempfile::tempdir().unwrap();
     let endpoint = format!("127.0.0.1:{}", free_port());
     let flags =
         format!("--nnodes 1:2 --rdzv-endpoint {endpoint} --rdzv-conf last_call_timeout=0.01");
-    let mut running = job(folder.path(), &flags);
+    let mut running = job(&flags);
     running.numbers(1);
     let address = format!("tcp://{endpoint}").parse().unwrap();
     let store = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();
@@ -291,7 +215,7 @@ fn malformed_questions_do_not_end_the_job() {
             {"host": "h", "restarts": 0, "workers": [], "resumed": []}}}]"#,
     );
     number(r#"[0, {"Watch": {"number": 1}}]"#);
-    assert_eq!(view(folder.path(), &[])["ranks"].as_array().unwrap().len(), 1);
+    assert_eq!(view(&[&name(&running)])["ranks"].as_array().unwrap().len(), 1);
     running.signal(Signal::TERM);
     let end = running.finish();
     assert_eq!(end.stderr.matches("malformed event").count(), 4, "{end:?}");
@@ -300,13 +224,12 @@ fn malformed_questions_do_not_end_the_job() {
 /// Commands that an agent has taken are gone from the store, and answers that nobody has.
 #[test]
 fn nothing_piles_up_while_somebody_watches() {
-    let folder = tempfile::tempdir().unwrap();
     let endpoint = format!("127.0.0.1:{}", free_port());
-    let flags = format!("--nnodes 2 --rdzv-endpoint {endpoint} --rdzv-id run7");
-    let mut nodes = [(); 2].map(|()| job(folder.path(), &flags));
+    let flags = format!("--nnodes 2 --rdzv-endpoint {endpoint}");
+    let mut nodes = [(); 2].map(|()| job(&flags));
     nodes.iter_mut().for_each(|node| drop(node.numbers(1)));
     for _ in 0..3 {
-        view(folder.path(), &["run7"]);
+        view(&[&name(&nodes[0])]);
     }
     let address = format!("tcp://{endpoint}").parse().unwrap();
     let store = Store::connect(&address, "secret", Duration::from_secs(60)).unwrap();

@@ -9,13 +9,9 @@ use super::Terminal;
 const LEAVE: &str = "\x1b[?1049l";
 
 fn with_job(test: impl FnOnce(&Running, Terminal)) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut command = script("--nproc_per_node 2", "echo $$; exec sleep 1000");
-    let command = command.env("XDG_RUNTIME_DIR", folder.path()).env("TMPDIR", folder.path());
-    let mut job = Running::start(command);
+    let mut job = Running::start(&mut script("--nproc_per_node 2", "echo $$; exec sleep 1000"));
     job.numbers(2);
-    let path = folder.path().display();
-    let text = format!("XDG_RUNTIME_DIR={path} TMPDIR={path} exec $0 top");
+    let text = format!("exec $0 top {}", job.pid());
     if let Some(terminal) = Terminal::shell(&text) {
         terminal.until_it_shows("2 ranks");
         assert!(!terminal.echoes());
