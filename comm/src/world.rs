@@ -3,7 +3,7 @@
 
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -78,6 +78,8 @@ pub struct World {
     pub(crate) peers: Vec<Peer>,
     /// The ranks as the launcher numbers them.
     pub(crate) seats: Vec<Seat>,
+    /// Whether an operation of this rank has failed because another one was lost.
+    pub(crate) has_lost_ranks: AtomicBool,
     /// The groups of this join.
     pub(crate) groups: Mutex<Vec<Weak<dyn EndGroup>>>,
     /// How this process has joined, and whom it may meet next; None for threads.

@@ -147,13 +147,23 @@ pub enum Error {
         /// The fault, and what would be right.
         reason: String,
     },
-    /// Others wait to join: [`Elastic::run`](crate::Elastic::run) takes them in when it gets this.
-    #[error("rank {rank}: others wait to join ({count}): return this error to Elastic::run")]
+    /// Others wait to join: [`Elastic::run`](crate::Elastic::run) and
+    /// [`InProcessRestart::run`](crate::InProcessRestart::run) take them in when they get this.
+    #[error(
+        "rank {rank}: others wait to join ({count}): pass this error on to `run`, which takes them in"
+    )]
     Newcomers {
         /// This rank.
         rank: usize,
         /// The number of them.
         count: usize,
+    },
+    /// The ranks change: [`InProcessRestart::run`](crate::InProcessRestart::run) goes on with those that there are
+    /// when it gets this.
+    #[error("rank {rank}: the ranks change: pass this error on to InProcessRestart::run")]
+    RanksChange {
+        /// This rank.
+        rank: usize,
     },
     /// Some parameters got no gradient in this backward, on some ranks; every rank gets this.
     #[error(

@@ -14,6 +14,7 @@
 //! | [`ZeroRedundancyOptimizer`] | `torch.distributed.optim.ZeroRedundancyOptimizer` |
 //! | [`DdpBuilder::mixed_precision`], [`MixedPrecision`] | `DistributedDataParallel`'s `mixed_precision`, `_MixedPrecision` |
 //! | [`Elastic`] | Horovod's `elastic.run`, torchft's `Manager` |
+//! | [`InProcessRestart`] | `inprocess.Wrapper` of nvidia-resiliency-ext |
 //! | [`GradScaler`] | `torch.amp.GradScaler` |
 //! | [`OptimizerState`] | `optimizer.state_dict()`, `load_state_dict` |
 //! | [`Checkpoints`] | `torch.distributed.checkpoint`, `torch.save` |
@@ -98,7 +99,7 @@ pub use data::token_file::{TokenDataset, TokenError, TokenFile, TokenKind};
 pub use data::weighted::WeightedRandomSampler;
 pub use ddp::{Ddp, NoSync};
 pub use diloco::{DiLoCo, DiLoCoOptions};
-pub use elastic::{Elastic, Training};
+pub use elastic::{Attempt, Elastic, InProcessRestart, Training};
 pub use error::{Error, Result};
 pub use flow_autograd::{BoxError, OptimizerState, StateDict};
 pub use flow_comm::{Error as CommError, ProcessGroup, ReduceOp};

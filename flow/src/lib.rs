@@ -47,8 +47,8 @@ pub mod prelude {
     pub use flow_comm::Mesh;
     pub use flow_ddp::{
         Checkpoints, DataLoader, Dataset, Ddp, DeviceKind, DistributedSampler, Elastic, Fsdp,
-        FullyShard, GradScaler, OptimizerState, ProcessGroup, ReduceOp, TensorCollectives,
-        TryBackwardStep, convert_sync_batchnorm,
+        FullyShard, GradScaler, InProcessRestart, OptimizerState, ProcessGroup, ReduceOp,
+        TensorCollectives, TryBackwardStep, convert_sync_batchnorm,
     };
     #[cfg(feature = "global")]
     pub use flow_global::{self as global, B, GlobalTensor, P, Placement, S, Sbp};

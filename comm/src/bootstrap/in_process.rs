@@ -1,6 +1,6 @@
 //! A job whose ranks are threads of one process: no rank waits for another to join.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -63,6 +63,7 @@ impl World {
                 waits: None,
                 transport: None,
                 server: None,
+                has_lost_ranks: AtomicBool::new(false),
                 groups: Mutex::default(),
                 retired_blocks: Mutex::default(),
             });

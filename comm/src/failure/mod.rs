@@ -304,6 +304,7 @@ impl Failure {
     fn peer_lost_error(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.core.ranks[peer];
         let end = self.core.world.loss_cause(global, self.has_left(peer));
+        self.core.world.has_lost_ranks.store(true, Ordering::Relaxed);
         Error::PeerLost {
             rank: self.core.world.rank,
             operation: operation.to_string(),

@@ -172,6 +172,7 @@ impl Agreement {
     fn agree(&self, before: &Members) -> Result<Members> {
         let epoch = before.epoch + 1;
         let members_key = self.key(epoch, "membership");
+        self.set(&self.key(epoch, "begun"), b"")?;
         self.set(&self.present_key(epoch, self.seat()), &to_json(&self.own))?;
         let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
         let mut lost = BTreeSet::new();
@@ -369,7 +370,7 @@ impl Agreement {
     }
 
     fn key(&self, epoch: u64, what: &str) -> String {
-        format!("{}epoch/{epoch}/{what}", self.lineage.prefix)
+        epoch_key(&self.lineage, epoch, what)
     }
 
     fn present_key(&self, epoch: u64, seat: usize) -> String {
@@ -413,21 +414,11 @@ impl Agreement {
     }
 }
 
-/// Returns how many newcomers wait.
-pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
-    let Some(store) = world.store() else { return Ok(0) };
-    let mut number = lineage.members.newcomers;
-    while store
-        .try_get(&newcomer_key(lineage, number))
-        .map_err(|error| system(world.seat(), error.to_string()))?
-        .is_some()
-    {
-        number += 1;
-    }
-    Ok(number - lineage.members.newcomers)
+pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
+    format!("{}epoch/{epoch}/{what}", lineage.prefix)
 }
 
-fn newcomer_key(lineage: &Lineage, number: usize) -> String {
+pub fn newcomer_key(lineage: &Lineage, number: usize) -> String {
     format!("{}newcomer/{number}", lineage.prefix)
 }
 
@@ -438,6 +429,6 @@ fn connect(membership: &Membership, timeout: Duration) -> std::result::Result<St
     Store::connect_unless(ends_call, address, token, timeout).map_err(|error| error.to_string())
 }
 
-fn system(seat: usize, reason: String) -> Error {
+pub fn system(seat: usize, reason: String) -> Error {
     Error::System { rank: seat, operation: OPERATION.into(), reason }
 }

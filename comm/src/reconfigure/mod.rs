@@ -5,7 +5,8 @@
 //!
 //! | key | value |
 //! |---|---|
-//! | `epoch/N/present/SEAT` | the member of the epoch before is there |
+//! | `epoch/N/begun` | a member of the epoch before is there |
+//! | `epoch/N/present/SEAT` | this one is |
 //! | `epoch/N/lost/SEAT` | a rank has seen that it has ended |
 //! | `epoch/N/membership` | the members: the first such list counts |
 //! | `newcomer/I` | a process that wants to join |
@@ -15,6 +16,7 @@
 //! the next epoch.
 
 mod agreement;
+mod changes;
 mod decision;
 mod membership;
 
@@ -86,7 +88,20 @@ impl ProcessGroup {
     pub fn newcomers(&self) -> Result<usize> {
         let world = &self.parts(&"newcomers")?.core.world;
         let lineage = self.check_reconfigurable(world)?;
-        agreement::count_newcomers(world, &lineage)
+        changes::count_newcomers(world, &lineage)
+    }
+
+    /// Returns whether the ranks change: another one has called [`ProcessGroup::reconfigure`], or one has
+    /// ended. A rank that takes no part in what the others do learns it by this. Each rank may call it, and
+    /// no other one needs to.
+    ///
+    /// # Errors
+    ///
+    /// As those of `reconfigure`.
+    pub fn is_changing(&self) -> Result<bool> {
+        let world = &self.parts(&"is_changing")?.core.world;
+        let lineage = self.check_reconfigurable(world)?;
+        changes::have_begun(world, &lineage)
     }
 
     /// Returns whether the job can [`reconfigure`](Self::reconfigure) this group: it is the group of all

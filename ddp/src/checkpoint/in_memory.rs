@@ -23,8 +23,11 @@ use crate::model_check::gather_texts;
 
 /// The variable with the path of this rank's memory, which flow-launch sets.
 const VARIABLE: &str = "FLOW_CHECKPOINT_MEMORY";
+/// The variable with the paths of the memory of all ranks that the same flow-launch has started.
+const ALL: &str = "FLOW_CHECKPOINT_MEMORIES";
 /// What the path leads to.
 const TARGET: &str = "/memfd:flow-checkpoint (deleted)";
+const REMEDY: &str = "start the job anew";
 /// Stands for the folder of checkpoints in errors.
 const NAME: &str = "flow-launch's memory";
 
@@ -36,6 +39,8 @@ pub struct InMemory {
     number: u64,
     /// Whether this training knows of the checkpoints that were there before.
     is_read: bool,
+    /// The memory of all ranks that the same flow-launch has started.
+    of_launcher: Vec<PathBuf>,
     /// Locked as long as this is there.
     _lock: File,
 }
@@ -44,13 +49,12 @@ pub struct InMemory {
 pub struct FoundInMemory {
     pub step: usize,
     stamp: Stamp,
-    /// This rank's part.
-    own: Option<Record>,
-    memory: PathBuf,
+    /// This rank's part, and those of ranks that are gone which it reads for all.
+    parts: Vec<Place>,
     pub held: Arc<Held>,
 }
 
-/// A rank's part, as it tells the others of it.
+/// A part, as a rank tells the others of it.
 #[derive(Serialize, Deserialize)]
 struct Place {
     memory: PathBuf,
@@ -65,7 +69,10 @@ pub fn name(step: usize) -> PathBuf {
 /// Opens this rank's memory.
 pub fn open() -> Result<(InMemory, Memory)> {
     let problem = match std::env::var_os(VARIABLE) {
-        Some(path) if !path.is_empty() => return over(PathBuf::from(path)),
+        Some(path) if !path.is_empty() => {
+            let all = std::env::var_os(ALL).unwrap_or_default();
+            return over(PathBuf::from(path), std::env::split_paths(&all).collect());
+        }
         Some(_) => {
             "flow-launch could not make memory for them (RUST_LOG=info flow-launch says why); mend that"
         }
@@ -75,18 +82,12 @@ pub fn open() -> Result<(InMemory, Memory)> {
     Err(CheckpointError::unfit("keep", "checkpoints in memory", reason))
 }
 
-fn over(path: PathBuf) -> Result<(InMemory, Memory)> {
+fn over(path: PathBuf, of_launcher: Vec<PathBuf>) -> Result<(InMemory, Memory)> {
     let remedy =
         "run the program where flow-launch runs, as its user, or keep checkpoints in a folder";
     let failed = CheckpointError::file("open the memory", &path, remedy);
-    // In a container with other processes the path may lead to a file of theirs.
-    let target = fs::read_link(&path);
-    let opened = target.and_then(|target| {
-        if target != Path::new(TARGET) {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        Ok((open_writable(&path)?, open_writable(&path)?))
-    });
+    let opened =
+        check_target(&path).and_then(|()| Ok((open_writable(&path)?, open_writable(&path)?)));
     let (file, lock) = opened.map_err(failed)?;
     lock_file(&lock, Path::new(NAME)).map_err(|error| match error {
         CheckpointError::Locked(_) => {
@@ -95,8 +96,16 @@ fn over(path: PathBuf) -> Result<(InMemory, Memory)> {
         }
         error => error,
     })?;
-    let in_memory = InMemory { folder: None, number: 0, is_read: false, _lock: lock };
+    let in_memory = InMemory { folder: None, number: 0, is_read: false, of_launcher, _lock: lock };
     Ok((in_memory, Memory::of(file, path)))
+}
+
+/// In a container with other processes a path may lead to a file of theirs.
+fn check_target(path: &Path) -> io::Result<()> {
+    if fs::read_link(path)? == Path::new(TARGET) {
+        return Ok(());
+    }
+    Err(io::ErrorKind::NotFound.into())
 }
 
 fn open_writable(path: &Path) -> io::Result<File> {
@@ -106,7 +115,7 @@ fn open_writable(path: &Path) -> io::Result<File> {
 impl InMemory {
     /// Checks that a save replaces nothing that this training has not read.
     pub fn check_read(&self, memory: &Memory) -> Result<()> {
-        if self.is_read || self.own(memory)?.is_empty() {
+        if self.is_read || self.generations(memory)?.is_empty() {
             return Ok(());
         }
         Err(CheckpointError::Unread(NAME.into()))
@@ -135,19 +144,48 @@ impl InMemory {
         Ok(Record { stamp, folder, holder, start: 0, blocks, sums: Vec::new() })
     }
 
-    /// Returns this rank's generations of this training.
-    fn own(&self, memory: &Memory) -> Result<Vec<Generation>> {
-        let remedy = "start the job anew";
+    /// Returns a memory's generations of this training.
+    fn generations(&self, memory: &Memory) -> Result<Vec<Generation>> {
         let found = memory.generations();
-        let mut found = found.map_err(CheckpointError::file("read", &memory.path, remedy))?;
+        let mut found = found.map_err(CheckpointError::file("read", &memory.path, REMEDY))?;
         found.retain(|Generation { record, .. }| {
             record.stamp.format == FORMAT && record.folder == self.folder
         });
         Ok(found)
     }
 
+    /// Opens the memory of ranks that are not in the group, as they are lost or wait: those that this rank reads for
+    /// all, as the first one of its flow-launch. All ranks call this.
+    fn of_absent_ranks(&self, own: &Memory, group: &ProcessGroup) -> Result<Vec<Memory>> {
+        let text = serde_json::to_string(&(&own.path, &self.of_launcher)).unwrap_or_default();
+        let texts = gather_texts(group, &text)?;
+        let mut present = BTreeSet::new();
+        let mut first = None;
+        // Other machines have processes of the same numbers.
+        for rank in group.ranks_on_machine_of(group.rank()) {
+            let (path, of_launcher): (PathBuf, Vec<PathBuf>) =
+                serde_json::from_str(&texts[rank]).unwrap_or_default();
+            if of_launcher == self.of_launcher {
+                present.insert(path);
+                first.get_or_insert(rank);
+            }
+        }
+        let mut absent = Vec::new();
+        if first == Some(group.rank()) {
+            let paths = self.of_launcher.iter().filter(|path| !present.contains(*path));
+            for path in paths {
+                match check_target(path).and_then(|()| File::open(path)) {
+                    Ok(file) => absent.push(Memory::of(file, path.clone())),
+                    Err(error) => log::warn!("{} cannot be read: {error}", path.display()),
+                }
+            }
+        }
+        Ok(absent)
+    }
+
     /// Returns the newest checkpoint of which the ranks together have all parts, each with its sums. It
-    /// stays until the next one is whole. All ranks call this.
+    /// stays until the next one is whole. Where ranks are missing that had parts of it, their machine's have these.
+    /// All ranks call this.
     ///
     /// # Errors
     /// On all ranks, when a memory cannot be read.
@@ -156,9 +194,13 @@ impl InMemory {
         memory: &mut Memory,
         group: &ProcessGroup,
     ) -> Result<Option<FoundInMemory>> {
-        let own = agree(group, self.own(memory))?;
-        let records: Vec<_> =
-            own.iter().map(|own| (&own.record.stamp, own.record.holder)).collect();
+        let absent = self.of_absent_ranks(memory, group)?;
+        let own = agree(group, self.generations(memory))?;
+        let of_absent: Result<Vec<_>> =
+            absent.iter().map(|memory| Ok((memory, self.generations(memory)?))).collect();
+        let of_absent = agree(group, of_absent)?;
+        let all = own.iter().chain(of_absent.iter().flat_map(|(_, found)| found));
+        let records: Vec<_> = all.map(|part| (&part.record.stamp, part.record.holder)).collect();
         let texts = gather_texts(group, &serde_json::to_string(&records).unwrap_or_default())?;
         let mut found: BTreeMap<(u64, u64), (Stamp, BTreeSet<usize>)> = BTreeMap::new();
         for text in texts {
@@ -182,22 +224,35 @@ impl InMemory {
                 );
                 continue;
             }
-            let part = own.iter().find(|own| own.record.stamp == stamp);
-            let is_whole = part.map_or(Ok(true), |part| memory.is_whole(&part.record));
-            let remedy = "start the job anew";
-            let is_whole = is_whole.map_err(CheckpointError::file("read", &memory.path, remedy));
+            let own = own.iter().find(|part| part.record.stamp == stamp);
+            let mut parts: Vec<(&Memory, &Generation)> =
+                own.iter().map(|part| (&*memory, *part)).collect();
+            for (memory, found) in &of_absent {
+                let found = found.iter().filter(|part| part.record.stamp == stamp);
+                parts.extend(found.map(|part| (*memory, part)));
+            }
+            let mut are_whole = Ok(true);
+            for (memory, part) in &parts {
+                let is_whole = memory.is_whole(&part.record);
+                let is_whole =
+                    is_whole.map_err(CheckpointError::file("read", &memory.path, REMEDY));
+                are_whole = are_whole.and_then(|are_whole| Ok(are_whole && is_whole?));
+            }
             let mut all = vec![0_i64; group.world_size()];
-            group.all_gather(&[i64::from(agree(group, is_whole)?)], &mut all)?;
-            if let Some(rank) = all.iter().position(|&is_whole| is_whole == 0) {
+            group.all_gather(&[i64::from(agree(group, are_whole)?)], &mut all)?;
+            if let Some(rank) = all.iter().position(|&are_whole| are_whole == 0) {
                 let name = name(stamp.step);
                 log::warn!("the checkpoint {} is damaged on rank {rank}", name.display());
                 continue;
             }
-            memory.keep(part.cloned());
-            let own = part.map(|part| part.record.clone());
+            let places = parts.iter().map(|(memory, part)| Place {
+                memory: memory.path.clone(),
+                record: part.record.clone(),
+            });
+            let parts = places.collect();
+            memory.keep(own.cloned());
             let held = Arc::new(memory.hold());
-            let memory = memory.path.clone();
-            return Ok(Some(FoundInMemory { step: stamp.step, stamp, own, memory, held }));
+            return Ok(Some(FoundInMemory { step: stamp.step, stamp, parts, held }));
         }
         Ok(None)
     }
@@ -207,48 +262,19 @@ impl FoundInMemory {
     /// Opens the files of the checkpoint. What is in the memory of another machine is sent. All ranks call
     /// this.
     pub fn open(self, group: &ProcessGroup) -> Result<Vec<SavedFile>> {
-        let held = self.own.map(|record| Place { memory: self.memory, record });
-        let texts = gather_texts(group, &serde_json::to_string(&held).unwrap_or_default())?;
+        let texts = gather_texts(group, &serde_json::to_string(&self.parts).unwrap_or_default())?;
         let mut files: Vec<Vec<Extent>> = self.stamp.names.iter().map(|_| Vec::new()).collect();
         let name = name(self.step);
         for (rank, text) in texts.iter().enumerate() {
-            let held: Option<Place> = serde_json::from_str(text).unwrap_or_default();
-            let Some(Place { memory, record }) = held else { continue };
-            let length = record.blocks.iter().map(|block| block.length).sum();
-            let sharers = group.ranks_on_machine_of(rank);
-            let sees = sharers.contains(&group.rank());
-            let opened = if sees {
-                File::open(&memory)
-            } else {
-                memfd_create("checkpoint", MemfdFlags::CLOEXEC)
-                    .map(File::from)
-                    .map_err(io::Error::from)
-            };
-            let file = agree(group, opened.map_err(failed_to_receive(&name)))?;
-            let base = if sees { record.start } else { 0 };
-            if sharers.len() < group.world_size() {
-                let read = |bytes: &mut [u8], at| {
-                    file.read_exact_at(bytes, base + at).map_err(failed_to_receive(&name))
-                };
-                let write = |bytes: &[u8], at| {
-                    if sees {
-                        return Ok(());
-                    }
-                    file.write_all_at(bytes, at).map_err(failed_to_receive(&name))
-                };
-                send(group, rank, length, read, write)?;
-            }
-            let file = Arc::new(file);
-            let mut at = base;
-            for block in record.blocks {
-                let file = Arc::clone(&file);
-                files[block.file].push(Extent {
-                    start: block.start,
-                    length: block.length,
-                    file,
-                    at,
-                });
-                at += block.length;
+            let parts: Vec<Place> = serde_json::from_str(text).unwrap_or_default();
+            for part in parts {
+                let (file, mut at) = open_part(group, rank, &part, &name)?;
+                for block in part.record.blocks {
+                    let file = Arc::clone(&file);
+                    let Block { start, length, .. } = block;
+                    files[block.file].push(Extent { start, length, file, at });
+                    at += block.length;
+                }
             }
         }
         let mut opened = Vec::with_capacity(files.len());
@@ -261,6 +287,40 @@ impl FoundInMemory {
         }
         Ok(opened)
     }
+}
+
+/// Opens a part that `rank` reads, or receives it from there. Returns where it begins in the file. All ranks call
+/// this.
+fn open_part(
+    group: &ProcessGroup,
+    rank: usize,
+    part: &Place,
+    name: &Path,
+) -> Result<(Arc<File>, u64)> {
+    let Place { memory, record } = part;
+    let length = record.blocks.iter().map(|block| block.length).sum();
+    let sharers = group.ranks_on_machine_of(rank);
+    let sees = sharers.contains(&group.rank());
+    let opened = if sees {
+        File::open(memory)
+    } else {
+        memfd_create("checkpoint", MemfdFlags::CLOEXEC).map(File::from).map_err(io::Error::from)
+    };
+    let file = agree(group, opened.map_err(failed_to_receive(name)))?;
+    let base = if sees { record.start } else { 0 };
+    if sharers.len() < group.world_size() {
+        let read = |bytes: &mut [u8], at| {
+            file.read_exact_at(bytes, base + at).map_err(failed_to_receive(name))
+        };
+        let write = |bytes: &[u8], at| {
+            if sees {
+                return Ok(());
+            }
+            file.write_all_at(bytes, at).map_err(failed_to_receive(name))
+        };
+        send(group, rank, length, read, write)?;
+    }
+    Ok((Arc::new(file), base))
 }
 
 #[cfg(test)]
@@ -323,11 +383,20 @@ mod tests {
     }
 
     fn in_group(memories: &[PathBuf], rank: impl Fn(&mut (InMemory, Memory), ProcessGroup) + Sync) {
+        in_group_of(memories, memories, rank);
+    }
+
+    /// Runs ranks with these memories, of all that flow-launch has.
+    fn in_group_of(
+        memories: &[PathBuf],
+        all: &[PathBuf],
+        rank: impl Fn(&mut (InMemory, Memory), ProcessGroup) + Sync,
+    ) {
         let groups = ProcessGroup::in_process(memories.len()).unwrap();
         thread::scope(|scope| {
             for (group, path) in groups.into_iter().zip(memories) {
                 let rank = &rank;
-                scope.spawn(move || rank(&mut over(path.clone()).unwrap(), group));
+                scope.spawn(move || rank(&mut over(path.clone(), all.to_vec()).unwrap(), group));
             }
         });
     }
@@ -374,6 +443,44 @@ mod tests {
     }
 
     #[test]
+    fn what_missing_ranks_have_is_read_and_replaced_by_the_next_save() {
+        let owners: Vec<_> = (0..4).map(|_| Memory::own().unwrap()).collect();
+        let all: Vec<_> = owners.iter().map(|owner| owner.path.clone()).collect();
+        let whole = |ranks, step| {
+            let bytes = (0..ranks).flat_map(|rank| part(rank, step)).collect::<Vec<u8>>();
+            Some((step, bytes))
+        };
+        in_group(&all, |own, group| save(own, &group, 1, 4));
+        // Others are left each time, then fewer, and then all are there again.
+        let first_two = all[..2].to_vec();
+        let last_two = vec![all[3].clone(), all[2].clone()];
+        let mut expected = whole(4, 1);
+        for (index, present) in
+            [first_two, last_two, all[1..].to_vec(), all.clone()].iter().enumerate()
+        {
+            let step = index + 2;
+            in_group_of(present, &all, |own, group| {
+                assert_eq!(found(own, &group), expected, "before step {step}");
+                group.barrier().unwrap();
+                save(own, &group, step, 4);
+            });
+            expected = whole(present.len(), step);
+        }
+        // The memory of a missing rank is damaged.
+        in_group_of(&all[..3], &all, |own, group| {
+            assert_eq!(found(own, &group), expected);
+            group.barrier().unwrap();
+            if group.rank() == 0 {
+                let missing = over(all[3].clone(), vec![]).unwrap().1;
+                let at = missing.generations().unwrap()[0].record.start;
+                missing.file.write_all_at(b"x", at).unwrap();
+            }
+            group.barrier().unwrap();
+            assert_eq!(found(own, &group), whole(3, 4));
+        });
+    }
+
+    #[test]
     fn a_damaged_part_is_not_resumed_and_another_folders_is_not_seen() {
         let owners: Vec<_> = (0..3).map(|_| Memory::own().unwrap()).collect();
         let memories: Vec<_> = owners.iter().map(|owner| owner.path.clone()).collect();
@@ -407,13 +514,14 @@ mod tests {
     fn memory_that_is_not_the_launchers_is_refused() {
         let file = tempfile::NamedTempFile::new().unwrap();
         for path in [file.path().to_owned(), "/proc/self/fd/0".into(), "/proc/0/fd/7".into()] {
-            let error = over(path.clone()).err().map(|error| error.to_string()).unwrap_or_default();
+            let error =
+                over(path.clone(), vec![]).err().map(|error| error.to_string()).unwrap_or_default();
             assert!(
                 error.contains("cannot open the memory") && error.contains("flow-launch"),
                 "{error}"
             );
         }
         let owner = Memory::own().unwrap();
-        let _opened = over(owner.path.clone()).unwrap();
+        let _opened = over(owner.path.clone(), vec![]).unwrap();
     }
 }

@@ -12,7 +12,8 @@ use crate::error::Error;
 pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
     let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
     while let Some(error) = cause {
-        if matches!(error.downcast_ref(), Some(Error::Newcomers { .. })) {
+        if matches!(error.downcast_ref(), Some(Error::Newcomers { .. } | Error::RanksChange { .. }))
+        {
             return true;
         }
         if let Some(error) = comm_error(error) {

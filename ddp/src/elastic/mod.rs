@@ -6,10 +6,12 @@
 //! | `training.rs` | [`Training`]: steps that are done, or not done at all |
 //! | `catch_up.rs` | weights and state of the rank that is farthest |
 //! | `buffers.rs` | buffers as they were before a step that failed |
+//! | `in_process_restart.rs` | [`InProcessRestart`]: from a checkpoint, for models whose parts no other rank has |
 //! | `loss.rs` | the errors that other ranks cause |
 
 mod buffers;
 mod catch_up;
+mod in_process_restart;
 mod loss;
 mod training;
 
@@ -27,6 +29,7 @@ use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 use crate::sync_batchnorm::has_converted;
 use buffers::Buffers;
+pub use in_process_restart::{Attempt, InProcessRestart};
 use loss::is_change_of_ranks;
 pub use training::Training;
 

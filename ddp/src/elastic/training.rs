@@ -11,7 +11,7 @@ use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 
 /// The interval at which rank 0 looks whether somebody waits to join.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+pub const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// The steps of a group after which it is looked whether the closure alone has changed parameters. To look costs
 /// a wait for the GPU.
 const CHECKED: u64 = 3;

@@ -7,7 +7,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use rustix::fs::{MemfdFlags, memfd_create};
 
 /// Names the memory of a worker.
-const VARIABLE: &str = "FLOW_CHECKPOINT_MEMORY";
+const OWN: &str = "FLOW_CHECKPOINT_MEMORY";
+/// Names the memory of all workers of this node, of those that have ended as well.
+const ALL: &str = "FLOW_CHECKPOINT_MEMORIES";
 
 /// A memfd for each worker of this node, by local rank. One that no worker writes to has no pages.
 pub struct CheckpointMemory(Vec<OwnedFd>);
@@ -25,16 +27,16 @@ impl CheckpointMemory {
         }))
     }
 
-    /// Returns the variable with the path of a worker's memory. It is empty if there is none, so that a
-    /// worker does not use the memory of a launcher around this one.
+    /// Returns the variables with the path of a worker's memory, and with those of all. They are empty if there is
+    /// none, so that a worker does not use the memory of a launcher around this one.
     ///
-    /// A worker opens the path. An inherited descriptor would be lost where a program between closes it,
+    /// A worker opens the paths. An inherited descriptor would be lost where a program between closes it,
     /// and would keep the memory alive in processes that know nothing of it.
-    pub fn variable(&self, local_rank: u32) -> (&'static str, OsString) {
-        let path = self
-            .0
-            .get(local_rank as usize)
-            .map(|file| format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
-        (VARIABLE, path.unwrap_or_default().into())
+    pub fn variables(&self, local_rank: u32) -> [(&'static str, OsString); 2] {
+        let launcher = std::process::id();
+        let path = |file: &OwnedFd| format!("/proc/{launcher}/fd/{}", file.as_raw_fd());
+        let paths: Vec<String> = self.0.iter().map(path).collect();
+        let own = paths.get(local_rank as usize).cloned().unwrap_or_default();
+        [(OWN, own.into()), (ALL, paths.join(":").into())]
     }
 }

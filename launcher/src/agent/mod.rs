@@ -285,7 +285,7 @@ impl Agent {
                 self.logs.error_file(attempt, local_rank)
             });
         for spec in &mut specs {
-            spec.environment.push(self.checkpoint_memory.variable(spec.local_rank));
+            spec.environment.extend(self.checkpoint_memory.variables(spec.local_rank));
             spec.environment.extend(self.watchdog.as_ref().map(Watchdog::variable));
             spec.environment.extend(self.tracing.as_ref().map(Tracing::variable));
         }

@@ -24,6 +24,7 @@ mod fully_shard_mixed;
 mod globals;
 mod helpers;
 mod hooks;
+mod in_process_restart;
 mod join;
 mod join_random;
 mod lifecycle;
@@ -307,6 +308,7 @@ const FILES: &[File] = &[
     ("checkpoints", checkpoints::SCENARIOS),
     ("ddp", SCENARIOS),
     ("elastic", elastic::SCENARIOS),
+    ("in_process_restart", in_process_restart::SCENARIOS),
     ("failures", failures::SCENARIOS),
     ("forks", forks::SCENARIOS),
     ("globals", globals::SCENARIOS),

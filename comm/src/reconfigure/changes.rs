@@ -1,0 +1,54 @@
+//! What makes it necessary to reconfigure.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use flow_store::{Error as StoreError, Store};
+
+use super::agreement::{epoch_key, newcomer_key, system};
+use crate::bootstrap::lineage::Lineage;
+use crate::error::Result;
+use crate::world::World;
+
+/// Returns how many newcomers wait.
+pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
+    let Some(store) = world.store() else { return Ok(0) };
+    let first = lineage.members.newcomers;
+    let mut number = first;
+    while is_set(world, store, &newcomer_key(lineage, number))? {
+        number += 1;
+    }
+    Ok(number - first)
+}
+
+/// Whether another rank reconfigures already, or one has ended, as far as this rank can tell.
+pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
+    let Some(store) = world.store() else { return Ok(false) };
+    let members = &lineage.members;
+    if world.has_lost_ranks.load(Ordering::Relaxed) {
+        return Ok(true);
+    }
+    if is_set(world, store, &epoch_key(lineage, members.epoch + 1, "begun"))? {
+        return Ok(true);
+    }
+    let Some(own) = members.processes.get(world.rank) else { return Ok(false) };
+    let (near, far): (Vec<_>, Vec<_>) =
+        members.processes.iter().partition(|process| process.host_id == own.host_id);
+    if near.iter().any(|process| process.has_ended()) {
+        return Ok(true);
+    }
+    if far.is_empty() || !lineage.launched {
+        return Ok(false);
+    }
+    let ends: Vec<String> = far.iter().map(|process| process.seat.exit_key()).collect();
+    match store.wait(&ends, Duration::ZERO) {
+        Ok(()) => Ok(true),
+        Err(StoreError::Timeout { missing, .. }) => Ok(missing.len() < ends.len()),
+        Err(error) => Err(system(world.seat(), error.to_string())),
+    }
+}
+
+fn is_set(world: &World, store: &Store, key: &str) -> Result<bool> {
+    let value = store.try_get(key);
+    Ok(value.map_err(|error| system(world.seat(), error.to_string()))?.is_some())
+}
