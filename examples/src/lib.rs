@@ -3,6 +3,7 @@
 pub mod arguments;
 pub mod cifar10;
 pub mod fashion;
+pub mod gpt_block;
 pub mod idx;
 pub mod images;
 pub mod lenet;

@@ -113,7 +113,7 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
     ///
     /// Only [`use_device`](TensorCollectives::use_device) is called on `group` before, and on a newcomer
     /// nothing else that all ranks call: the others are in [`run`](Self::run) already. So a checkpoint is
-    /// loaded if the group says [`is_newcomer`](ProcessGroup::is_newcomer) is false.
+    /// loaded in its closure, if [`steps`](Training::steps) says 0 there.
     ///
     /// Groups, and tensors in them, that the program keeps from before keep memory of ranks that are lost.
     pub fn new(

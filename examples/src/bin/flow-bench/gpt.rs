@@ -11,11 +11,11 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use flow::global::{self, B, GlobalTensor, Placement, nn as split};
 use flow_ddp::{DeviceKind, ProcessGroup, TensorCollectives};
+use flow_examples::gpt_block::{gpt_block, plain_gpt_block};
 use serde_json::json;
 use tch::nn::{self, Adam, ModuleT, Optimizer, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::models::{gpt_block, plain_gpt_block};
 use crate::timing::{median, repetitions, time};
 
 const LEARNING_RATE: f64 = 1e-4;
