@@ -52,6 +52,20 @@ pub fn is_first(placement: &Placement, sbp: &[Sbp], position: usize) -> bool {
         .all(|(&sbp, at)| sbp != Sbp::Broadcast || at == 0)
 }
 
+/// Returns which of the positions that have the same region a position is, and how many they are.
+pub fn replica(placement: &Placement, sbp: &[Sbp], position: usize) -> (usize, usize) {
+    let mut number = 0;
+    let mut count = 1;
+    let coordinates = placement.coordinates(position);
+    for ((&sbp, &extent), at) in sbp.iter().zip(placement.shape()).zip(coordinates) {
+        if sbp == Sbp::Broadcast {
+            number = number * extent + at;
+            count *= extent;
+        }
+    }
+    (number, count)
+}
+
 /// Returns part `index` of `parts` of `total` elements: the first `total % parts` have one more, as
 /// OneFlow's BalancedSplitter and torch's `tensor_split` cut.
 pub fn part(total: usize, parts: usize, index: usize) -> Range<usize> {

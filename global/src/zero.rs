@@ -213,6 +213,20 @@ impl ShardedOptimizer {
         checkpoints.save(step, &self.shards, Some(&self.optimizer), state)
     }
 
+    /// Saves as [`save`](Self::save) does, beside the training: see [`ShardedCheckpoints::async_save`].
+    ///
+    /// # Errors
+    /// As of [`ShardedCheckpoints::async_save`].
+    pub fn async_save<T: Serialize + DeserializeOwned>(
+        &self,
+        checkpoints: &mut ShardedCheckpoints,
+        step: usize,
+        state: &T,
+    ) -> CheckpointResult<()> {
+        self.renew_shards()?;
+        checkpoints.async_save(step, &self.shards, Some(&self.optimizer), state)
+    }
+
     /// Goes on from a checkpoint, which any layout may have saved, with this optimizer or without
     /// shards: see [`ShardedCheckpoint::resume`].
     ///

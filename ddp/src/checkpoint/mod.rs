@@ -7,11 +7,11 @@
 //! | `model.rs` | [`CheckpointModel`] |
 //! | `resume.rs` | [`Checkpoint`]: resume |
 //! | `variables.rs` | the variables that a rank has, and its parts of those that ranks share |
-//! | `parts.rs` | what each rank writes |
-//! | `saving.rs` | a checkpoint that is written at once, or beside the training |
-//! | `memory.rs` | the memory of a copy |
+//! | `parts.rs` | what each rank writes; for both kinds |
+//! | `saving.rs` | a checkpoint that is written at once, or beside the training; for both kinds |
+//! | `memory.rs` | the memory of a copy; for both kinds |
 //! | `in_memory.rs` | checkpoints in memory that outlives this process |
-//! | `plan.rs` | all files that are written, and where this rank's parts go |
+//! | `plan.rs` | all files that are written, and where this rank's parts go; for both kinds |
 //! | `layout.rs` | which file has which tensor; for both kinds |
 //! | `write.rs` | how a rank writes its parts; for both kinds |
 //! | `saved_file.rs` | a file, wherever its bytes are; for both kinds |
@@ -33,13 +33,13 @@ mod in_memory;
 pub mod layout;
 mod memory;
 mod model;
-mod parts;
-mod plan;
+pub mod parts;
+pub mod plan;
 mod resume;
 pub mod safetensors;
 pub mod saved;
 pub mod saved_file;
-mod saving;
+pub mod saving;
 mod sharers;
 mod state;
 pub mod sums;
@@ -65,9 +65,9 @@ use layout::lay_out;
 pub use model::CheckpointModel;
 use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
-use plan::Plan;
+use plan::{Plan, write_sums};
 pub use resume::Checkpoint;
-use saving::{BackgroundWriter, Partial, Saving, lock};
+use saving::{BackgroundWriter, LastFile, Partial, Saving, lock};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
@@ -231,7 +231,7 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        let saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
+        let mut saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
         if self.writer.in_memory.is_some() {
             self.writer.start(saving)?;
             self.wait()?;
@@ -405,7 +405,7 @@ impl Checkpoints {
         state: Vec<u8>,
     ) -> Result<Saving> {
         let path = self.path(step);
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(self.group.rank() == 0);
         plan.add(STATE.to_owned(), state, 0);
         for (stem, parts) in parts {
             let tensors = gather(&self.group, &parts)?;
@@ -418,7 +418,10 @@ impl Checkpoints {
             _ => Ok(()),
         };
         agree(&self.group, created)?;
-        Ok(Saving { plan, group: self.group.clone(), step, path, files })
+        let names = plan.names().to_vec();
+        let last: LastFile =
+            Box::new(move |partial, path, pieces| write_sums(partial, path, &names, pieces));
+        Ok(Saving { plan, group: self.group.clone(), step, path, files, last })
     }
 
     fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {

@@ -101,7 +101,9 @@ impl Part {
         for start in self.elements.clone().step_by(BLOCK / element) {
             let length = (BLOCK / element).min(self.elements.end - start);
             let own = flat.f_narrow(0, start as i64, length as i64);
-            let own = own.and_then(|own| own.f_to_device(Device::Cpu)).map_err(unfit)?;
+            let own = own.and_then(|own| own.f_to_device(Device::Cpu));
+            // A column is flat as it is, with gaps.
+            let own = own.and_then(|own| own.f_contiguous()).map_err(unfit)?;
             let bytes = flow_autograd::bytes(&own)
                 .map_err(|error| CheckpointError::unfit("save", &self.name, error))?;
             block(at, bytes)?;

@@ -14,11 +14,12 @@ use super::parts::Part;
 use super::sums::{BLOCK, Piece, SUMS, Sums};
 use super::write::{Pieces, write};
 
-/// All files, and what this rank writes.
-#[derive(Default)]
+/// Files, and what this rank writes of them.
 pub struct Plan {
+    /// Whether this rank writes the first bytes of each file.
+    has_heads: bool,
     names: Vec<String>,
-    /// The first bytes of each file, which rank 0 writes, and the number of those that follow.
+    /// The first bytes of each file, and the number of those that follow.
     files: Vec<(Vec<u8>, u64)>,
     /// This rank's parts, each with its file and where the tensor begins there.
     parts: Vec<(usize, u64, Part)>,
@@ -52,6 +53,11 @@ impl CopiedParts {
 }
 
 impl Plan {
+    /// Makes a plan of no files. `has_heads` says whether this rank writes their first bytes.
+    pub fn new(has_heads: bool) -> Self {
+        Self { has_heads, names: Vec::new(), files: Vec::new(), parts: Vec::new(), copy: None }
+    }
+
     /// Adds a file that begins with these bytes and has so many more.
     pub fn add(&mut self, name: String, head: Vec<u8>, more: u64) {
         self.names.push(name);
@@ -92,32 +98,32 @@ impl Plan {
         Ok(())
     }
 
-    /// Writes this rank's parts, and the heads of all files if it is the first. Returns the pieces of
-    /// each file, as text for [`finish`](Self::finish).
-    pub fn write(&self, partial: &Path, path: &Path, is_first: bool) -> Result<String> {
+    /// Writes this rank's parts, and the heads if it has them. Returns the pieces of each file, as text for
+    /// [`pieces`].
+    pub fn write(&self, partial: &Path, path: &Path) -> Result<String> {
         let is_copied = self.copy.as_ref().is_some_and(|copy| !copy.blocks.is_empty());
-        if !is_first && self.parts.is_empty() && !is_copied {
+        if !self.has_heads && self.parts.is_empty() && !is_copied {
             return Ok("[]".into());
         }
         let pieces = write(partial, path, &self.names, |pieces| match &self.copy {
             Some(copy) => copy.write(pieces),
-            None => self.each_block(is_first, |file, start, bytes| pieces.add(file, start, bytes)),
+            None => self.each_block(|file, start, bytes| pieces.add(file, start, bytes)),
         })?;
         serde_json::to_string(&pieces).map_err(|error| CheckpointError::unfit("save", SUMS, error))
     }
 
     /// Returns how many bytes this rank writes.
-    pub fn bytes(&self, is_first: bool) -> u64 {
-        let heads = self.files.iter().filter(|_| is_first).map(|(head, _)| head.len());
+    pub fn bytes(&self) -> u64 {
+        let heads = self.files.iter().filter(|_| self.has_heads).map(|(head, _)| head.len());
         let parts = self.parts.iter().map(|(_, _, part)| part.bytes());
         heads.chain(parts).sum::<usize>() as u64
     }
 
     /// Copies what this rank writes into `memory`, so that tensors may change before it is written.
-    pub fn copy(&mut self, memory: &mut Memory, is_first: bool) -> Result<()> {
-        memory.begin(self.bytes(is_first)).map_err(failed_to_copy)?;
+    pub fn copy(&mut self, memory: &mut Memory) -> Result<()> {
+        memory.begin(self.bytes()).map_err(failed_to_copy)?;
         let mut blocks: Vec<Block> = Vec::new();
-        self.each_block(is_first, |file, start, bytes| {
+        self.each_block(|file, start, bytes| {
             memory.push(bytes);
             let length = bytes.len() as u64;
             match blocks.last_mut() {
@@ -145,12 +151,8 @@ impl Plan {
     }
 
     /// Gives the bytes that this rank writes, in blocks: the file, the place there, and the bytes.
-    fn each_block(
-        &self,
-        is_first: bool,
-        mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>,
-    ) -> Result<()> {
-        for (file, (head, _)) in self.files.iter().enumerate().filter(|_| is_first) {
+    fn each_block(&self, mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>) -> Result<()> {
+        for (file, (head, _)) in self.files.iter().enumerate().filter(|_| self.has_heads) {
             block(file, 0, head)?;
         }
         for (file, base, part) in &self.parts {
@@ -158,25 +160,29 @@ impl Plan {
         }
         Ok(())
     }
+}
 
-    /// Writes the sums of all ranks' pieces.
-    pub fn finish(&self, partial: &Path, path: &Path, pieces: &[String]) -> Result<()> {
-        let unfit = |error| CheckpointError::unfit("save", SUMS, error);
-        let mut sums: Sums = self.names.iter().map(|name| (name.clone(), Vec::new())).collect();
-        for text in pieces {
-            let pieces: Vec<(usize, Piece)> = serde_json::from_str(text).map_err(unfit)?;
-            for (file, piece) in pieces {
-                sums.entry(self.names[file].clone()).or_default().push(piece);
-            }
+/// Returns the pieces that a rank [has written](Plan::write), each with the number of its file.
+pub fn pieces(text: &str) -> Result<Vec<(usize, Piece)>> {
+    serde_json::from_str(text).map_err(|error| CheckpointError::unfit("save", SUMS, error))
+}
+
+/// Writes the sums of all ranks' pieces of the files `names`.
+pub fn write_sums(partial: &Path, path: &Path, names: &[String], texts: &[String]) -> Result<()> {
+    let mut sums: Sums = names.iter().map(|name| (name.clone(), Vec::new())).collect();
+    for text in texts {
+        for (file, piece) in pieces(text)? {
+            sums.entry(names[file].clone()).or_default().push(piece);
         }
-        sums.values_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.start));
-        let text = serde_json::to_vec(&sums).map_err(unfit)?;
-        let written = File::create_new(partial.join(SUMS)).and_then(|mut file| {
-            file.write_all(&text)?;
-            file.sync_all()
-        });
-        written.map_err(CheckpointError::write(path.join(SUMS)))
     }
+    sums.values_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.start));
+    let text =
+        serde_json::to_vec(&sums).map_err(|error| CheckpointError::unfit("save", SUMS, error))?;
+    let written = File::create_new(partial.join(SUMS)).and_then(|mut file| {
+        file.write_all(&text)?;
+        file.sync_all()
+    });
+    written.map_err(CheckpointError::write(path.join(SUMS)))
 }
 
 /// Makes the error of a copy.
@@ -195,17 +201,30 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_column_is_written_without_its_gaps() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut plan = Plan::new(true);
+        plan.add("file".to_owned(), Vec::new(), 8);
+        let column = Tensor::from_slice(&[1_i32, 2, 3, 4]).view([2, 2]).narrow(1, 1, 1);
+        plan.parts.push((0, 0, Part::new("numbers", &[2, 1], 0, column).unwrap()));
+        plan.create(folder.path(), folder.path()).unwrap();
+        plan.write(folder.path(), folder.path()).unwrap();
+        let written = std::fs::read(folder.path().join("file")).unwrap();
+        assert_eq!(written, [2_i32, 4].map(i32::to_le_bytes).concat());
+    }
+
+    #[test]
     fn what_is_copied_is_written_whatever_becomes_of_the_tensors() {
         let folder = tempfile::tempdir().unwrap();
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(true);
         plan.add("file".to_owned(), b"head".to_vec(), 12);
         let mut tensor = Tensor::from_slice(&[1_i32, 2, 3]);
         let part = Part::new("numbers", &[3], 0, tensor.shallow_clone()).unwrap();
         plan.parts.push((0, 4, part));
         plan.create(folder.path(), folder.path()).unwrap();
-        plan.copy(&mut Memory::own().unwrap(), true).unwrap();
+        plan.copy(&mut Memory::own().unwrap()).unwrap();
         let _ = tensor.fill_(9);
-        plan.write(folder.path(), folder.path(), true).unwrap();
+        plan.write(folder.path(), folder.path()).unwrap();
         let written = std::fs::read(folder.path().join("file")).unwrap();
         let mut expected = b"head".to_vec();
         expected.extend([1_i32, 2, 3].iter().flat_map(|number| number.to_le_bytes()));

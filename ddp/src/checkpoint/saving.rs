@@ -1,7 +1,7 @@
 //! A checkpoint that is laid out, and is to be written: at once, or beside the training.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -26,7 +26,12 @@ pub struct Saving {
     pub path: PathBuf,
     /// Where they are written; None if they are in memory only.
     pub files: Option<Partial>,
+    pub last: LastFile,
 }
+
+/// Writes the last file of a checkpoint, on rank 0: into the first folder, which becomes the second. It says
+/// what the other files have, whose pieces all ranks give as [texts](super::plan::pieces).
+pub type LastFile = Box<dyn FnMut(&Path, &Path, &[String]) -> Result<()> + Send>;
 
 /// The files of a checkpoint, which rank 0 has made.
 pub struct Partial {
@@ -37,19 +42,17 @@ pub struct Partial {
 
 impl Saving {
     /// Writes all ranks' parts, and makes the files the checkpoint. All ranks call this.
-    pub fn finish(&self) -> Result<()> {
-        let Some(files) = &self.files else { return Ok(()) };
-        let finished = self.write(files);
-        finished.inspect_err(|_| self.abandon())
+    pub fn finish(&mut self) -> Result<()> {
+        self.write().inspect_err(|_| self.abandon())
     }
 
-    fn write(&self, files: &Partial) -> Result<()> {
-        let is_first = self.group.rank() == 0;
-        let written = self.plan.write(&files.path, &self.path, is_first);
+    fn write(&mut self) -> Result<()> {
+        let Some(files) = &self.files else { return Ok(()) };
+        let written = self.plan.write(&files.path, &self.path);
         let pieces = agree(&self.group, written)?;
         let texts = gather_texts(&self.group, &pieces)?;
-        let finished =
-            if is_first { self.plan.finish(&files.path, &self.path, &texts) } else { Ok(()) };
+        let is_first = self.group.rank() == 0;
+        let finished = if is_first { (self.last)(&files.path, &self.path, &texts) } else { Ok(()) };
         let finished = finished.and_then(|()| lock(&files.folder).commit(self.step));
         agree(&self.group, finished)
     }
@@ -157,8 +160,7 @@ impl BackgroundWriter {
         self.background = Background::default();
         let background = self.background.clone();
         let memory = agree(group, self.memory())?;
-        let is_first = group.rank() == 0;
-        check_memory(group, memory.needs(saving.plan.bytes(is_first)))?;
+        check_memory(group, memory.needs(saving.plan.bytes()))?;
         let (to_thread, copied) = mpsc::channel::<Copied>();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
             let mut copied = copied.recv().ok()?;
@@ -168,7 +170,7 @@ impl BackgroundWriter {
         });
         let thread = thread.map_err(CheckpointError::write(&saving.path));
         let copied = thread.and_then(|thread| {
-            saving.plan.copy(memory, is_first)?;
+            saving.plan.copy(memory)?;
             Ok(thread)
         });
         // Nobody changes what ranks have in common before all have copied it.
@@ -242,7 +244,7 @@ fn check_room(needed: u64, available: u64) -> Result<()> {
         return Ok(());
     }
     let reason = format!(
-        "it needs {} on this machine, and {} are free: use Checkpoints::open and save, which copy nothing",
+        "it needs {} on this machine, and {} are free: open the checkpoints in a folder and use save, which copies nothing",
         size(needed),
         size(available)
     );
@@ -257,6 +259,7 @@ pub fn lock(folder: &Mutex<Folder>) -> MutexGuard<'_, Folder> {
 mod tests {
     use std::path::Path;
 
+    use super::super::plan::write_sums;
     use super::*;
 
     /// Begins a checkpoint of one file, which is there if `is_made`.
@@ -266,7 +269,7 @@ mod tests {
         step: usize,
         is_made: bool,
     ) -> Saving {
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(group.rank() == 0);
         plan.add("file".to_owned(), step.to_string().into_bytes(), 0);
         let partial = agree(group, lock(folder).begin(step)).unwrap();
         let path = lock(folder).checkpoint(step);
@@ -276,7 +279,10 @@ mod tests {
         group.barrier().unwrap();
         let group = group.clone();
         let files = Some(Partial { folder: Arc::clone(folder), path: partial });
-        Saving { plan, group, step, path, files }
+        let names = plan.names().to_vec();
+        let last: LastFile =
+            Box::new(move |partial, path, pieces| write_sums(partial, path, &names, pieces));
+        Saving { plan, group, step, path, files, last }
     }
 
     fn train(group: &ProcessGroup, path: &Path) {

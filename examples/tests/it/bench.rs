@@ -39,6 +39,17 @@ fn steps_are_measured() {
 }
 
 #[test]
+fn checkpoints_of_global_tensors_are_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let arguments =
+        ["global-checkpoints", "--megabytes", "3", "--rounds", "1", "--json", "--folder", folder];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["save_ms", "async_save_ms", "copy_ms", "ratio", "ranks"]);
+}
+
+#[test]
 fn sync_batchnorm_is_measured() {
     let arguments = ["sync-batchnorm", "--blocks", "1", "--steps", "1", "--json"];
     let measured = lines(&launch(2, "flow-bench", &arguments));
@@ -139,7 +150,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, virtual-ranks, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, virtual-ranks, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, global-checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-use flow_ddp::checkpoint::sums::Sums;
+use flow_ddp::checkpoint::plan::pieces;
+use flow_ddp::checkpoint::sums::{Piece, Sums};
 use flow_ddp::checkpoint::{CheckpointError, Result};
 use serde::{Deserialize, Serialize};
 
@@ -54,6 +55,19 @@ impl Contents {
             .map_err(|error| CheckpointError::damaged(&file, error.to_string()))?;
         contents.index.check().map_err(|reason| CheckpointError::damaged(&file, reason))?;
         Ok(contents)
+    }
+
+    /// Takes each rank's [pieces], the text of them, of its file.
+    pub fn add_files(&mut self, texts: &[String]) -> Result<()> {
+        for (rank, text) in texts.iter().enumerate() {
+            let pieces: Vec<Piece> = pieces(text)?.into_iter().map(|(_, piece)| piece).collect();
+            let bytes = pieces.iter().map(|piece| piece.length as u64).sum();
+            self.files.push(bytes);
+            if bytes > 0 {
+                self.sums.insert(file_name(rank), pieces);
+            }
+        }
+        Ok(())
     }
 
     /// Writes the file into `folder`, and flushes it to the disk.

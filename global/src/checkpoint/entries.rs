@@ -37,7 +37,9 @@ pub fn entries(tensors: &[(String, Tensor)], group: &ProcessGroup) -> Result<Vec
 fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
     let kind = tensor.kind();
     let shape = shape(tensor);
-    let (placement, sbp, local) = match find_spec(tensor) {
+    let spec = find_spec(tensor);
+    let is_plain = spec.is_none();
+    let (placement, sbp, local) = match spec {
         Some(spec) => (spec.placement().clone(), spec.sbp().to_vec(), local_of(tensor)),
         None => (Placement::all(group)?, vec![B], Some(tensor.shallow_clone())),
     };
@@ -51,7 +53,7 @@ fn entry(name: &str, tensor: &Tensor, group: &ProcessGroup) -> Result<Entry> {
         let reason = format!("it is {sbp:?}, partial; make it S or B by to_global");
         return Err(CheckpointError::unfit("save or load", name, reason));
     }
-    Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, local })
+    Ok(Entry { name: name.to_owned(), kind, shape, placement, sbp, is_plain, local })
 }
 
 /// Returns tensors for the state of an optimizer that a checkpoint has: each has the SBP of its

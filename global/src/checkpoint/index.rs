@@ -2,13 +2,17 @@
 
 use std::collections::BTreeMap;
 
+use flow_comm::digest;
+use flow_ddp::checkpoint::safetensors;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::placement::Placement;
-use crate::region::{Region, is_first, regions};
+use crate::region::{Region, regions, replica};
 use crate::sbp::Sbp;
-use flow_ddp::checkpoint::safetensors;
+
+/// Each of the ranks that have the same part of a tensor saves so many bytes of it at least, or none.
+const LEAST: usize = 1 << 20;
 
 /// All tensors of a checkpoint, by name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -77,7 +81,8 @@ impl Shard {
         self.shape.iter().product()
     }
 
-    fn region(&self) -> Region {
+    /// Returns the part of the tensor that it is.
+    pub fn region(&self) -> Region {
         let bounds = self.start.iter().zip(&self.shape);
         Region(bounds.map(|(&start, &size)| start..start + size).collect())
     }
@@ -95,20 +100,42 @@ pub struct Read {
 }
 
 impl Saved {
-    /// Describes a tensor of this layout: of ranks that have the same, the first saves it. Partial
-    /// values are to be reduced before.
-    pub fn new(dtype: &str, shape: &[usize], placement: &Placement, sbp: &[Sbp]) -> Self {
-        let mut shards = Vec::new();
+    /// Describes a tensor of this layout: ranks that have the same save a share each, or, of a small one,
+    /// one of them saves all: another one for other names. Partial values are to be reduced before.
+    pub fn new(
+        name: &str,
+        dtype: &str,
+        shape: &[usize],
+        placement: &Placement,
+        sbp: &[Sbp],
+    ) -> Self {
+        let element = safetensors::size(dtype, &[]).unwrap_or(1);
+        let mut saved = Self { dtype: dtype.into(), shape: shape.to_vec(), shards: Vec::new() };
         for (position, region) in regions(placement, sbp, shape).into_iter().enumerate() {
-            if region.elements() > 0 && is_first(placement, sbp, position) {
-                shards.push(Shard {
-                    rank: placement.ranks()[position],
-                    start: region.0.iter().map(|range| range.start).collect(),
-                    shape: region.shape(),
-                });
+            let (number, count) = replica(placement, sbp, position);
+            let first = digest(name) as usize % count;
+            let shares = (region.elements() * element / LEAST).clamp(1, count);
+            let index = (number + count - first) % count;
+            if index < shares {
+                saved.add(placement.ranks()[position], &share(&region, shares, index));
             }
         }
-        Self { dtype: dtype.into(), shape: shape.to_vec(), shards }
+        saved
+    }
+
+    /// Describes a tensor that rank 0 saves, whatever others have.
+    pub fn by_rank_0(dtype: &str, shape: &[usize]) -> Self {
+        let mut saved = Self { dtype: dtype.into(), shape: shape.to_vec(), shards: Vec::new() };
+        saved.add(0, &Region::all(shape));
+        saved
+    }
+
+    /// Adds what a rank saves.
+    fn add(&mut self, rank: usize, region: &Region) {
+        if region.elements() > 0 {
+            let start = region.0.iter().map(|range| range.start).collect();
+            self.shards.push(Shard { rank, start, shape: region.shape() });
+        }
     }
 
     /// Returns the reads that make a region of the tensor.
@@ -132,6 +159,17 @@ impl Saved {
     }
 }
 
+/// Returns share `index` of a region: along the first dimension that can be divided equally, or else the
+/// longest.
+fn share(region: &Region, shares: usize, index: usize) -> Region {
+    let shape = region.shape();
+    let longest = (0..shape.len()).max_by_key(|&dim| shape[dim]);
+    match shape.iter().position(|size| size % shares == 0).or(longest) {
+        Some(dim) => region.part(dim, shares, index),
+        None => region.clone(), // of one element, which nobody shares
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -151,7 +189,7 @@ mod tests {
     fn every_element_is_read_once() {
         for shape in [[4, 6], [5, 3], [2, 1], [0, 4]] {
             for (saved_on, saved_as) in layouts() {
-                let saved = Saved::new("F32", &shape, &saved_on, &saved_as);
+                let saved = Saved::new("w", "F32", &shape, &saved_on, &saved_as);
                 let total: usize =
                     saved.shards.iter().map(|s| s.shape.iter().product::<usize>()).sum();
                 assert_eq!(total, shape.iter().product::<usize>(), "{saved_as:?}: saved once");
@@ -180,10 +218,44 @@ mod tests {
         }
     }
 
+    /// What ranks have in common they write together: all of it once, and nobody much more than another.
+    #[test]
+    fn what_replicas_have_is_shared() {
+        for count in 1..=7 {
+            let ranks = Placement::of((0..count).collect::<Vec<_>>()).unwrap();
+            for shape in [&[][..], &[0, 9], &[1], &[1, 5], &[700, 3001], &[3, 1 << 21], &[8 << 20]]
+            {
+                let saved = Saved::new("w", "F32", shape, &ranks, &[B]);
+                let elements: Vec<_> = saved.shards.iter().map(Shard::elements).collect();
+                let all: usize = shape.iter().product();
+                assert_eq!(elements.iter().sum::<usize>(), all, "{shape:?} on {count}");
+                let one = Index { tensors: [("w".to_owned(), saved.clone())].into() };
+                one.check().unwrap();
+                let mut writers: Vec<_> = saved.shards.iter().map(|shard| shard.rank).collect();
+                writers.sort_unstable();
+                writers.dedup();
+                assert_eq!(writers.len(), elements.len(), "a rank has one shard of a tensor");
+                let shares = if all == 0 { 0 } else { (4 * all / LEAST).clamp(1, count) };
+                assert_eq!(elements.len(), shares, "{shape:?} on {count}");
+                if let (Some(least), Some(most)) = (elements.iter().min(), elements.iter().max()) {
+                    assert!(most * 100 <= least * 102, "{shape:?}: {elements:?}");
+                }
+            }
+        }
+        // Small tensors are not all one rank's.
+        let ranks = Placement::of([0, 1, 2, 3]).unwrap();
+        let mut counts = [0; 4];
+        for number in 0..400 {
+            let saved = Saved::new(&format!("layer{number}.bias"), "F32", &[16], &ranks, &[B]);
+            counts[saved.shards[0].rank] += 1;
+        }
+        assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
+    }
+
     #[test]
     fn a_missing_shard_is_an_error() {
         let line = Placement::of([0, 1]).unwrap();
-        let mut saved = Saved::new("F32", &[4, 2], &line, &[S(0)]);
+        let mut saved = Saved::new("w", "F32", &[4, 2], &line, &[S(0)]);
         saved.shards.pop();
         let error = saved.reads("layer.weight", &Region::all(&[4, 2])).unwrap_err().to_string();
         let expected =
@@ -195,7 +267,7 @@ mod tests {
     #[test]
     fn the_index_is_json() {
         let line = Placement::of([0, 1]).unwrap();
-        let saved = Saved::new("F32", &[3], &line, &[S(0)]);
+        let saved = Saved::new("b", "F32", &[3], &line, &[S(0)]);
         let index = Index { tensors: [("b".to_owned(), saved)].into() };
         let text = serde_json::to_string(&index).unwrap();
         assert!(

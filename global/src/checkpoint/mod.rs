@@ -30,12 +30,14 @@ mod tests;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use flow_autograd::OptimizerState;
 use flow_comm::digest;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
-use flow_ddp::checkpoint::sums::{Piece, Sums};
-use flow_ddp::checkpoint::{Folder, Result, gather_texts, json};
+use flow_ddp::checkpoint::saving::{BackgroundWriter, LastFile, Partial, Saving, lock};
+use flow_ddp::checkpoint::sums::Sums;
+use flow_ddp::checkpoint::{Folder, Result, json};
 use flow_tensor::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -60,7 +62,7 @@ use crate::placement::Placement;
 ///
 /// | file | what |
 /// |---|---|
-/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. Of ranks that have the same, the first saves it |
+/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. What several ranks have, they save together: each a share of it |
 /// | `index.json` | which file has which part, and the program's state |
 ///
 /// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power. Its
@@ -88,8 +90,9 @@ use crate::placement::Placement;
 /// # Ok(()) }
 /// ```
 pub struct ShardedCheckpoints {
-    folder: Folder,
+    folder: Arc<Mutex<Folder>>,
     group: ProcessGroup,
+    writer: BackgroundWriter,
 }
 
 impl ShardedCheckpoints {
@@ -99,12 +102,16 @@ impl ShardedCheckpoints {
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
         let folder = Folder::open(folder.as_ref(), group, &[INDEX])?;
-        Ok(Self { folder, group: group.clone() })
+        Ok(Self {
+            folder: Arc::new(Mutex::new(folder)),
+            group: group.clone(),
+            writer: BackgroundWriter::default(),
+        })
     }
 
     /// Keeps the last `count` checkpoints, one at least (default: 2).
-    pub fn keep(mut self, count: usize) -> Self {
-        self.folder.keep = count;
+    pub fn keep(self, count: usize) -> Self {
+        lock(&self.folder).keep = count;
         self
     }
 
@@ -118,7 +125,8 @@ impl ShardedCheckpoints {
     /// # Errors
     /// On all ranks, when one of them cannot write, a tensor or the state cannot be kept, or ranks
     /// have different tensors. The checkpoints before are then still there. Also when the folder
-    /// has checkpoints and [`latest`](Self::latest) was not called.
+    /// has checkpoints and [`latest`](Self::latest) was not called. The error of a checkpoint that was written
+    /// [beside the training](Self::async_save) meanwhile, whose file it names: this one is saved then.
     pub fn save<S: Serialize + DeserializeOwned>(
         &mut self,
         step: usize,
@@ -126,9 +134,46 @@ impl ShardedCheckpoints {
         optimizer: Option<&Optimizer>,
         state: &S,
     ) -> Result<()> {
+        let before = self.wait();
         let prepared = self.prepare(step, vs, optimizer, state);
         let (contents, entries) = agree(&self.group, prepared)?;
-        self.save_entries(contents, &entries)
+        self.begin(contents, &entries)?.finish()?;
+        before
+    }
+
+    /// Writes a checkpoint as [`save`](Self::save) does, beside the training: PyTorch's `async_save`. When it
+    /// returns, each rank has copied what it writes, and all of it may change. A thread writes the copy. The
+    /// copy needs as much memory as this rank's file has bytes, and keeps it for the next one.
+    ///
+    /// The checkpoint is whole once [`wait`](Self::wait) has returned: call that at the end of the program, as
+    /// a drop waits, but only logs an error. The next `async_save`, `save` or `latest` waits as well. All ranks
+    /// call this.
+    ///
+    /// # Errors
+    /// On all ranks: those of [`save`](Self::save) before anything is written; too little memory for the
+    /// copies of a machine's ranks. The error of the checkpoint before, whose file it names: this one is being
+    /// written then.
+    pub fn async_save<S: Serialize + DeserializeOwned>(
+        &mut self,
+        step: usize,
+        vs: &VarStore,
+        optimizer: Option<&Optimizer>,
+        state: &S,
+    ) -> Result<()> {
+        let before = self.wait();
+        let prepared = self.prepare(step, vs, optimizer, state);
+        let (contents, entries) = agree(&self.group, prepared)?;
+        let saving = self.begin(contents, &entries)?;
+        self.writer.start(saving)?;
+        before
+    }
+
+    /// Waits until the checkpoint of the last [`async_save`](Self::async_save) is whole. All ranks call this.
+    ///
+    /// # Errors
+    /// On all ranks, when it could not be written; those before it are then still there.
+    pub fn wait(&mut self) -> Result<()> {
+        self.writer.wait()
     }
 
     /// Finds what is to be saved: contents without index and files, and the tensors.
@@ -164,46 +209,31 @@ impl ShardedCheckpoints {
         Ok((contents, entries(&tensors, &self.group)?))
     }
 
-    /// Writes what the ranks have of the entries. `contents` is without index and files.
-    fn save_entries(&mut self, mut contents: Contents, entries: &[Entry]) -> Result<()> {
-        let begun = self.begin(&mut contents, entries);
-        let saved = begun.and_then(|partial| self.write(contents, entries, &partial));
-        saved.inspect_err(|_| self.folder.abandon())
-    }
-
-    /// Writes the files into the folder `partial`, and makes that the checkpoint.
-    fn write(&mut self, mut contents: Contents, entries: &[Entry], partial: &Path) -> Result<()> {
-        let written = shards::write(partial, self.group.rank(), &contents.index, entries);
-        let own = agree(&self.group, written)?;
-        let own = serde_json::to_string(&own).unwrap_or_default();
-        for (rank, text) in gather_texts(&self.group, &own)?.into_iter().enumerate() {
-            let pieces: Vec<Piece> = serde_json::from_str(&text).unwrap_or_default();
-            let bytes = pieces.iter().map(|piece| piece.length as u64).sum();
-            contents.files.push(bytes);
-            if bytes > 0 {
-                contents.sums.insert(file_name(rank), pieces);
-            }
-        }
-        let finished = self.finish(&contents, partial);
-        agree(&self.group, finished)
-    }
-
-    /// Rank 0 completes the checkpoint.
-    fn finish(&mut self, contents: &Contents, partial: &Path) -> Result<()> {
-        if self.group.rank() == 0 {
-            check_shared(partial, &contents.files)?;
-            contents.write(partial)?;
-        }
-        self.folder.commit(contents.step)
-    }
-
-    /// Gives `contents` the index of the entries, and returns the folder to write into.
-    fn begin(&mut self, contents: &mut Contents, entries: &[Entry]) -> Result<PathBuf> {
+    /// Lays out what the ranks have of the entries, and makes their files. `contents` is without index and
+    /// files.
+    fn begin(&self, mut contents: Contents, entries: &[Entry]) -> Result<Saving> {
         let tensors = entries.iter().map(|entry| Ok((entry.name.clone(), entry.saved()?)));
         let tensors = agree(&self.group, tensors.collect())?;
         contents.index = Index { tensors };
         check_same(&self.group, &contents.index)?;
-        agree(&self.group, self.folder.begin(contents.step))
+        let begun = lock(&self.folder).begin(contents.step);
+        let partial = agree(&self.group, begun)?;
+        let saving = self.plan(partial, contents, entries);
+        saving.inspect_err(|_| lock(&self.folder).abandon())
+    }
+
+    fn plan(&self, partial: PathBuf, mut contents: Contents, entries: &[Entry]) -> Result<Saving> {
+        let step = contents.step;
+        let path = lock(&self.folder).checkpoint(step);
+        let own = shards::plan((&partial, &path), self.group.rank(), &contents.index, entries);
+        let plan = agree(&self.group, own)?;
+        let last: LastFile = Box::new(move |partial, _, pieces| {
+            contents.add_files(pieces)?;
+            check_shared(partial, &contents.files)?;
+            contents.write(partial)
+        });
+        let files = Some(Partial { folder: Arc::clone(&self.folder), path: partial });
+        Ok(Saving { plan, group: self.group.clone(), step, path, files, last })
     }
 
     /// Returns the latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -213,13 +243,16 @@ impl ShardedCheckpoints {
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
     /// of another program. Also when rank 0 does not see what another rank sees.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<ShardedCheckpoint<S>>> {
-        let found = self.folder.latest(None, |path| {
+        if let Err(error) = self.wait() {
+            log::warn!("a checkpoint was not saved: {error}");
+        }
+        let found = lock(&self.folder).latest(None, |path| {
             let contents = Contents::read(path)?;
             contents.check_files(path)?;
             Ok(contents)
         })?;
         let Some((step, contents)) = found else { return Ok(None) };
-        let path = self.folder.checkpoint(step);
+        let path = lock(&self.folder).checkpoint(step);
         let group = self.group.clone();
         match serde_json::from_value(contents.state.clone()) {
             Ok(state) => Ok(Some(ShardedCheckpoint { state, path, group, contents })),

@@ -6,12 +6,13 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use flow_ddp::checkpoint::sums::Piece;
-use flow_ddp::checkpoint::write::write as write_pieces;
+use flow_ddp::checkpoint::layout::TensorFile;
+use flow_ddp::checkpoint::parts::Part;
+use flow_ddp::checkpoint::plan::Plan;
 use flow_ddp::checkpoint::{CheckpointError, Result};
-use tch::{Device, Kind, TchError, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::index::{Index, Saved};
+use super::index::{Index, Saved, Shard};
 use crate::placement::Placement;
 use crate::region::{self, Region, regions};
 use crate::sbp::NdSbp;
@@ -31,6 +32,8 @@ pub struct Entry {
     pub placement: Placement,
     /// The SBP, which is not partial on any axis.
     pub sbp: NdSbp,
+    /// Whether it is a plain tensor. Ranks may have others, and rank 0's is saved.
+    pub is_plain: bool,
     /// The local; None on ranks outside the placement.
     pub local: Option<Tensor>,
 }
@@ -46,7 +49,32 @@ impl Entry {
             let reason = format!("it is of kind {:?}, which safetensors does not have", self.kind);
             return Err(CheckpointError::unfit("save", &self.name, reason));
         };
-        Ok(Saved::new(dtype, &self.shape, &self.placement, &self.sbp))
+        if self.is_plain {
+            return Ok(Saved::by_rank_0(dtype, &self.shape));
+        }
+        Ok(Saved::new(&self.name, dtype, &self.shape, &self.placement, &self.sbp))
+    }
+
+    /// Returns the shard of this rank as what it writes; None outside the placement.
+    fn part(&self, shard: &Shard, rank: usize) -> Result<Option<Part>> {
+        let Some((region, local)) = self.region(rank).zip(self.local.as_ref()) else {
+            return Ok(None);
+        };
+        let unfit = |reason: String| CheckpointError::unfit("save", &self.name, reason);
+        let size = local.size();
+        let shape = region.shape();
+        if region::shape(&size) != shape {
+            return Err(unfit(format!("this rank has {size:?} of it, not {shape:?}")));
+        }
+        let mut own = local.detach();
+        for (dim, (range, all)) in shard.region().0.iter().zip(&region.0).enumerate() {
+            let start = (range.start - all.start) as i64;
+            own = own
+                .f_narrow(dim as i64, start, range.len() as i64)
+                .map_err(|error| unfit(error.to_string()))?;
+        }
+        let size = own.size();
+        Part::new(&self.name, &size, 0, own).map(Some).map_err(unfit)
     }
 
     /// Returns this rank's region; None outside the placement.
@@ -61,60 +89,42 @@ pub fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
 
-/// Writes this rank's file into `folder`, with what the index says that it saves, and flushes it to
-/// the disk. Returns its pieces: none if there is nothing to write, and no file. One tensor is copied
-/// at a time, and only if it is not contiguous on the CPU.
+/// Makes this rank's file in the folder `partial`, empty, and the plan of what the index says that it saves.
+/// There is no file if that is nothing. `path` is where the file will be.
 ///
 /// # Errors
-/// The file cannot be written; libtorch cannot give a tensor's bytes.
-pub fn write(folder: &Path, rank: usize, index: &Index, entries: &[Entry]) -> Result<Vec<Piece>> {
-    let path = folder.join(file_name(rank));
-    let mut own = HashMap::new();
+/// The file cannot be made; libtorch cannot give a tensor's bytes.
+pub fn plan(
+    (partial, path): (&Path, &Path),
+    rank: usize,
+    index: &Index,
+    entries: &[Entry],
+) -> Result<Plan> {
     let mut named = Vec::new();
+    let mut parts = Vec::new();
     for entry in entries {
         let saved = &index.tensors[&entry.name];
-        let shard = saved.shards.iter().find(|shard| shard.rank == rank);
-        let Some((shard, local)) = shard.zip(entry.local.as_ref()) else { continue };
+        let Some(shard) = saved.shards.iter().find(|shard| shard.rank == rank) else { continue };
+        let Some(part) = entry.part(shard, rank)? else { continue };
         named.push((entry.name.clone(), &saved.dtype[..], &shard.shape[..]));
-        own.insert(&entry.name, local);
+        parts.push(part);
     }
+    let mut plan = Plan::new(!named.is_empty());
     if named.is_empty() {
-        return Ok(Vec::new());
+        return Ok(plan);
     }
-    let header =
-        Header::of(named).map_err(|reason| CheckpointError::unfit("save", "its file", reason))?;
-    File::create_new(&path).map_err(failed_to_write(&path))?;
-    let head = header.to_bytes().map_err(failed_to_write(&path))?;
-    let pieces = write_pieces(folder, folder, &[file_name(rank)], |pieces| {
-        pieces.add(0, 0, &head)?;
-        for (name, info) in header.in_order() {
-            let plain = plain(own[name]).map_err(|error| unfit(name, error))?;
-            let bytes = flow_autograd::bytes(&plain).map_err(|error| unfit(name, error))?;
-            if Some(bytes.len()) != size(&info.dtype, &info.shape) {
-                let reason =
-                    format!("this rank has {:?} of it, not {:?}", plain.size(), info.shape);
-                return Err(unfit(name, reason));
-            }
-            pieces.add(0, head.len() as u64 + info.data_offsets.0, bytes)?;
-        }
-        Ok(())
-    })?;
-    Ok(pieces.into_iter().map(|(_, piece)| piece).collect())
-}
-
-/// Returns the tensor in memory of the CPU without gaps.
-fn plain(tensor: &Tensor) -> std::result::Result<Tensor, TchError> {
-    let plain = tensor.detach().f_to_device(Device::Cpu)?;
-    flow_autograd::resolved(&plain).unwrap_or(plain).f_contiguous()
-}
-
-fn unfit(name: &str, reason: impl ToString) -> CheckpointError {
-    CheckpointError::unfit("save", name, reason.to_string())
-}
-
-fn failed_to_write(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let name = file_name(rank);
     let remedy = "see that the disk has space, and that all machines share it";
-    CheckpointError::file("write", path, remedy)
+    File::create_new(partial.join(&name)).map_err(CheckpointError::file(
+        "write",
+        path.join(&name),
+        remedy,
+    ))?;
+    let unfit = |reason: String| CheckpointError::unfit("save", "its file", reason);
+    let header = Header::of(named).map_err(unfit)?;
+    let head = header.to_bytes().map_err(|error| unfit(error.to_string()))?;
+    plan.add_tensors("rank", vec![TensorFile { name, header, head }], parts);
+    Ok(plan)
 }
 
 /// Reads tensors of a checkpoint from its files.

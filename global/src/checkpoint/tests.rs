@@ -57,7 +57,7 @@ fn entry(
 ) -> Entry {
     let (name, shape) = (format!("{MODEL}{name}"), shape.to_vec());
     let (placement, sbp) = (placement.clone(), sbp.clone());
-    let mut entry = Entry { name, kind, shape, placement, sbp, local: None };
+    let mut entry = Entry { name, kind, shape, placement, sbp, is_plain: false, local: None };
     entry.local = entry.region(rank).map(|region| part(&numbers(&entry.shape, kind), &region));
     entry
 }
@@ -73,6 +73,14 @@ fn contents(step: usize) -> Contents {
         state: serde_json::Value::Null,
         index: Default::default(),
     }
+}
+
+fn save_entries(
+    checkpoints: &ShardedCheckpoints,
+    contents: Contents,
+    entries: &[Entry],
+) -> Result<(), CheckpointError> {
+    checkpoints.begin(contents, entries)?.finish()
 }
 
 /// Every SBP of so many axes, none of them partial, for a tensor of so many dimensions.
@@ -120,7 +128,7 @@ fn every_pair_of_layouts_and_every_kind() {
             .map(|((name, shape, layout), kind)| entry(name, (shape, kind), layout, rank))
             .collect();
         let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
-        checkpoints.save_entries(contents(3), &entries).unwrap();
+        save_entries(&checkpoints, contents(3), &entries).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         assert_eq!(checkpoint.step(), 3);
 
@@ -185,7 +193,7 @@ fn save(folder: &TempDir, steps: &[usize]) {
     on_two_ranks(folder, |mut checkpoints, entries, _| {
         checkpoints.latest::<()>().unwrap();
         for &step in steps {
-            checkpoints.save_entries(contents(step), entries).unwrap();
+            save_entries(&checkpoints, contents(step), entries).unwrap();
         }
     });
 }
@@ -219,8 +227,8 @@ fn the_last_few_are_kept() {
     let files = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"];
     assert_eq!(names(&folder.path().join("step-3")), files);
     assert_eq!(latest(&folder), [Ok(3), Ok(3)]);
-    let errors = on_two_ranks(&folder, |mut checkpoints, entries, _| {
-        checkpoints.save_entries(contents(4), entries).unwrap_err().to_string()
+    let errors = on_two_ranks(&folder, |checkpoints, entries, _| {
+        save_entries(&checkpoints, contents(4), entries).unwrap_err().to_string()
     });
     assert!(errors[0].contains("has checkpoints of an earlier training"), "{errors:?}");
     assert!(errors[1].starts_with("rank 0: "), "{errors:?}");
@@ -236,9 +244,9 @@ fn failed_save(folder: &TempDir, fail: impl Fn(&Path, &ProcessGroup) + Sync) -> 
     let mut errors = on_two_ranks(folder, |mut checkpoints, entries, group| {
         checkpoints.latest::<()>().unwrap();
         if group.rank() == 0 {
-            return checkpoints.save_entries(contents(2), entries).err();
+            return save_entries(&checkpoints, contents(2), entries).err();
         }
-        checkpoints.begin(&mut contents(2), entries).unwrap();
+        checkpoints.begin(contents(2), entries).unwrap();
         fail(&partial, &group);
         None
     });
@@ -283,7 +291,7 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
         on_two_ranks(&folder, |mut checkpoints, entries, group| {
             checkpoints.latest::<()>().unwrap();
             spoil(&mut entries[0], group.rank());
-            checkpoints.save_entries(contents(2), entries).unwrap_err().to_string()
+            save_entries(&checkpoints, contents(2), entries).unwrap_err().to_string()
         })
     };
     let error = "cannot save model.split: it is of kind QInt8, which safetensors does not have";
@@ -310,7 +318,7 @@ fn ranks_that_save_different_tensors_get_an_error_that_names_one() {
         on_two_ranks(&folder, |mut checkpoints, entries, group| {
             checkpoints.latest::<()>().unwrap();
             spoil(entries, group.rank());
-            checkpoints.save_entries(contents(2), entries).unwrap_err().to_string()
+            save_entries(&checkpoints, contents(2), entries).unwrap_err().to_string()
         })
     };
     let is = |errors: Vec<String>, has: &str| {
@@ -403,8 +411,8 @@ fn merged_tensors_are_the_plain_ones() {
         let mut other = entry("", (&[1], Kind::Float), &whole, group.rank());
         other.name = "optimizer.0.exp_avg".into();
         entries.push(other);
-        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
-        checkpoints.save_entries(contents(1), &entries).unwrap();
+        let checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
+        save_entries(&checkpoints, contents(1), &entries).unwrap();
     });
     let out = folder.path().join("model.safetensors");
     merge(folder.path().join("step-1"), &out).unwrap();

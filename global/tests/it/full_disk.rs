@@ -129,6 +129,58 @@ fn of_a_sharded_training() {
     merge(path.join("step-3"), &out).unwrap();
 }
 
+/// Rank 1 cannot write what it has copied: all ranks are told once, and the next one is saved.
+#[test]
+fn of_a_sharded_training_beside_it() {
+    if !is_apart() {
+        return;
+    }
+    let folder = tempdir().unwrap();
+    let path = folder.path();
+    let barrier = std::sync::Barrier::new(2);
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let _ = vs.root().zeros_no_train("many", &[MANY]);
+        let second = Placement::new(&group, [1]).unwrap();
+        distribute(&vs, &second, |_, _| [B]).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(path, &group).unwrap();
+        let limit = getrlimit(Resource::Fsize);
+        for is_told_by_wait in [true, false] {
+            let step = if is_told_by_wait { 1 } else { 4 };
+            // The memory of the copy is there from now on: the limit is that of files in memory, too.
+            checkpoints.async_save(step, &vs, None, &()).unwrap();
+            checkpoints.wait().unwrap();
+            // The limit is that of the process: one rank sets it for both.
+            barrier.wait();
+            setrlimit(Resource::Fsize, Rlimit { current: Some(ROOM), ..limit }).unwrap();
+            barrier.wait();
+            checkpoints.async_save(step + 1, &vs, None, &()).unwrap();
+            let error = if is_told_by_wait {
+                checkpoints.wait()
+            } else {
+                checkpoints.async_save(step + 2, &vs, None, &())
+            };
+            let error = error.unwrap_err().to_string();
+            assert_full(&error);
+            assert!(
+                error.contains(&format!("step-{}/rank-00001.safetensors", step + 1)),
+                "{error}"
+            );
+            assert_eq!(error.starts_with("rank 1: "), group.rank() == 0, "{error}");
+            if !is_told_by_wait {
+                assert_full(&checkpoints.wait().unwrap_err().to_string());
+            }
+            checkpoints.wait().unwrap();
+            barrier.wait();
+            assert!(!path.join(".checkpoint.partial").exists());
+            setrlimit(Resource::Fsize, limit).unwrap();
+            barrier.wait();
+            checkpoints.save(step + 2, &vs, None, &()).unwrap();
+        }
+    });
+    assert_eq!(names(path), [".checkpoint.lock", "step-4", "step-6"]);
+}
+
 /// What was there before stays.
 #[test]
 fn of_a_job() {

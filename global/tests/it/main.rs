@@ -3,6 +3,7 @@
 mod api;
 mod boxing;
 mod checkpoint;
+mod checkpoint_async;
 mod checkpoint_random;
 mod clip;
 mod common;

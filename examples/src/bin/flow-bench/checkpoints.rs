@@ -149,7 +149,7 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
 }
 
 /// The time that all ranks take.
-fn timed(group: &ProcessGroup, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
+pub fn timed(group: &ProcessGroup, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
     group.barrier()?;
     let start = Instant::now();
     work()?;

@@ -10,6 +10,7 @@ mod allreduce;
 mod boxing;
 mod checkpoints;
 mod comm_hooks;
+mod global_checkpoints;
 mod gpt;
 mod in_turn;
 mod join;
@@ -69,6 +70,8 @@ enum Command {
     ShardedMemory(sharded_memory::Options),
     /// Saving and loading a model and its Adam, trained by Fsdp, on all ranks, beside dd
     Checkpoints(checkpoints::Options),
+    /// Saving a model of global tensors and its Adam, on all ranks, beside a copy in memory
+    GlobalCheckpoints(global_checkpoints::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
     MixedPrecision(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
@@ -102,6 +105,7 @@ fn main() -> ExitCode {
         Command::Sharded(options) => sharded::run(options),
         Command::ShardedMemory(options) => sharded_memory::run(options),
         Command::Checkpoints(options) => checkpoints::run(options),
+        Command::GlobalCheckpoints(options) => global_checkpoints::run(options),
         Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),

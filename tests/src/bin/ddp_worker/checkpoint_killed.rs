@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Checkpoints, DistributedSampler, Fsdp};
+use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, ZeroRedundancyOptimizer};
 use flow_tests::registry::{Scenario, Test, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT, assert_contains};
 use rustix::process::{Signal, getpid, kill_process};
@@ -21,7 +21,7 @@ use crate::optimizers::{same_elements, same_state};
 
 pub const SCENARIOS: &[Scenario] =
     &[scenario("a_rank_killed_in_a_save_leaves_this_or_the_one_before", training, &[launched(2)])
-        .checked_by(the_last_or_the_one_before_is_whole)];
+        .checked_by(|test| the_last_or_the_one_before_is_whole(test, checked))];
 
 /// Which rank is killed, and when: in thousandths of the time that the save before took.
 const KILLED: &str = "FLOW_TEST_KILLED";
@@ -49,24 +49,22 @@ pub fn loss(store: &VarStore) -> Tensor {
     parts.map(|part| part.sum(Kind::Float)).sum()
 }
 
-/// A training that goes on from what it finds, and saves each step.
-fn training(group: &ProcessGroup) -> Result<()> {
-    let store = store();
-    let model = Fsdp::new((), &store, group)?;
-    let mut optimizer = model.optimizer(Adam::default(), 0.01)?;
-    let mut sampler = DistributedSampler::new(1, group);
-    let mut checkpoints = Checkpoints::open(folder()?.join("checkpoints"), group)?;
+/// A training and its checkpoints.
+pub trait Training {
+    fn step(&mut self) -> Result<()>;
+    fn save(&mut self, step: i64) -> Result<()>;
+    fn async_save(&mut self, step: i64) -> Result<()>;
+    fn wait(&mut self) -> Result<()>;
+}
+
+/// Trains after so many steps, and saves each step: the last one while a rank is killed, if one is to be.
+pub fn train(group: &ProcessGroup, training: &mut impl Training, done: i64) -> Result<()> {
     let is_beside = std::env::var(BESIDE).is_ok();
-    let mut done = 0;
-    if let Some(checkpoint) = checkpoints.latest::<i64>()? {
-        checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
-        done = checkpoint.state;
-    }
     let mut killer: Option<JoinHandle<()>> = None;
     let mut took = Duration::ZERO;
     for step in done + 1..=done + STEPS {
-        optimizer.backward_step(&loss(&store))?;
-        checkpoints.wait()?;
+        training.step()?;
+        training.wait()?;
         if group.rank() == 0 {
             fs::write(folder()?.join(BEGUN), step.to_string())?;
         }
@@ -76,23 +74,67 @@ fn training(group: &ProcessGroup) -> Result<()> {
         }
         let start = Instant::now();
         if is_beside {
-            checkpoints.async_save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+            training.async_save(step)?;
             if step < done + STEPS {
-                checkpoints.wait()?;
+                training.wait()?;
             } else {
                 // What is written is what was there before this.
-                optimizer.backward_step(&loss(&store))?;
+                training.step()?;
             }
         } else {
-            checkpoints.save(step as usize, &model, &store, &optimizer, &sampler, &step)?;
+            training.save(step)?;
         }
         took = start.elapsed();
     }
-    checkpoints.wait()?;
+    training.wait()?;
     if let Some(killer) = killer {
         let _ = killer.join(); // it does not return
     }
     Ok(())
+}
+
+/// A training of an `Fsdp`.
+struct OfFsdp {
+    store: VarStore,
+    model: Fsdp<()>,
+    optimizer: ZeroRedundancyOptimizer,
+    sampler: DistributedSampler,
+    checkpoints: Checkpoints,
+}
+
+impl Training for OfFsdp {
+    fn step(&mut self) -> Result<()> {
+        Ok(self.optimizer.backward_step(&loss(&self.store))?)
+    }
+
+    fn save(&mut self, step: i64) -> Result<()> {
+        let Self { store, model, optimizer, sampler, checkpoints } = self;
+        Ok(checkpoints.save(step as usize, model, store, optimizer, sampler, &step)?)
+    }
+
+    fn async_save(&mut self, step: i64) -> Result<()> {
+        let Self { store, model, optimizer, sampler, checkpoints } = self;
+        Ok(checkpoints.async_save(step as usize, model, store, optimizer, sampler, &step)?)
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        Ok(self.checkpoints.wait()?)
+    }
+}
+
+/// A training that goes on from what it finds.
+fn training(group: &ProcessGroup) -> Result<()> {
+    let store = store();
+    let model = Fsdp::new((), &store, group)?;
+    let mut optimizer = model.optimizer(Adam::default(), 0.01)?;
+    let mut sampler = DistributedSampler::new(1, group);
+    let mut checkpoints = Checkpoints::open(folder()?.join("checkpoints"), group)?;
+    let mut done = 0;
+    if let Some(checkpoint) = checkpoints.latest::<i64>()? {
+        checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
+        done = checkpoint.state;
+    }
+    train(group, &mut OfFsdp { store, model, optimizer, sampler, checkpoints }, done)
 }
 
 /// Has this rank killed, if it is the one.
@@ -111,7 +153,7 @@ fn arm(own_rank: usize, save: Duration) -> Result<Option<JoinHandle<()>>> {
 }
 
 /// After each kill there is the last checkpoint or the one before, whole, and nothing else.
-fn the_last_or_the_one_before_is_whole(test: &Test) {
+pub fn the_last_or_the_one_before_is_whole(test: &Test, checked: fn(&Path) -> Result<()>) {
     let ranks = 2;
     let mut draws = Draws(u64::from(std::process::id()));
     for job in 0..JOBS {
@@ -142,22 +184,12 @@ fn start(test: &Test, killed: Option<&str>, is_beside: bool) -> Process {
 
 /// Checks the folder after a job, by what a process alone computes.
 fn checked(folder: &Path) -> Result<()> {
-    let begun: i64 = fs::read_to_string(folder.join(BEGUN))?.parse()?;
     let folder = folder.join("checkpoints");
     let group = ProcessGroup::in_process(1)?.remove(0);
     let mut checkpoints = Checkpoints::open(&folder, &group)?;
     let checkpoint = checkpoints.latest::<i64>()?.context("a checkpoint")?;
     let step = checkpoint.state;
-    ensure!(step == begun || step == begun - 1, "step {step} of {begun}");
-    for entry in fs::read_dir(&folder)? {
-        let name = entry?.file_name().to_string_lossy().into_owned();
-        let found = name.strip_prefix("step-").and_then(|step| step.parse::<i64>().ok());
-        let is_kept = found.is_some_and(|found| found > step - 3 && found <= step);
-        ensure!(
-            is_kept || name == ".checkpoint.lock",
-            "{name} is left, and step {step} is the last"
-        );
-    }
+    check_left(&folder, step)?;
     let resumed = store();
     let mut optimizer = Adam::default().build(&resumed, 0.01)?;
     let mut sampler = DistributedSampler::new(1, &group);
@@ -172,4 +204,21 @@ fn checked(folder: &Path) -> Result<()> {
         same_elements(&name, &tensor, &expected.variables()[&name])?;
     }
     same_state(&optimizer.state()?, &alone.state()?)
+}
+
+/// Checks that `step` is the one that was being saved or the one before, and that nothing else is left in the
+/// folder of the checkpoints.
+pub fn check_left(folder: &Path, step: i64) -> Result<()> {
+    let begun: i64 = fs::read_to_string(folder.with_file_name(BEGUN))?.parse()?;
+    ensure!(step == begun || step == begun - 1, "step {step} of {begun}");
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let found = name.strip_prefix("step-").and_then(|step| step.parse::<i64>().ok());
+        let is_kept = found.is_some_and(|found| found > step - 3 && found <= step);
+        ensure!(
+            is_kept || name == ".checkpoint.lock",
+            "{name} is left, and step {step} is the last"
+        );
+    }
+    Ok(())
 }

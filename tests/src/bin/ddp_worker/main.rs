@@ -43,6 +43,7 @@ mod power_sgd;
 mod random_options;
 mod reported;
 mod scaled;
+mod sharded_checkpoint_killed;
 mod sharded_pair;
 mod sparse;
 mod static_graph;
@@ -316,6 +317,7 @@ const FILES: &[File] = &[
     ("parity", parity::SCENARIOS),
     ("pipelines", pipelines::SCENARIOS),
     ("power_sgd", power_sgd::SCENARIOS),
+    ("sharded_checkpoint_killed", sharded_checkpoint_killed::SCENARIOS),
     ("tensors", tensors::SCENARIOS),
 ];
 
