@@ -4,7 +4,8 @@ from measure import flow_launch, row
 
 
 def one_round(figures):
-    figures.add_lines("flow", flow_launch(2, "flow-bench", "checkpoints", "--json", "--folder", "target")[0])
+    for bench in "checkpoints", "global-checkpoints":
+        figures.add_lines("flow", flow_launch(2, "flow-bench", bench, "--json", "--folder", "target")[0])
 
 
 def table(figures):
@@ -16,3 +17,5 @@ def table(figures):
     in_memory, resume, read = (figures.median("flow", "checkpoints", what) for what in ("in_memory", "resume", "dd_read"))
     yield row("stall of a save in flow-launch's memory, against a copy", in_memory, copy, at_least=1 / 1.1)
     yield row("resume 2 GB from flow-launch's memory, against dd", resume, read)
+    begun, copy = (figures.median("flow", "global-checkpoints", what) for what in ("async_save", "copy"))
+    yield row("stall of a save of global tensors beside the training, against a copy", begun, copy, at_least=1 / 1.1)

@@ -159,12 +159,13 @@ impl Saved {
     }
 }
 
-/// Returns share `index` of a region: along the first dimension that can be divided equally, or else the
-/// longest.
+/// Returns share `index` of a region: along the first dimension that can be divided almost equally, or else
+/// the longest. Along the first of all a share lies in one piece, and is copied once.
 fn share(region: &Region, shares: usize, index: usize) -> Region {
     let shape = region.shape();
+    let is_equal = |&size: &usize| size % shares == 0 || size >= 64 * shares;
     let longest = (0..shape.len()).max_by_key(|&dim| shape[dim]);
-    match shape.iter().position(|size| size % shares == 0).or(longest) {
+    match shape.iter().position(is_equal).or(longest) {
         Some(dim) => region.part(dim, shares, index),
         None => region.clone(), // of one element, which nobody shares
     }
