@@ -78,8 +78,8 @@ pub struct World {
     pub(crate) peers: Vec<Peer>,
     /// The ranks as the launcher numbers them.
     pub(crate) seats: Vec<Seat>,
-    /// Whether an operation of this rank has failed because another one was lost.
-    pub(crate) has_lost_ranks: AtomicBool,
+    /// Whether an operation of this rank has failed because another one has ended, or failed.
+    pub(crate) has_failed: AtomicBool,
     /// The groups of this join.
     pub(crate) groups: Mutex<Vec<Weak<dyn EndGroup>>>,
     /// How this process has joined, and whom it may meet next; None for threads.

@@ -63,7 +63,7 @@ impl World {
                 waits: None,
                 transport: None,
                 server: None,
-                has_lost_ranks: AtomicBool::new(false),
+                has_failed: AtomicBool::new(false),
                 groups: Mutex::default(),
                 retired_blocks: Mutex::default(),
             });

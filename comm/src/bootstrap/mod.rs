@@ -191,7 +191,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         launched,
         transport,
         server,
-        has_lost_ranks: AtomicBool::new(false),
+        has_failed: AtomicBool::new(false),
         groups: Mutex::default(),
         retired_blocks: Mutex::default(),
     })

@@ -144,6 +144,9 @@ impl Failure {
             });
         };
         let is_first = self.quarantine();
+        if cause != Cause::Mismatch {
+            self.core.world.has_failed.store(true, Ordering::Relaxed);
+        }
         Err(match cause.lost_member(self.core.size()) {
             Some(peer) if under_way || is_first => self.peer_lost_error(peer, operation),
             _ => Error::Poisoned {
@@ -224,6 +227,7 @@ impl Failure {
 
     /// Fails the group because `peer`, a rank of it, has left or ended.
     pub fn fail_peer_lost(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
+        self.core.world.has_failed.store(true, Ordering::Relaxed);
         let error = self.peer_lost_error(peer, operation);
         self.poison(Cause::Lost(peer as u32), &error.to_string());
         error
@@ -257,6 +261,7 @@ impl Failure {
         how: DisconnectReason,
         operation: &dyn std::fmt::Display,
     ) -> Error {
+        self.core.world.has_failed.store(true, Ordering::Relaxed);
         // It may have ended because of a failure, which it, or its node, has published.
         match &how {
             DisconnectReason::Failed(why) => self.apply_failure(why),
@@ -304,7 +309,6 @@ impl Failure {
     fn peer_lost_error(&self, peer: usize, operation: &dyn std::fmt::Display) -> Error {
         let global = self.core.ranks[peer];
         let end = self.core.world.loss_cause(global, self.has_left(peer));
-        self.core.world.has_lost_ranks.store(true, Ordering::Relaxed);
         Error::PeerLost {
             rank: self.core.world.rank,
             operation: operation.to_string(),

@@ -81,6 +81,7 @@ impl NewGroupCall<'_> {
         match cause {
             AbortReason::Departed { member } if member < core.size() => {
                 let departed = core.ranks[member];
+                core.world.has_failed.store(true, Ordering::Relaxed);
                 let end = core.world.loss_cause(departed, self.group.failure.has_left(member));
                 let peer = format!("{} {end}", core.world.describe(departed));
                 Error::PeerLost { rank, operation: self.to_string(), peer }

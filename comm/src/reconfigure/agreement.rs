@@ -172,7 +172,6 @@ impl Agreement {
     fn agree(&self, before: &Members) -> Result<Members> {
         let epoch = before.epoch + 1;
         let members_key = self.key(epoch, "membership");
-        self.set(&self.key(epoch, "begun"), b"")?;
         self.set(&self.present_key(epoch, self.seat()), &to_json(&self.own))?;
         let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
         let mut lost = BTreeSet::new();

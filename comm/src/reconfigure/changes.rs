@@ -21,11 +21,18 @@ pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
     Ok(number - first)
 }
 
+/// Tells the other ranks that this one reconfigures.
+pub fn begin(world: &World, lineage: &Lineage) -> Result<()> {
+    let Some(store) = world.store() else { return Ok(()) };
+    let key = epoch_key(lineage, lineage.members.epoch + 1, "begun");
+    store.set(&key, b"").map_err(|error| system(world.seat(), error.to_string()))
+}
+
 /// Whether another rank reconfigures already, or one has ended, as far as this rank can tell.
 pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     let Some(store) = world.store() else { return Ok(false) };
     let members = &lineage.members;
-    if world.has_lost_ranks.load(Ordering::Relaxed) {
+    if world.has_failed.load(Ordering::Relaxed) {
         return Ok(true);
     }
     if is_set(world, store, &epoch_key(lineage, members.epoch + 1, "begun"))? {

@@ -5,8 +5,8 @@
 //!
 //! | key | value |
 //! |---|---|
-//! | `epoch/N/begun` | a member of the epoch before is there |
-//! | `epoch/N/present/SEAT` | this one is |
+//! | `epoch/N/begun` | a member of the epoch before reconfigures |
+//! | `epoch/N/present/SEAT` | this member of the epoch before is there |
 //! | `epoch/N/lost/SEAT` | a rank has seen that it has ended |
 //! | `epoch/N/membership` | the members: the first such list counts |
 //! | `newcomer/I` | a process that wants to join |
@@ -58,6 +58,8 @@ impl ProcessGroup {
     pub fn reconfigure(&self) -> Result<Self> {
         let world = Arc::clone(&self.parts(&OPERATION)?.core.world);
         let lineage = self.check_reconfigurable(&world)?;
+        // Those whose operations end now may ask why.
+        changes::begin(&world, &lineage)?;
         // Nothing writes to this rank's memory any more once all ranks have come so far.
         world.end_groups("it reconfigures the job");
         let timeout = self.timeout();
@@ -91,8 +93,8 @@ impl ProcessGroup {
         changes::count_newcomers(world, &lineage)
     }
 
-    /// Returns whether the ranks change: another one has called [`ProcessGroup::reconfigure`], or one has
-    /// ended. A rank that takes no part in what the others do learns it by this. Each rank may call it, and
+    /// Returns whether the ranks change: another one has called [`ProcessGroup::reconfigure`], one has
+    /// ended, or an operation of this rank has failed because of another one. A rank that takes no part in what the others do learns it by this. Each rank may call it, and
     /// no other one needs to.
     ///
     /// # Errors
@@ -109,6 +111,13 @@ impl ProcessGroup {
     pub fn can_reconfigure(&self) -> bool {
         self.parts(&OPERATION)
             .is_ok_and(|parts| self.check_reconfigurable(&parts.core.world).is_ok())
+    }
+
+    /// Returns how many times the ranks had changed when this group, or the one that it was made from, was made: 0 until
+    /// the first [`reconfigure`](Self::reconfigure).
+    pub fn epoch(&self) -> u64 {
+        let Ok(parts) = self.parts(&OPERATION) else { return 0 };
+        parts.core.world.lineage.as_ref().map_or(0, |lineage| lineage.members.epoch)
     }
 
     /// Returns whether this process has come to a job that ran already: it was no member of the group

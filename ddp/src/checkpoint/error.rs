@@ -70,6 +70,16 @@ pub enum CheckpointError {
         /// The damage.
         reason: String,
     },
+    /// Ranks that were lost had parts of the newest checkpoint in memory, and no other one is whole.
+    /// [`InProcessRestart`](crate::InProcessRestart) waits until others come in their place.
+    #[error(
+        "the checkpoint of step {step} is in memory in part only, as its other parts were on ranks that are gone: wait \
+         until workers have come in their place, or keep checkpoints in a folder, too"
+    )]
+    PartsMissing {
+        /// The step.
+        step: usize,
+    },
     /// No checkpoint in the folder is whole.
     #[error(
         "all checkpoints in {} are damaged; remove them to start anew: {newest}",

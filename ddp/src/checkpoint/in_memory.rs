@@ -41,6 +41,9 @@ pub struct InMemory {
     is_read: bool,
     /// The memory of all ranks that the same flow-launch has started.
     of_launcher: Vec<PathBuf>,
+    /// The newest step of which [`latest`](Self::latest) has not found all parts, if it has found none that is whole
+    /// and there was one.
+    pub in_part: Option<usize>,
     /// Locked as long as this is there.
     _lock: File,
 }
@@ -71,7 +74,8 @@ pub fn open() -> Result<(InMemory, Memory)> {
     let problem = match std::env::var_os(VARIABLE) {
         Some(path) if !path.is_empty() => {
             let all = std::env::var_os(ALL).unwrap_or_default();
-            return over(PathBuf::from(path), std::env::split_paths(&all).collect());
+            let all = std::env::split_paths(&all).filter(|path| !path.as_os_str().is_empty());
+            return over(PathBuf::from(path), all.collect());
         }
         Some(_) => {
             "flow-launch could not make memory for them (RUST_LOG=info flow-launch says why); mend that"
@@ -96,7 +100,14 @@ fn over(path: PathBuf, of_launcher: Vec<PathBuf>) -> Result<(InMemory, Memory)> 
         }
         error => error,
     })?;
-    let in_memory = InMemory { folder: None, number: 0, is_read: false, of_launcher, _lock: lock };
+    let in_memory = InMemory {
+        folder: None,
+        number: 0,
+        is_read: false,
+        of_launcher,
+        in_part: None,
+        _lock: lock,
+    };
     Ok((in_memory, Memory::of(file, path)))
 }
 
@@ -121,10 +132,11 @@ impl InMemory {
         Err(CheckpointError::Unread(NAME.into()))
     }
 
-    /// Returns the record of what this rank has copied of a checkpoint with the files `names`. All ranks
-    /// call this.
+    /// Returns the record of what this rank has copied of a checkpoint with the files `names` to `memory`. All
+    /// ranks call this.
     pub fn record(
         &mut self,
+        memory: &Memory,
         group: &ProcessGroup,
         step: usize,
         names: Vec<String>,
@@ -132,14 +144,18 @@ impl InMemory {
     ) -> Result<Record> {
         let own = (group.rank() == 0).then(|| Ok(RandomState::new().build_hasher().finish()));
         let nonce = from_rank_0(group, own)?;
-        let mut have_some = vec![0_i64; group.world_size()];
-        group.all_gather(&[i64::from(!blocks.is_empty())], &mut have_some)?;
-        let holders = have_some.iter().sum::<i64>() as usize;
-        let before = have_some[..group.rank()].iter().sum::<i64>() as usize;
+        let mut all = vec![0_i64; 2 * group.world_size()];
+        let own = [i64::from(!blocks.is_empty()), i64::from(memory.has_kept())];
+        group.all_gather(&own, &mut all)?;
+        let holders = all.chunks(2).map(|of_rank| of_rank[0]).sum::<i64>() as usize;
+        let before =
+            all.chunks(2).take(group.rank()).map(|of_rank| of_rank[0]).sum::<i64>() as usize;
+        let follows = all.chunks(2).any(|of_rank| of_rank[1] > 0);
         let holder = (!blocks.is_empty()).then_some(before);
         self.number += 1;
         self.is_read = true;
-        let stamp = Stamp { format: FORMAT, step, number: self.number, nonce, holders, names };
+        let number = self.number;
+        let stamp = Stamp { format: FORMAT, step, number, nonce, holders, follows, names };
         let folder = self.folder.clone();
         Ok(Record { stamp, folder, holder, start: 0, blocks, sums: Vec::new() })
     }
@@ -161,7 +177,7 @@ impl InMemory {
         let texts = gather_texts(group, &text)?;
         let mut present = BTreeSet::new();
         let mut first = None;
-        // Other machines have processes of the same numbers.
+        // Another machine, or another flow-launch, has other memory by the same paths.
         for rank in group.ranks_on_machine_of(group.rank()) {
             let (path, of_launcher): (PathBuf, Vec<PathBuf>) =
                 serde_json::from_str(&texts[rank]).unwrap_or_default();
@@ -213,6 +229,7 @@ impl InMemory {
         }
         self.number = found.keys().map(|(number, _)| *number).max().unwrap_or_default();
         self.is_read = true;
+        self.in_part = None;
         memory.keep(None);
         for (stamp, holders) in found.into_values().rev() {
             if holders.len() < stamp.holders {
@@ -222,6 +239,9 @@ impl InMemory {
                     holders.len(),
                     stamp.holders
                 );
+                if stamp.follows {
+                    self.in_part = self.in_part.or(Some(stamp.step));
+                }
                 continue;
             }
             let own = own.iter().find(|part| part.record.stamp == stamp);
@@ -251,6 +271,7 @@ impl InMemory {
             });
             let parts = places.collect();
             memory.keep(own.cloned());
+            self.in_part = None;
             let held = Arc::new(memory.hold());
             return Ok(Some(FoundInMemory { step: stamp.step, stamp, parts, held }));
         }
@@ -302,7 +323,7 @@ fn open_part(
     let sharers = group.ranks_on_machine_of(rank);
     let sees = sharers.contains(&group.rank());
     let opened = if sees {
-        File::open(memory)
+        check_target(memory).and_then(|()| File::open(memory))
     } else {
         memfd_create("checkpoint", MemfdFlags::CLOEXEC).map(File::from).map_err(io::Error::from)
     };
@@ -347,7 +368,7 @@ mod tests {
         let length = bytes.len() as u64;
         let blocks: Vec<_> =
             (length > 0).then_some(Block { file: 0, start, length }).into_iter().collect();
-        let record = in_memory.record(group, step, vec!["file".into()], blocks).unwrap();
+        let record = in_memory.record(memory, group, step, vec!["file".into()], blocks).unwrap();
         if stage == 0 {
             return;
         }
@@ -422,6 +443,7 @@ mod tests {
             in_group(&memories, |own, group| {
                 let expected = before.map(|step| (step, whole(step)));
                 assert_eq!(found(own, &group), expected, "before step {step}");
+                assert_eq!(own.0.in_part, None, "before step {step}");
                 save(own, &group, step, stages[group.rank()]);
             });
             // Rank 0 has no bytes: it need not have committed.
@@ -436,7 +458,10 @@ mod tests {
         }
         assert!(step > 25 && last.is_some());
         // Without a rank that has something there is nothing; without one that has not, there is all.
-        in_group(&memories[..2], |own, group| assert_eq!(found(own, &group), None));
+        in_group(&memories[..2], |own, group| {
+            assert_eq!(found(own, &group), None);
+            assert_eq!(own.0.in_part, last);
+        });
         in_group(&memories[1..], |own, group| {
             assert_eq!(found(own, &group), last.map(|step| (step, whole(step))));
         });

@@ -69,6 +69,8 @@ pub struct Stamp {
     pub nonce: u64,
     /// The ranks that have something of it.
     pub holders: usize,
+    /// Whether one before it was whole.
+    pub follows: bool,
     /// The files.
     pub names: Vec<String>,
 }
@@ -201,6 +203,11 @@ impl Memory {
         self.kept = generation;
     }
 
+    /// Whether there is a generation that stays.
+    pub fn has_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+
     /// Returns how much larger the memory becomes by a copy of so many bytes.
     pub fn needs(&self, bytes: u64) -> u64 {
         let length = self.file.metadata().map_or(0, |file| file.len());
@@ -305,7 +312,15 @@ mod tests {
     /// The record of `length` bytes that a rank alone has copied at a step.
     pub fn record(step: usize, length: u64) -> Record {
         let names = vec!["file".to_owned()];
-        let stamp = Stamp { format: 0, step, number: step as u64, nonce: 0, holders: 1, names };
+        let stamp = Stamp {
+            format: 0,
+            step,
+            number: step as u64,
+            nonce: 0,
+            holders: 1,
+            follows: false,
+            names,
+        };
         let blocks = vec![Block { file: 0, start: 0, length }];
         Record { stamp, folder: None, holder: Some(0), start: 0, blocks, sums: Vec::new() }
     }

@@ -435,7 +435,8 @@ impl Checkpoints {
     /// # Errors
     ///
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
-    /// of another program. Also when rank 0 does not see what another rank sees.
+    /// of another program. Also when rank 0 does not see what another rank sees. When the ranks have
+    /// [changed](ProcessGroup::reconfigure), and parts of the one that is left in memory are gone.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
         if let Err(error) = self.wait() {
             log::warn!("a checkpoint was not saved: {error}");
@@ -464,7 +465,13 @@ impl Checkpoints {
                 held = Some(Arc::clone(&found.held));
                 (in_memory::name(found.step), found.open(&self.group)?)
             }
-            (None, None) => return Ok(None),
+            (None, None) => match self.writer.in_part() {
+                // Workers may come that have the other parts: to begin anew would replace what is left.
+                Some(step) if self.group.epoch() > 0 => {
+                    return Err(CheckpointError::PartsMissing { step });
+                }
+                _ => return Ok(None),
+            },
         };
         let read = Checkpoint::read(&self.group, &path, files, held);
         agree(&self.group, read).map(Some)

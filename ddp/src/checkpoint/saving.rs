@@ -138,6 +138,11 @@ impl BackgroundWriter {
         }
     }
 
+    /// Returns the newest step of which [`latest`](Self::latest) has not found all parts in memory.
+    pub fn in_part(&self) -> Option<usize> {
+        self.in_memory.as_ref()?.in_part
+    }
+
     /// Copies this rank's parts of a checkpoint, and has a thread write them. No other is being written.
     /// All ranks call this.
     pub fn start(&mut self, mut saving: Saving) -> Result<()> {
@@ -176,10 +181,10 @@ impl BackgroundWriter {
         // Nobody changes what ranks have in common before all have copied it.
         let thread = agree(group, copied)?;
         let mut record = None;
-        if let Some(in_memory) = &mut self.in_memory {
+        if let (Some(in_memory), Some(memory)) = (&mut self.in_memory, &self.memory) {
             let Saving { plan, step, .. } = saving;
             let (names, blocks) = (plan.names().to_vec(), plan.copied().to_vec());
-            record = Some(in_memory.record(group, *step, names, blocks)?);
+            record = Some(in_memory.record(memory, group, *step, names, blocks)?);
         }
         self.thread = Some(thread);
         Ok((to_thread, record))

@@ -3,12 +3,13 @@
 use std::cell::Cell;
 use std::error::Error as StdError;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use flow_comm::{ProcessGroup, ReduceOp};
+use flow_comm::ProcessGroup;
 
 use super::loss::is_change_of_ranks;
 use super::training::LOOK_INTERVAL;
+use crate::checkpoint::CheckpointError;
 use crate::error::{Error, Result, job_rank};
 
 /// A training that begins again in the same processes when a rank is lost, or when one comes. For models whose parts
@@ -50,6 +51,10 @@ use crate::error::{Error, Result, job_rank};
 pub struct InProcessRestart {
     group: ProcessGroup,
     multiple: usize,
+    /// The changes since [`Attempt::check`] was last called twice.
+    changes: usize,
+    /// Since when no rank trains, as too few are there.
+    short_since: Option<Instant>,
 }
 
 /// A training while its ranks stay the same: see [`InProcessRestart::run`].
@@ -63,20 +68,21 @@ pub struct Attempt<'r> {
     checks: Cell<usize>,
 }
 
-/// After so many changes in which no step is done, the cause is none of the ranks.
+/// If the ranks change more often without a step, no lost rank is the cause.
 const MAX_CHANGES: usize = 16;
+/// The time that a worker has to come back with its parts of a checkpoint.
+const PARTS_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl InProcessRestart {
     /// Makes one for the group of all ranks. Drop other handles of the group, and what was made with it: they keep
     /// memory of ranks that are lost.
     pub fn new(group: ProcessGroup) -> Self {
-        Self { group, multiple: 1 }
+        Self { group, multiple: 1, changes: 0, short_since: None }
     }
 
-    /// Lets the ranks train in multiples of `count` (default: 1): as many as a replica of the model is divided over,
-    /// or a pipeline has stages. If a rank is lost, the rest of its replica waits until there are as many again. If fewer
-    /// than `count` are left, all wait, as long as the group's timeout.
-    /// A count of 0 is 1.
+    /// Lets the ranks train in multiples of `count` (default: 1; 0 is 1): as many as a replica of the model is
+    /// divided over, or a pipeline has stages. If one of 8 ranks is lost, and `count` is 4, then 4 train, and 3 wait
+    /// until a fourth comes. If fewer than `count` are left, all wait, as long as the group's timeout.
     pub fn multiple_of(mut self, count: usize) -> Self {
         self.multiple = count.max(1);
         self
@@ -85,15 +91,15 @@ impl InProcessRestart {
     /// Calls `train`, and again each time the ranks have changed, until it has returned on all ranks that train. All
     /// ranks call this. `train` makes all that it uses from [`Attempt::group`], resumes the last checkpoint, calls
     /// [`Attempt::check`] before each step, and passes errors on: as `anyhow::Error`, as a boxed error, or as
-    /// [`Error`]. Those that a lost rank causes end here.
+    /// [`Error`]. `run` takes those that a lost rank causes.
     ///
-    /// Returns what `train` has returned; None on a rank that had no part at the end.
+    /// Returns what `train` has returned; None on a rank that waited at the end.
     ///
     /// # Errors
     ///
     /// Other errors of `train`; an error of [`reconfigure`](ProcessGroup::reconfigure); too few ranks for as long as
-    /// the group's timeout; ranks that change so many times without a step. When one rank gets an error, the others
-    /// wait until its process has ended, and go on without it.
+    /// the group's timeout; a checkpoint whose parts do not come back; ranks that change too often without a step. When
+    /// one rank gets an error, the others wait until its process has ended, and go on without it.
     pub fn run<T, E>(
         mut self,
         mut train: impl FnMut(&Attempt<'_>) -> Result<T, E>,
@@ -102,87 +108,124 @@ impl InProcessRestart {
         E: From<Error> + AsRef<dyn StdError + Send + Sync>,
     {
         let mut result = None;
-        let mut changes = 0;
         loop {
-            let error = match self.attempt(&mut result, &mut train, &mut changes) {
+            match self.attempt(&mut result, &mut train) {
                 Ok(true) => return Ok(result),
-                Ok(false) => None,
-                Err(error) => Some(error),
-            };
-            if let Some(error) = error {
-                let may_change = changes < MAX_CHANGES && self.group.can_reconfigure();
-                if !may_change || !self.is_change_of_ranks(error.as_ref()) {
-                    return Err(error);
-                }
-                log::info!("rank {}: the ranks change: {}", self.group.rank(), error.as_ref());
+                Ok(false) => {}
+                Err(error) => self.check_change(error)?,
             }
             self.group = self.group.reconfigure().map_err(Error::Comm)?;
         }
     }
 
     /// Trains, or waits, until the ranks are to change. Returns whether the training is over, as all ranks know.
-    fn attempt<T, E: From<Error>>(
-        &self,
+    fn attempt<T, E: From<Error> + AsRef<dyn StdError + Send + Sync>>(
+        &mut self,
         result: &mut Option<T>,
         train: &mut impl FnMut(&Attempt<'_>) -> Result<T, E>,
-        changes: &mut usize,
     ) -> Result<bool, E> {
+        let ranks = self.group.world_size();
         // Those that wait have not heard of the end, nor has a rank that comes.
-        let mut is_over = [i64::from(result.is_some())];
-        self.group.all_reduce(&mut is_over, ReduceOp::Max).map_err(Error::Comm)?;
-        if is_over[0] > 0 {
+        let own = [i64::from(result.is_some()), i64::from(self.group.is_newcomer())];
+        let mut all = vec![0; 2 * ranks];
+        self.group.all_gather(&own, &mut all).map_err(Error::Comm)?;
+        let (is_over, is_newcomer): (Vec<bool>, Vec<bool>) =
+            all.chunks(2).map(|of_rank| (of_rank[0] > 0, of_rank[1] > 0)).unzip();
+        if is_over.contains(&true) {
             return Ok(true);
         }
-        let ranks = self.group.world_size();
-        let training = ranks - ranks % self.multiple;
-        if self.group.rank() >= training {
-            self.wait(training)?;
+        // Those that were there before are near to what was saved.
+        let mut training: Vec<usize> = (0..ranks).collect();
+        training.sort_by_key(|&rank| is_newcomer[rank]);
+        training.truncate(ranks - ranks % self.multiple);
+        training.sort_unstable();
+        if training.is_empty() {
+            let has_changed = self.wait(Some(self.group.timeout()))?;
+            return if has_changed { Ok(false) } else { Err(self.too_few().into()) };
+        }
+        if !training.contains(&self.group.rank()) {
+            self.wait(None)?;
             return Ok(false);
         }
+        let all_train = training.len() == ranks;
         let attempt = Attempt {
-            group: self.training_ranks(training)?,
+            group: self.training_ranks(&training)?,
             all: &self.group,
             looked: Cell::new(None),
             checks: Cell::new(0),
         };
         let value = train(&attempt);
-        *changes = if attempt.checks.get() > 1 { 0 } else { *changes + 1 };
-        let value = value?;
+        let Attempt { group, checks, .. } = attempt;
+        self.changes = if checks.get() > 1 { 0 } else { self.changes + 1 };
+        if checks.get() > 0 {
+            self.short_since = None;
+        }
+        let value = match value {
+            Err(error) if are_parts_missing(error.as_ref()) && self.group.can_reconfigure() => {
+                let has_changed = self.wait(Some(PARTS_TIMEOUT.min(self.group.timeout())))?;
+                return if has_changed { Ok(false) } else { Err(error) };
+            }
+            value => value?,
+        };
         // A rank that has not done the last step needs the others.
-        attempt.group.barrier().map_err(Error::Comm)?;
+        group.barrier().map_err(Error::Comm)?;
         *result = Some(value);
-        Ok(training == ranks)
+        Ok(all_train)
     }
 
-    /// Whether the ranks have to change. Errors of other crates do not always have what caused them as their source.
-    fn is_change_of_ranks(&self, error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-        is_change_of_ranks(error) || self.group.is_changing().unwrap_or(false)
+    /// Returns the error if no change of the ranks has caused it, or there were too many changes.
+    fn check_change<E>(&self, error: E) -> Result<(), E>
+    where
+        E: From<Error> + AsRef<dyn StdError + Send + Sync>,
+    {
+        // Errors of other crates do not always have what caused them as their source.
+        let is_known = is_change_of_ranks(error.as_ref());
+        if !self.group.can_reconfigure() || !(is_known || self.group.is_changing().unwrap_or(false))
+        {
+            return Err(error);
+        }
+        let rank = job_rank(&self.group);
+        if self.changes >= MAX_CHANGES {
+            let reason = format!(
+                "the ranks have changed {MAX_CHANGES} times, and Attempt::check was not called twice in between; the \
+                 last cause: {}",
+                error.as_ref()
+            );
+            return Err(Error::Elastic { rank, reason }.into());
+        }
+        if is_known {
+            log::info!("rank {rank}: the ranks change: {}", error.as_ref());
+        } else {
+            log::warn!("rank {rank}: the ranks change, and this failed: {}", error.as_ref());
+        }
+        Ok(())
     }
 
-    /// Returns the group of the first ranks.
-    fn training_ranks(&self, count: usize) -> Result<ProcessGroup> {
-        if count == self.group.world_size() {
+    /// Returns the group of these ranks.
+    fn training_ranks(&self, ranks: &[usize]) -> Result<ProcessGroup> {
+        if ranks.len() == self.group.world_size() {
             return Ok(self.group.clone());
         }
-        let ranks: Vec<usize> = (0..count).collect();
-        self.group.new_group_of(&ranks, "in_process_restart").map_err(Error::Comm)
+        self.group.new_group_of(ranks, "in_process_restart").map_err(Error::Comm)
     }
 
-    /// Waits until the ranks are to change, while `training` ones train.
-    fn wait(&self, training: usize) -> Result<()> {
+    /// Waits until the ranks are to change. With a limit no rank trains, and this is how long that may last, from its
+    /// begin. Returns whether the ranks are to change.
+    fn wait(&mut self, limit: Option<Duration>) -> Result<bool> {
         let begin = Instant::now();
-        while !self.group.is_changing().map_err(Error::Comm)? {
-            if training == 0 {
-                if self.group.rank() == 0 && self.group.newcomers().map_err(Error::Comm)? > 0 {
-                    break;
-                }
-                if begin.elapsed() >= self.group.timeout() {
-                    return Err(self.too_few());
-                }
+        let since = limit.map(|_| *self.short_since.get_or_insert(begin));
+        loop {
+            if let Some((since, limit)) = since.zip(limit)
+                && since.elapsed() >= limit
+            {
+                return Ok(false);
+            }
+            let looks = limit.is_some() && self.group.rank() == 0;
+            if self.group.is_changing()? || looks && self.group.newcomers()? > 0 {
+                return Ok(true);
             }
             thread::sleep(LOOK_INTERVAL);
         }
-        Ok(())
     }
 
     fn too_few(&self) -> Error {
@@ -197,6 +240,18 @@ impl InProcessRestart {
     }
 }
 
+/// Whether ranks that were lost had parts of the checkpoint.
+fn are_parts_missing(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
+    let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(CheckpointError::PartsMissing { .. }) = error.downcast_ref() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
 impl Attempt<'_> {
     /// Returns the group of the ranks that train.
     pub fn group(&self) -> &ProcessGroup {
@@ -204,7 +259,8 @@ impl Attempt<'_> {
     }
 
     /// Fails on rank 0 when the ranks are to change: when a process waits to join, or one that waited has ended. Call
-    /// this before each step. It sends nothing: the other ranks hear of it by their next operation.
+    /// this before each step: by these calls `run` knows that the training goes on. It sends nothing. The other ranks
+    /// hear of the change by their next operation.
     ///
     /// # Errors
     ///

@@ -27,6 +27,7 @@ const TIMELINE: &str = "timeline";
 /// Names of arguments of `flow-launch top`.
 pub const JOB: &str = "job";
 pub const ONCE: &str = "once";
+pub const HTTP: &str = "http";
 
 /// Names of arguments of `flow-launch doctor`, the first of `flow-launch top` as well.
 pub const JSON: &str = "json";
@@ -84,6 +85,7 @@ pub fn trace_command() -> Command {
 pub fn top_command() -> Command {
     let switch = |name: &'static str| Arg::new(name).long(name).action(ArgAction::SetTrue);
     let job = Arg::new(JOB).value_name("JOB");
+    let http = Arg::new(HTTP).long(HTTP).value_name("ADDRESS");
     let of_endpoint = [
         (
             table::RDZV_ENDPOINT,
@@ -99,6 +101,7 @@ pub fn top_command() -> Command {
         .arg(job.help("A job of this machine: its id, or the process number of its flow-launch"))
         .arg(switch(JSON).help("Print a line of JSON a second"))
         .arg(switch(ONCE).help("Print one line"))
+        .arg(http.help("Serve a page at PORT of this machine only, or at HOST:PORT"))
         .args(of_endpoint.map(|(flag, help)| flag.0.argument().help(help)))
 }
 

@@ -59,6 +59,8 @@ pub struct Coordinator {
     nodes: usize,
     failures: u32,
     commands: Vec<(AgentId, Command)>,
+    /// Who has joined and left since these were taken, and whether that interrupts the job.
+    changes: Vec<(String, bool)>,
 }
 
 impl Coordinator {
@@ -83,6 +85,7 @@ impl Coordinator {
             nodes: 0,
             failures: 0,
             commands: Vec::new(),
+            changes: Vec::new(),
         }
     }
 
@@ -232,6 +235,11 @@ impl Coordinator {
         self.agents.iter().map(|(id, agent)| (*id, &agent.node))
     }
 
+    /// Returns who has joined and left since the last call, and whether that interrupts the job.
+    pub fn take_changes(&mut self) -> Vec<(String, bool)> {
+        std::mem::take(&mut self.changes)
+    }
+
     /// Whether the job runs, and workers of this agent.
     pub fn has_workers(&self, agent: AgentId) -> bool {
         let agent = self.agents.get(&agent).filter(|_| self.phase == JobPhase::Running);
@@ -295,6 +303,7 @@ impl Coordinator {
         }
         let finishing = self.agents.values().any(|agent| agent.state == AgentState::Finished);
         let why = format!("{} has joined", self.describe(agent));
+        self.changes.push((why.clone(), false));
         if self.phase == JobPhase::Running && self.in_place.is_some() {
             if self.agents[&agent].state == AgentState::Idle {
                 self.fill_vacancy(agent, &why);
@@ -364,7 +373,11 @@ impl Coordinator {
     fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
-        if self.phase != JobPhase::Running || lost.state != AgentState::Running {
+        let interrupts = self.phase == JobPhase::Running && lost.state == AgentState::Running;
+        if self.phase != JobPhase::Over {
+            self.changes.push((format!("{description} {how}"), interrupts));
+        }
+        if !interrupts {
             return;
         }
         let summary = format!("{description} {how}");

@@ -302,6 +302,7 @@ impl Leader {
             self.dispatch(commands);
         }
         let commands = self.coordinator.elapsed(now);
+        self.note_changes(None, &commands);
         self.dispatch(commands);
         for (watcher, mut status) in self.watchers.take_due(now) {
             let members = &self.candidate.election.record().members;
@@ -494,15 +495,27 @@ impl Leader {
             _ => {}
         }
         let now = Instant::now();
-        let change = watchers::change(&event, self.coordinator.host(agent));
+        let failure = watchers::failure(&event);
         let had_workers = self.coordinator.has_workers(agent);
         let commands = self.coordinator.handle(agent, event, now);
-        if let Some(what) = change.filter(|_| self.linger_until.is_none()) {
-            let stops = commands.iter().any(|(_, command)| matches!(command, Command::Stop { .. }));
-            let what = format!("{what}{}", watchers::consequence(&commands));
-            self.watchers.note(what, had_workers || stops, now);
-        }
+        let failure = failure.map(|what| (what, had_workers));
+        self.note_changes(failure, &commands);
         self.dispatch(commands);
+    }
+
+    /// Notes for those who watch which worker has failed, who has joined and left, and what follows.
+    fn note_changes(&mut self, failure: Option<(String, bool)>, commands: &[(AgentId, Command)]) {
+        let changes = self.coordinator.take_changes().into_iter().chain(failure);
+        // All join again at a new leader.
+        let gathers = self.claim.is_some() && self.round.is_none();
+        if self.linger_until.is_some() || gathers {
+            return;
+        }
+        let stops = commands.iter().any(|(_, command)| matches!(command, Command::Stop { .. }));
+        for (what, interrupts) in changes {
+            let what = format!("{what}{}", watchers::consequence(commands));
+            self.watchers.note(what, interrupts || stops, Instant::now());
+        }
     }
 
     fn dispatch(&mut self, commands: Vec<(AgentId, Command)>) {

@@ -153,11 +153,9 @@ impl Watchers {
     }
 }
 
-/// Says who has joined or left by this event, if somebody has. `host` is that of the agent.
-pub fn change(event: &AgentEvent, host: Option<&str>) -> Option<String> {
+/// Says which worker has failed, if this event is such a failure.
+pub fn failure(event: &AgentEvent) -> Option<String> {
     match event {
-        AgentEvent::Joined { node } => Some(format!("host {} has joined", node.host)),
-        AgentEvent::Gone { why } => Some(format!("host {} is lost: {why}", host?)),
         AgentEvent::Failed { failure, .. } => Some(failure.summary.clone()),
         AgentEvent::Exited { failure, .. } => Some(failure.as_ref()?.summary.clone()),
         _ => None,

@@ -1,13 +1,13 @@
 //! The jobs of this machine. Each agent says in a memfd what its job is, and where its store is. Others find
 //! that among the descriptors of this user's processes: so nothing is left behind, however an agent ends.
 
-use std::fs::{self, DirEntry, File};
-use std::io::Write;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, DirEntry, File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use anyhow::bail;
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, OFlags, memfd_create};
 use rustix::process::{Resource, geteuid, getrlimit};
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +19,9 @@ const NAME: &str = "flow-job";
 
 /// Where a descriptor of it leads.
 const TARGET: &str = "/memfd:flow-job (deleted)";
+
+/// The most bytes of it.
+const BYTES: u64 = 1 << 20;
 
 /// What an agent says of its job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,7 +62,8 @@ pub fn find(name: Option<&str>) -> anyhow::Result<LocalJob> {
 fn choose(mut jobs: Vec<LocalJob>, name: Option<&str>) -> Result<LocalJob, Usage> {
     let all = names(&jobs);
     if let Some(name) = name {
-        jobs.retain(|job| job.job == name || job.pid.to_string() == name);
+        let has_id = jobs.iter().any(|job| job.job == name);
+        jobs.retain(|job| job.job == name || !has_id && job.pid.to_string() == name);
     }
     // Several agents of a job may run on one machine.
     jobs.sort_by_key(|job| job.pid);
@@ -119,11 +123,16 @@ fn entries(folder: &Path) -> impl Iterator<Item = DirEntry> {
 
 /// Reads what the agent with this process number says.
 fn read(path: &Path, pid: u32) -> anyhow::Result<LocalJob> {
-    let file = File::open(path)?;
-    if file.metadata()?.uid() != geteuid().as_raw() {
+    // Something else may have the same name in another namespace.
+    let file =
+        OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path)?;
+    let about = file.metadata()?;
+    if about.uid() != geteuid().as_raw() || !about.is_file() {
         bail!("it is another user's");
     }
-    let job: LocalJob = serde_json::from_reader(file)?;
+    let mut text = Vec::new();
+    file.take(BYTES).read_to_end(&mut text)?;
+    let job: LocalJob = serde_json::from_slice(&text)?;
     // A process that is forked from the agent has its descriptors.
     if job.pid != pid {
         bail!("it is process {}'s", job.pid);
@@ -160,9 +169,10 @@ mod tests {
 
     #[test]
     fn a_job_is_listed_as_long_as_its_agent_has_the_memfd_open() {
-        let own = job(std::process::id(), "listed", "h:1");
-        let of_another = job(own.pid + 1, "listed", "h:1");
-        let listed = || list().into_iter().filter(|job| job.job == "listed").collect::<Vec<_>>();
+        let id = format!("listed-{}", std::process::id());
+        let own = job(std::process::id(), &id, "h:1");
+        let of_another = job(own.pid + 1, &id, "h:1");
+        let listed = || list().into_iter().filter(|job| job.job == id).collect::<Vec<_>>();
         let published = [own.publish().unwrap(), of_another.publish().unwrap()];
         assert_eq!(listed(), [own]);
         drop(published);

@@ -7,7 +7,9 @@
 //! | `view.rs` | what is shown: who waits for whom, what a change has cost (pure) |
 //! | `table.rs` | the screen's lines (pure) |
 //! | `screen.rs` | the terminal |
+//! | `http.rs`, `page.html` | the page over HTTP |
 
+mod http;
 pub mod local_jobs;
 mod screen;
 mod table;
@@ -18,7 +20,7 @@ use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stdin, stdout};
 use std::thread;
 
-use crate::cli::top::{self, Request, Which};
+use crate::cli::top::{self, Output, Request, Which};
 use crate::cli::usage::Usage;
 use crate::control::token::token;
 use crate::net;
@@ -30,12 +32,17 @@ use crate::top::watcher::{INTERVAL, Watcher};
 pub fn main(arguments: &[OsString]) -> anyhow::Result<u8> {
     let request = top::request(arguments)?;
     let has_terminal = stdin().is_terminal() && stdout().is_terminal();
-    if !request.json && !has_terminal {
-        let text = "top needs a terminal for its screen; --json prints a line of JSON a second";
+    if request.output == Output::Screen && !has_terminal {
+        let text = "top needs a terminal for its screen; --json prints a line of JSON a second, and --http serves a \
+                    page";
         return Err(Usage(text.into()).into());
     }
     let watcher = connect(&request)?;
-    if request.json { print_json(watcher, request.once) } else { screen::show(watcher) }
+    match request.output {
+        Output::Screen => screen::show(watcher),
+        Output::Json { once } => print_json(watcher, once),
+        Output::Page { host, port } => http::serve(watcher, &host, port),
+    }
 }
 
 fn connect(request: &Request) -> anyhow::Result<Watcher> {

@@ -118,7 +118,7 @@ fn read_key() -> io::Result<bool> {
 /// The screen, which is as before when this is dropped.
 struct Screen {
     modes: Termios,
-    shown: Option<View>,
+    shown: Option<(View, Vec<Option<f64>>)>,
     before: Before,
     lines: Vec<String>,
 }
@@ -137,22 +137,24 @@ impl Screen {
     }
 
     fn show(&mut self, view: View) -> io::Result<()> {
-        self.shown = Some(view);
+        let cpu_shares = self.before.cpu_shares(&view);
+        self.shown = Some((view, cpu_shares));
         self.draw()
     }
 
     fn draw(&mut self) -> io::Result<()> {
-        let Some(view) = &self.shown else { return Ok(()) };
+        let Some((view, cpu_shares)) = &self.shown else { return Ok(()) };
         let size = tcgetwinsize(stdout())?;
         let (rows, columns) = (size.ws_row.into(), size.ws_col.into());
-        self.lines = table::lines(view, &mut self.before, rows, columns);
+        self.lines = table::lines(view, cpu_shares, rows, columns, "; q ends this");
         let text = self.lines.join(END_OF_LINE);
         write(&format!("{HOME}{text}\x1b[K{END_OF_SCREEN}"))
     }
 
     /// Ctrl-Z: leaves the terminal to the shell until the user continues us.
-    fn suspend(self) -> anyhow::Result<Screen> {
-        let (shown, before) = (self.shown.clone(), Before::default());
+    fn suspend(mut self) -> anyhow::Result<Screen> {
+        let shown = self.shown.clone();
+        let before = std::mem::take(&mut self.before);
         drop(self);
         signal::raise_once(Signal::TSTP)?;
         let mut screen = Screen::enter()?;

@@ -16,7 +16,11 @@ pub struct Before {
 }
 
 impl Before {
-    /// Returns the share of a processor that a rank has used since, and keeps what is now.
+    /// Returns the share of a processor that each rank has used since, and keeps what is now.
+    pub fn cpu_shares(&mut self, view: &View) -> Vec<Option<f64>> {
+        view.ranks.iter().map(|rank| self.cpu_share(rank)).collect()
+    }
+
     fn cpu_share(&mut self, view: &RankView) -> Option<f64> {
         let key = (view.rank, view.pid);
         let cpu = view.cpu_seconds?;
@@ -28,9 +32,16 @@ impl Before {
     }
 }
 
-/// Returns the lines for a terminal of so many rows and columns.
-pub fn lines(view: &View, before: &mut Before, rows: usize, columns: usize) -> Vec<String> {
-    let mut head = vec![heading(view)];
+/// Returns the lines for a terminal of so many rows and columns, with the share of a processor that each rank
+/// uses. The first line ends with `hint`.
+pub fn lines(
+    view: &View,
+    cpu_shares: &[Option<f64>],
+    rows: usize,
+    columns: usize,
+    hint: &str,
+) -> Vec<String> {
+    let mut head = vec![heading(view) + hint];
     if !view.silent.is_empty() {
         head.push(format!("no answer from {}", printable(&view.silent.join(", "))));
     }
@@ -43,8 +54,8 @@ pub fn lines(view: &View, before: &mut Before, rows: usize, columns: usize) -> V
         foot.insert(0, String::new());
     }
     let mut table = vec![COLUMNS.map(String::from)];
-    for rank in &view.ranks {
-        table.push(cells(rank, before.cpu_share(rank)));
+    for (rank, cpu_share) in view.ranks.iter().zip(cpu_shares) {
+        table.push(cells(rank, *cpu_share));
     }
     let mut body = aligned(&table);
     let room = rows.saturating_sub(head.len() + foot.len()).max(2);
@@ -71,7 +82,7 @@ fn heading(view: &View) -> String {
         number => format!("{number} {what}s"),
     };
     format!(
-        "job {}: {}, {}; q ends this",
+        "job {}: {}, {}",
         printable(&view.job),
         count(hosts.len(), "host"),
         count(view.ranks.len(), "rank")
@@ -221,7 +232,9 @@ mod tests {
 
     #[test]
     fn a_line_says_what_each_rank_does() {
-        let lines = lines(&view(vec![rank(0), plain(10)]), &mut Before::default(), 24, 200);
+        let view = view(vec![rank(0), plain(10)]);
+        let shares = Before::default().cpu_shares(&view);
+        let lines = lines(&view, &shares, 24, 200, "; q ends this");
         let expected = [
             "job j: 1 host, 2 ranks; q ends this",
             "no answer from h",
@@ -239,7 +252,7 @@ mod tests {
     fn the_screen_is_never_left() {
         for (rows, columns) in [(0, 0), (1, 1), (5, 20), (8, 80), (60, 300)] {
             let view = view((0..40).map(rank).collect());
-            let lines = lines(&view, &mut Before::default(), rows, columns);
+            let lines = lines(&view, &vec![None; view.ranks.len()], rows, columns, "");
             assert!(lines.len() <= rows);
             assert!(lines.iter().all(|line| line.chars().count() <= columns));
             if rows == 8 {

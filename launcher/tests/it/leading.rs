@@ -99,7 +99,7 @@ fn another_node_leads_when_the_leading_one_is_without_power() {
     without_leader(|net, _| net.power_off(0));
 }
 
-/// By the file of a follower, or at the address of the first leader.
+/// Found on a follower's machine, or at the address of the first leader.
 #[test]
 fn who_watches_finds_the_new_leader() {
     let Some(net) = Net::new(3) else { return };

@@ -1,11 +1,13 @@
 //! `flow-launch top`: what it shows of jobs whose workers are shell scripts, and how it finds them.
 
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use flow_harness::cli::{Running, launcher, run, script, until, until_gone};
-use flow_harness::{Finished, assert_contains, free_port};
+use flow_harness::{Finished, TEST_TIMEOUT, assert_contains, free_port};
 use flow_store::Store;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -166,7 +168,9 @@ fn workers_that_are_replaced_leave_no_descriptors() {
 fn nodes_are_shown_together_from_anywhere() {
     let endpoint = format!("127.0.0.1:{}", free_port());
     let id = format!("run-{endpoint}");
-    let flags = format!("--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id {id}");
+    let flags = format!(
+        "--nnodes 2 --nproc_per_node 2 --rdzv-endpoint {endpoint} --rdzv-id {id} --rdzv-conf heartbeat_timeout=600"
+    );
     let leader = job(&flags);
     until("the first leads", || top(&["--json", "--once", &name(&leader)]).code == Some(0));
     let mut nodes = [leader, job(&flags)];
@@ -194,6 +198,106 @@ fn nodes_are_shown_together_from_anywhere() {
     follower.signal(Signal::CONT);
     nodes[0].signal(Signal::TERM);
     nodes.into_iter().for_each(|node| drop(node.finish()));
+}
+
+/// What a browser gets: the status and the rest.
+fn get(address: &str, path: &str) -> (u16, String) {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, answer.split_once("\r\n\r\n").unwrap().1.to_string())
+}
+
+#[test]
+fn a_page_is_served_to_who_knows_its_token() {
+    let mut running = job("--nproc_per_node 2");
+    running.numbers(2);
+    let mut command = launcher(&["top", "--http", "0", &name(&running)]);
+    let mut watching = Running::start(&mut command);
+    let line = watching.line();
+    let (address, query) = line.strip_prefix("http://").unwrap().split_once('/').unwrap();
+    assert!(address.starts_with("127.0.0.1:") && query.len() > 30, "{line}");
+    for path in ["/", "/top.json", "/top.txt?token=", "/?token=another"] {
+        let (status, text) = get(address, path);
+        assert_eq!((status, text.lines().count()), (403, 1), "{path}: {text}");
+    }
+    let (status, text) = get(address, &format!("/{query}"));
+    assert!(status == 200 && text.contains("<!doctype html>"), "{text}");
+    until("both ranks are shown", || {
+        let (status, text) = get(address, &format!("/top.json{query}"));
+        let view: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(status, 200);
+        view["ranks"].as_array().unwrap().len() == 2
+    });
+    until("both ranks are shown as text", || {
+        let (status, text) = get(address, &format!("/top.txt{query}"));
+        assert_eq!(status, 200);
+        text.contains("2 ranks") && text.contains("memory")
+    });
+    assert_eq!(get(address, &format!("/other{query}")).0, 404);
+    // Those that say nothing, or too much, do not keep others from asking.
+    let silent = [(); 8].map(|()| TcpStream::connect(address).unwrap());
+    let mut loud = TcpStream::connect(address).unwrap();
+    let _ = loud.write_all(&[b'x'; 100_000]);
+    assert_eq!(get(address, &format!("/{query}")).0, 200);
+    drop(silent);
+    running.signal(Signal::TERM);
+    running.finish();
+    let end = watching.finish();
+    assert_eq!((end.code, &end.stderr[..]), (Some(0), ""), "{end:?}");
+}
+
+#[test]
+fn a_page_that_nobody_looks_at_ends_with_a_killed_launcher() {
+    let mut running = job("--nproc_per_node 1");
+    let pids = running.numbers(1);
+    let mut command = launcher(&["top", "--http", "0", &name(&running)]);
+    let mut watching = Running::start(&mut command);
+    watching.line();
+    running.signal(Signal::KILL);
+    let end = watching.finish();
+    assert_eq!(end.code, Some(1), "{end:?}");
+    assert_contains(&end.stderr, &["the leading node is lost"]);
+    running.finish();
+    until_gone(&pids);
+}
+
+#[test]
+fn a_node_that_leaves_is_shown() {
+    let endpoint = format!("127.0.0.1:{}", free_port());
+    let flags =
+        format!("--nnodes 1:2 --rdzv-endpoint {endpoint} --rdzv-conf last_call_timeout=0.01");
+    let leader = job(&flags);
+    until("the first leads", || top(&["--json", "--once", &name(&leader)]).code == Some(0));
+    let mut nodes = [leader, job(&flags)];
+    nodes[1].numbers(1);
+    nodes[1].signal(Signal::TERM);
+    until("the change is shown", || {
+        let view = view(&[&name(&nodes[0])]);
+        let changes = view["changes"].as_array().unwrap();
+        let left = |change: &Value| change["what"].as_str().unwrap().contains("has left");
+        changes.iter().any(left)
+    });
+    nodes[0].signal(Signal::TERM);
+    nodes.into_iter().for_each(|node| drop(node.finish()));
+}
+
+#[test]
+fn a_page_at_a_wrong_address_is_an_error_in_a_line() {
+    let mut running = job("--nproc_per_node 1");
+    running.numbers(1);
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    for (address, reason) in [(&port[..], "in use"), ("no-such-host.invalid:80", "no-such-host")] {
+        let finished = top(&["--http", address, &name(&running)]);
+        assert_eq!((finished.code, finished.stderr.lines().count()), (Some(1), 1), "{finished:?}");
+        assert_contains(&finished.stderr, &["cannot serve a page", reason]);
+    }
+    running.signal(Signal::TERM);
+    running.finish();
 }
 
 /// What makes no sense is told in the log, and the job goes on.
