@@ -310,6 +310,43 @@ fn distributed_checkpoint() {
 }
 
 #[test]
+fn checkpoints_beside_the_training() {
+    if is_skipped() {
+        return;
+    }
+    let folders = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let [by_cpp, by_python, by_processes] =
+        folders.each_ref().map(|folder| folder.path().to_str().unwrap());
+    let mut several = Several::new();
+    several.add(Part::Cpp, &[], "checkpoint_async.py", &[by_cpp, "threads"]);
+    several.add(Part::Python, &[], "checkpoint_async.py", &[by_python, "threads"]);
+    let printed = several.launched(2);
+    printed.iter().for_each(|printed| all_good(printed, 2, 4));
+
+    // PyTorch starts its processes from the program's file.
+    let (python, script) = (python(), script("checkpoint_async.py"));
+    let mut job = launcher(&["--nproc-per-node", "2", "--no-python", &python, &script]);
+    let finished = run(with_flow(job.args([by_processes, "processes"])).env("FLOW_TORCH", "1"));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    all_good(&finished, 2, 2);
+}
+
+/// The first attempts are killed while they write, one of each kind of model.
+#[test]
+fn ranks_killed_in_a_save_find_the_checkpoint_before() {
+    if is_skipped() {
+        return;
+    }
+    let (python, script) = (python(), script("checkpoint_async.py"));
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "2", "--no-python", &python, &script];
+    let finished = run(with_flow(launcher(&flags).arg(folder.path()).arg("killed")));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    // The last attempt finds what the first one has saved, too.
+    all_good(&finished, 2, 3);
+}
+
+#[test]
 fn processes_of_mp_spawn() {
     if is_skipped() {
         return;
