@@ -346,6 +346,35 @@ fn ranks_killed_in_a_save_find_the_checkpoint_before() {
     all_good(&finished, 2, 3);
 }
 
+/// The first attempt is killed while it writes to the memory, the second one while it writes to the disk.
+#[test]
+fn killed_ranks_go_on_from_the_launchers_memory() {
+    if is_skipped() {
+        return;
+    }
+    let (python, script) = (python(), script("checkpoint_memory.py"));
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "2", "--no-python", &python, &script];
+    let finished = run(with_flow(launcher(&flags).arg(folder.path())));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    assert_eq!(finished.stderr.matches("was killed by signal 9").count(), 2, "{finished:?}");
+    all_good(&finished, 2, 5);
+}
+
+/// In turn, at any moment.
+#[test]
+fn ranks_killed_in_a_save_in_memory_find_it_or_the_one_before() {
+    if is_skipped() {
+        return;
+    }
+    let (python, script) = (python(), script("checkpoint_memory_killed.py"));
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--nproc-per-node", "2", "--max-restarts", "5", "--no-python", &python, &script];
+    let finished = run(with_flow(launcher(&flags).arg(folder.path()).arg("6")));
+    assert_eq!(finished.code, Some(0), "{finished:?}");
+    all_good(&finished, 2, 5);
+}
+
 #[test]
 fn processes_of_mp_spawn() {
     if is_skipped() {

@@ -146,6 +146,14 @@ impl Memory {
         Ok(found)
     }
 
+    /// Gives memory back that has no generation, but what another program has left.
+    ///
+    /// # Errors
+    /// The memory cannot be read.
+    pub fn clear_others(&self) -> io::Result<()> {
+        if self.generations()?.is_empty() { self.file.set_len(0) } else { Ok(()) }
+    }
+
     fn read(&self, slot: usize) -> io::Result<Option<Generation>> {
         let mut header = [0; 48];
         self.file.read_exact_at(&mut header, (slot * HEADER) as u64)?;
