@@ -4,7 +4,7 @@ A rank's memory has two checkpoints at most: of each the files that the rank has
 
 | bytes | contents |
 |---|---|
-| from 0 and from 64 on | a header for each: where its record is, the record's length and its BLAKE2b |
+| from 0 and from 64 on | a header for each: where its record is, the record's length and its SHA-256 |
 | from 4096 and from 2^40 on | the files of each, and the record. There is no memory behind what is never written |
 
 The coordinator's record is the last one. So a checkpoint is whole or not there, whenever ranks are killed.
@@ -38,10 +38,10 @@ _HEADERS = 0, 64
 _STARTS = 4096, 1 << 40
 # Bytes that go to the disk at once.
 _BLOCK = 8 << 20
-
-
-def _hash(data):
-    return hashlib.blake2b(data, digest_size=32)
+# Python has nothing faster on a CPU with instructions for it.
+_hash = hashlib.sha256
+# The saves whose files `latest` has found to be whole.
+_whole = set()
 
 
 @dataclasses.dataclass
@@ -194,7 +194,7 @@ class _Found(FileSystem):
     def create_stream(self, path, mode):
         with _Memory(self.record.memories[path.name]) as memory:
             start, length, digest = _part(memory, self.record, path.name)
-            if memory.sum(start, length) != digest:
+            if self.record.save not in _whole and memory.sum(start, length) != digest:
                 raise RuntimeError(f"{path} is damaged in memory; load it from its folder, or another checkpoint")
             yield io.BufferedReader(_Span(memory.file, start, length))
 
@@ -270,6 +270,7 @@ def latest(folder, process_group=None):
         # Each rank checks some of the files.
         is_whole = save in own and all(_is_whole(own[save], name) for name in sorted(own[save].memories)[rank::size])
         if all(of_all(is_whole)):
+            _whole.add(save)
             return path
         if rank == 0:
             warnings.warn(f"the checkpoint {path} is not whole in memory")
