@@ -57,7 +57,7 @@ impl Contents {
         Ok(contents)
     }
 
-    /// Takes each rank's [pieces], the text of them, of its file.
+    /// Takes the lengths and sums of the ranks' files from the texts of their [pieces].
     pub fn add_files(&mut self, texts: &[String]) -> Result<()> {
         for (rank, text) in texts.iter().enumerate() {
             let pieces: Vec<Piece> = pieces(text)?.into_iter().map(|(_, piece)| piece).collect();
