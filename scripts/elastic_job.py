@@ -192,11 +192,21 @@ def environment(pid):
         return []
 
 
+def is_alive(pid):
+    """A zombie is not: who has lost its parent is one until the machine's first process has reaped it."""
+    return stat(pid)[0] not in "ZX"
+
+
 def parent(pid):
+    return int(stat(pid)[1])
+
+
+def stat(pid):
+    """The state of a process, and its parent."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return None
+        return ["X", 0]
 
 
 def children(pid):

@@ -22,6 +22,11 @@ use crate::shm::control::Control;
 use crate::transport::{Connections, DisconnectReason, PeerDown};
 use crate::world::EXIT_REPORT_TIMEOUT;
 
+/// How flow-launch's report begins of a process that has ended by itself.
+const EXITED: &str = "exit code ";
+/// The interval at which a rank looks whether a peer was killed.
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(20);
+
 /// Whether, and why, a group has failed.
 pub struct Failure {
     pub core: Arc<GroupCore>,
@@ -266,7 +271,7 @@ impl Failure {
         match &how {
             DisconnectReason::Failed(why) => self.apply_failure(why),
             _ if self.core.locals.contains(&peer) => {}
-            _ => self.wait_failure(EXIT_REPORT_TIMEOUT),
+            _ => self.wait_failure_of(peer),
         }
         if let Err(error) = self.check_failure(operation, true) {
             return error;
@@ -410,6 +415,25 @@ impl Failure {
         }
         if let Some(failure) = self.remote.failure(time) {
             self.apply_failure(&failure);
+        }
+    }
+
+    /// Waits for the failure because of which a peer on another node may have ended. One that was killed, or
+    /// lost with its node, has none to publish any more.
+    fn wait_failure_of(&self, peer: usize) {
+        let deadline = Instant::now() + EXIT_REPORT_TIMEOUT;
+        loop {
+            let end = self.core.world.exit_report(self.core.ranks[peer], Duration::ZERO);
+            let was_killed = end.is_some_and(|end| !end.starts_with(EXITED));
+            let left = deadline.saturating_duration_since(Instant::now());
+            self.wait_failure(if was_killed {
+                Duration::ZERO
+            } else {
+                left.min(EXIT_POLL_INTERVAL)
+            });
+            if was_killed || left.is_zero() || self.control.header().poison.is_set() {
+                return;
+            }
         }
     }
 
