@@ -102,7 +102,12 @@ impl<M, S> Training<'_, M, S> {
         self.looked = Some(Instant::now());
         match self.group.newcomers()? {
             0 => Ok(()),
-            count => Err(Error::Newcomers { rank: job_rank(&self.group), count }),
+            count => {
+                let error = Error::Newcomers { rank: job_rank(&self.group), count };
+                // Else the others, which are in this step, would first see this rank leave, and wait for its end.
+                self.model.abort(&error.to_string());
+                Err(error)
+            }
         }
     }
 }

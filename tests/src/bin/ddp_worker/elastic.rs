@@ -1,6 +1,7 @@
 //! Trainings that go on when ranks are killed and others come in their place.
 
 use std::cell::Cell;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +23,9 @@ use crate::random_options::model::{Layer, Net, Operation, WIDTH, When};
 use crate::virtual_ranks::bits;
 
 const NEWCOMERS_FAIL: &str = "FLOW_TEST_NEWCOMERS_FAIL";
+const STOPPED: &str = "FLOW_TEST_STOPPED";
 const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "4"];
+const HANGS: &[&str] = &["--elastic", "in-place", "--max-restarts", "2", "--hang-timeout", "10"];
 
 pub const SCENARIOS: &[Scenario] = &[
     process(
@@ -39,6 +42,12 @@ pub const SCENARIOS: &[Scenario] = &[
     )
     .checked_by(ends_well),
     process(
+        "stopped_ranks_leave_the_bits_of_one_process",
+        same_bits,
+        &[launched(2).flags(HANGS).mode("stopped", STOPPED, "1")],
+    )
+    .checked_by(are_taken_out),
+    process(
         "killed_ranks_lose_no_sample",
         every_sample,
         &[launched(2).flags(IN_PLACE), launched(3).flags(IN_PLACE)],
@@ -52,6 +61,8 @@ const VIRTUAL_RANKS: usize = 4;
 /// Ranks, and how many processes had them before, that kill themselves at once: one such group after the other.
 const VICTIMS_OF_2: &[&[[i64; 2]]] = &[&[[1, 0]], &[[0, 0]], &[[1, 1]], &[[0, 1]]];
 const VICTIMS_OF_3: &[&[[i64; 2]]] = &[&[[0, 0]], &[[1, 0], [2, 0]], &[[0, 1]]];
+
+const VICTIMS_THAT_STOP: &[&[[i64; 2]]] = &[&[[1, 0]], &[[0, 0]]];
 
 /// The first one trains; those that come after it fail when they come: with another model, or killed.
 const NEWCOMERS: &[&[[i64; 2]]] = &[&[[1, 0]], &[[1, 1]], &[[1, 2]], &[[1, 3]]];
@@ -73,6 +84,7 @@ impl Fate {
             own: [number("RANK"), number("FLOW_REPLACEMENT")],
             victims: match ranks {
                 _ if std::env::var_os(NEWCOMERS_FAIL).is_some() => NEWCOMERS,
+                _ if std::env::var_os(STOPPED).is_some() => VICTIMS_THAT_STOP,
                 2 => VICTIMS_OF_2,
                 _ => VICTIMS_OF_3,
             },
@@ -97,18 +109,40 @@ impl Fate {
         });
         let Some(next) = next else { return Ok(is_whole) };
         if is_whole && next.contains(&self.own) && !self.is_doomed.replace(true) {
-            kill_soon();
+            if self.victims == VICTIMS_THAT_STOP {
+                stop_soon();
+            } else {
+                kill_soon();
+            }
         }
         Ok(false)
     }
 }
 
 fn kill_soon() {
-    let delay = Duration::from_micros(u64::from(std::process::id()) * 7919 % 9000);
+    let delay = random_delay();
     std::thread::spawn(move || {
         std::thread::sleep(delay);
         let _ = kill_process(getpid(), Signal::KILL);
     });
+}
+
+/// Stops this process. It is continued when it is about to be taken out, goes on for a moment, and stops again.
+fn stop_soon() {
+    let delay = random_delay();
+    std::thread::spawn(move || {
+        std::thread::sleep(delay);
+        let script = format!("sleep 10; kill -CONT {}", std::process::id());
+        let _ = Command::new("sh").args(["-c", &script]).stdout(Stdio::null()).spawn();
+        loop {
+            let _ = kill_process(getpid(), Signal::STOP);
+            std::thread::sleep(delay);
+        }
+    });
+}
+
+fn random_delay() -> Duration {
+    Duration::from_micros(u64::from(std::process::id()) * 7919 % 9000)
 }
 
 /// A random model of many layers, and its optimizer.
@@ -341,11 +375,21 @@ fn every_sample() -> Result<()> {
 }
 
 fn ends_well(test: &Test) {
+    is_well(test, &["is started again alone (4 of 4)"]);
+}
+
+fn are_taken_out(test: &Test) {
+    let why = "is killed: the others have waited for it as long as --hang-timeout";
+    let killed = [1, 0].map(|rank| format!("rank {rank} {why}"));
+    is_well(test, &[&killed[0], &killed[1], "is started again alone (2 of 2)"]);
+}
+
+fn is_well(test: &Test, says: &[&str]) {
     let Some(finished) = test.finish() else { return };
     assert_eq!(finished.code, Some(0), "{finished:?}");
     let ranks: usize = test.job.nodes().iter().sum();
     assert_eq!(finished.stdout.matches("all is well\n").count(), ranks, "{finished:?}");
-    assert_contains(&finished.stderr, &["is started again alone (4 of 4)"]);
+    assert_contains(&finished.stderr, says);
 }
 
 /// Wrong uses are told in one line, and change nothing.
