@@ -3,6 +3,7 @@
 mod bench;
 mod checkpoint;
 mod common;
+mod elastic;
 mod global;
 mod gpt;
 mod mnist;

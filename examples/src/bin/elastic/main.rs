@@ -26,10 +26,11 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let group = ProcessGroup::from_env()?;
+    // Before it joins: the others go on until a process that is started again is ready.
     tch::manual_seed(options.seed.into());
     let vs = nn::VarStore::new(Device::Cpu);
     let Task { net, optimizer, train, test } = Task::new(options, &vs)?;
+    let group = ProcessGroup::from_env()?;
     let virtual_ranks = options.virtual_ranks.get();
     let mut elastic = Elastic::new(net, &vs, optimizer, Progress::default(), &group)
         .options(move |group| Ddp::builder(group).virtual_ranks(virtual_ranks));
