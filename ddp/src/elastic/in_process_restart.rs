@@ -127,7 +127,7 @@ impl InProcessRestart {
         let ranks = self.group.world_size();
         // Those that wait have not heard of the end, nor has a rank that comes.
         let own = [i64::from(result.is_some()), i64::from(self.group.is_newcomer())];
-        let mut all = vec![0; 2 * ranks];
+        let mut all = vec![0_i64; 2 * ranks];
         self.group.all_gather(&own, &mut all).map_err(Error::Comm)?;
         let (is_over, is_newcomer): (Vec<bool>, Vec<bool>) =
             all.chunks(2).map(|of_rank| (of_rank[0] > 0, of_rank[1] > 0)).unzip();

@@ -421,11 +421,9 @@ fn newcomers_come(test: &Test) {
 fn ends_smaller(test: &Test) {
     let finished = run(test);
     assert_eq!(finished.code, Some(0), "{finished:?}");
-    assert_eq!(
-        finished.sorted_lines(),
-        ["[4, 2] true", "[4, 2] true", "[4] false"],
-        "{finished:?}"
-    );
+    let lines = finished.sorted_lines();
+    let said: Vec<&str> = lines.into_iter().filter(|line| line.starts_with('[')).collect();
+    assert_eq!(said, ["[4, 2] true", "[4, 2] true", "[4] false"], "{finished:?}");
     assert_eq!(started(test), 4);
 }
 
