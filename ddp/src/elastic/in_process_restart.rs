@@ -19,7 +19,7 @@ use crate::error::{Error, Result, job_rank};
 /// `flow-launch --elastic in-place`; it works without, too, and then a lost rank is an error.
 ///
 /// ```no_run
-/// use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, InProcessRestart, ProcessGroup, TryBackwardStep};
+/// use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, InProcessRestart, ProcessGroup, TensorCollectives, TryBackwardStep};
 /// use tch::nn;
 ///
 /// # fn loss(_: &Fsdp<nn::Linear>) -> Result<tch::Tensor, flow_ddp::Error> { unimplemented!() }
