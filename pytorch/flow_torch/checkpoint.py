@@ -17,8 +17,9 @@ import io
 import json
 import mmap
 import os
-import shutil
 import struct
+import threading
+import time
 import uuid
 import warnings
 from contextlib import contextmanager
@@ -38,10 +39,12 @@ _HEADERS = 0, 64
 _STARTS = 4096, 1 << 40
 # Bytes that go to the disk at once.
 _BLOCK = 8 << 20
+# Seconds for which a thread whose save has failed may still hold the lock.
+_ENDING = 10
 # Python has nothing faster on a CPU with instructions for it.
 _hash = hashlib.sha256
-# The saves whose files `latest` has found to be whole.
-_whole = set()
+# The saves whose files `latest` has found to be whole, and those whose files are not.
+_whole, _damaged = set(), set()
 
 
 @dataclasses.dataclass
@@ -68,7 +71,10 @@ class _Place:
 class _Memory:
     """A rank's memory, open."""
 
+    file = None
+
     def __init__(self, path):
+        self.process = os.getpid()
         if not _is_memory(path):
             raise RuntimeError(f"{path} is not flow-launch's memory: run the program where flow-launch runs, as its user")
         self.file = open(path, "r+b", buffering=0)
@@ -77,14 +83,29 @@ class _Memory:
         return self
 
     def __exit__(self, *_):
-        self.file.close()
+        self.close()
+
+    def __del__(self):
+        self.close()
+
+    def close(self):
+        if self.file and not self.file.closed:
+            # A process that was forked meanwhile has the file, and with it the lock.
+            if os.getpid() == self.process:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
+            self.file.close()
 
     def lock(self):
         """Locks it until it is closed."""
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError("another save of this rank has the memory: wait for that before") from None
+        end = time.monotonic() + _ENDING
+        while True:
+            try:
+                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    reason = "another save of this rank, or Checkpoints of Rust, has the memory: wait for that before"
+                    raise RuntimeError(reason) from None
+            time.sleep(0.01)
 
     def records(self):
         """The records that are whole, by the number of their slot."""
@@ -127,6 +148,15 @@ class _Memory:
         text = json.dumps(dataclasses.asdict(record)).encode()
         _Span(self.file, end).write(text)
         os.pwrite(self.file.fileno(), _HEADER.pack(end, len(text), _hash(text).digest()), _HEADERS[slot])
+
+
+class _Saving(threading.local):
+    """The save of this thread. The coordinator has the memory, locked, until the end."""
+
+    folder = memory = memories = slot = record = end = None
+
+
+_saving = _Saving()
 
 
 class _Span(io.RawIOBase):
@@ -195,7 +225,7 @@ class _Found(FileSystem):
         with _Memory(self.record.memories[path.name]) as memory:
             start, length, digest = _part(memory, self.record, path.name)
             if self.record.save not in _whole and memory.sum(start, length) != digest:
-                raise RuntimeError(f"{path} is damaged in memory; load it from its folder, or another checkpoint")
+                raise _damage(path)
             yield io.BufferedReader(_Span(memory.file, start, length))
 
 
@@ -209,8 +239,11 @@ def _is_memory(path):
 def _own():
     """The path of this rank's memory."""
     path = os.environ.get(_VARIABLE)
-    if not path:
+    if path is None:
         raise RuntimeError(f"{_VARIABLE} is not set: start the program with flow-launch, or save with FileSystemWriter")
+    if not path:
+        problem = "flow-launch could not make memory for checkpoints (RUST_LOG=info flow-launch says why)"
+        raise RuntimeError(f"{problem}: mend that, or save with FileSystemWriter")
     return path
 
 
@@ -219,10 +252,20 @@ def _launcher():
     return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.path.dirname(_own())
 
 
-def _part(memory, whole, name):
-    """Where a memory has the file of a checkpoint; None if it has it no more."""
+def _parts(memory, whole, name):
+    """Where a memory has the file of a checkpoint; nothing if it has it no more."""
     records = [record for record in memory.records().values() if record.save == whole.save]
-    return next((record.files[name] for record in records if name in record.files), None)
+    return [record.files[name] for record in records if name in record.files]
+
+
+def _part(memory, whole, name):
+    for part in _parts(memory, whole, name):
+        return part
+    raise RuntimeError(f"{whole.checkpoint}/{name} is no longer in memory; load it from its folder, or another checkpoint")
+
+
+def _damage(file):
+    return RuntimeError(f"{file} is damaged in memory; load it from its folder, or another checkpoint")
 
 
 def _checkpoints():
@@ -242,46 +285,78 @@ def _has(record, name):
     if not _is_memory(record.memories[name]):
         return False
     with _Memory(record.memories[name]) as memory:
-        return _part(memory, record, name) is not None
+        return bool(_parts(memory, record, name))
 
 
 def _is_whole(record, name):
-    """Whether a file of a checkpoint has its sum."""
+    """Whether a file of a checkpoint is there and has its sum."""
+    if not _has(record, name):
+        return False
     with _Memory(record.memories[name]) as memory:
         start, length, digest = _part(memory, record, name)
         return memory.sum(start, length) == digest
 
 
+def _is_in_folder(record):
+    return (Path(record.checkpoint) / _METADATA).exists()
+
+
 def latest(folder, process_group=None):
-    """Returns the path of the newest checkpoint in `folder`, which is whole: in memory, where its sums are checked, or else on the disk. None if
-    there is none. All ranks of the group call this."""
+    """Returns the path of the newest checkpoint in `folder`, the same on all ranks; None if there is none. Memory comes before the disk.
+
+    In memory it is the newest one whose files have their sums. It is written to its folder, if that has no `.metadata`. One that is damaged in
+    memory counts too, if its folder has `.metadata`. On the disk it is the one whose `.metadata` was written last. All ranks of the group call
+    this. An error of one is an error of all."""
     group = process_group if dist.is_initialized() else None
     rank, size = (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
+    parent = Path(folder).absolute()
 
-    def of_all(own):
-        if size == 1:
-            return [own]
-        all_own = [None] * size
-        dist.all_gather_object(all_own, own, group)
-        return all_own
+    def of_all(find, *arguments):
+        """What all ranks find."""
+        try:
+            own = find(*arguments), None
+        except Exception as error:
+            own = None, f"rank {rank}: {error}"
+        all_own = [own]
+        if size > 1:
+            all_own = [None] * size
+            dist.all_gather_object(all_own, own, group)
+        for _, error in all_own:
+            if error:
+                raise RuntimeError(f"cannot find the latest checkpoint of {folder}: {error}")
+        return [found for found, _ in all_own]
 
-    own = {record.save: record for record in _checkpoints() if Path(record.checkpoint).parent == Path(folder).absolute()}
-    for save, path in of_all([(record.save, record.checkpoint) for record in own.values()])[0]:
-        # Each rank checks some of the files.
-        is_whole = save in own and all(_is_whole(own[save], name) for name in sorted(own[save].memories)[rank::size])
-        if all(of_all(is_whole)):
-            _whole.add(save)
-            return path
+    def of_rank_0(find, *arguments):
+        return of_all(lambda: find(*arguments) if rank == 0 else None)[0]
+
+    def in_memory():
+        return [record for record in _checkpoints() if Path(record.checkpoint).parent == parent]
+
+    def has_whole(record):
+        """Each rank checks some of the files."""
+        return all(_is_whole(record, name) for name in sorted(record.memories)[rank::size])
+
+    def on_disk():
+        found = sorted(parent.glob(f"*/{_METADATA}"), key=lambda path: path.stat().st_mtime_ns)
+        return str(found[-1].parent) if found else None
+
+    for record in of_rank_0(in_memory):
+        if all(of_all(has_whole, record)):
+            _whole.add(record.save)
+            of_rank_0(_write_missing, record)
+            return record.checkpoint
+        _damaged.add(record.save)
         if rank == 0:
-            warnings.warn(f"the checkpoint {path} is not whole in memory")
-    on_disk = sorted(Path(folder).absolute().glob(f"*/{_METADATA}"), key=lambda path: path.stat().st_mtime_ns)
-    return of_all(str(on_disk[-1].parent) if on_disk else None)[0]
+            warnings.warn(f"the checkpoint {record.checkpoint} is not whole in memory")
+        if of_rank_0(_is_in_folder, record):
+            return record.checkpoint
+    return of_rank_0(on_disk)
 
 
 class InMemoryWriter(FileSystemWriter):
     """Keeps the newest checkpoint in memory that flow-launch owns, and writes it to its folder, as `FileSystemWriter` does. A job that
     `flow-launch --max-restarts` restarts loads it from the memory with `InMemoryReader`. Give it to `async_save` of threads, once for
-    all saves, with the folder as `checkpoint_id`. All ranks are on one machine."""
+    all saves, with the folder as `checkpoint_id`. All ranks of the job save, on one machine, and all checkpoints are in one folder."""
 
     def __init__(self):
         super().__init__("", sync_files=False)
@@ -291,47 +366,67 @@ class InMemoryWriter(FileSystemWriter):
         if not checkpoint_id:
             raise ValueError("give the checkpoint's folder as checkpoint_id")
         super().reset(checkpoint_id)
+        _saving.folder = self.path.absolute()
+
+    # PyTorch passes the options to what has "kwargs" only.
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        if not kwargs.get("use_collectives", True):
+            raise RuntimeError("use_collectives=False makes no checkpoint in memory: leave it out, or save with FileSystemWriter")
+        if not _saving.folder:
+            raise ValueError("give the checkpoint's folder as checkpoint_id")
+        self._is_coordinator = is_coordinator
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan):
         return dataclasses.replace(plan, storage_data=(_launcher(), _own()))
 
     def prepare_global_plan(self, plans):
+        if not all(plan.usable for plan in plans):
+            raise RuntimeError("enable_plan_caching=True makes no checkpoint in memory: leave it out, or save with FileSystemWriter")
         if len({plan.storage_data[0] for plan in plans}) > 1:
             raise RuntimeError("the ranks are of several flow-launches, and do not find each other's memory: save with FileSystemWriter")
-        newest = next(iter(_checkpoints()), None)
-        number, kept = (newest.number + 1, newest.save) if newest else (1, "")
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+        if len(plans) < ranks:
+            reason = f"{len(plans)} of {ranks} ranks save, and only all together have checkpoints in memory"
+            raise RuntimeError(f"{reason}: save with FileSystemWriter")
+        memories = {plan.storage_data[1] for plan in plans}
+        found = _checkpoints()
+        for record in found:
+            if Path(record.checkpoint).parent != _saving.folder.parent or memories.isdisjoint(record.memories.values()):
+                reason = f"the memory has {record.checkpoint}, and a job has checkpoints of one folder there"
+                raise RuntimeError(f"{reason}: save with FileSystemWriter")
+        number = found[0].number + 1 if found else 1
+        kept = next((record.save for record in found if record.save not in _damaged), "")
         save = uuid.uuid4().hex
-        self._memories = {f"__{rank}_0.distcp": plan.storage_data[1] for rank, plan in enumerate(plans)}
+        _saving.memories = {f"__{rank}_0.distcp": plan.storage_data[1] for rank, plan in enumerate(plans)}
         return [
             dataclasses.replace(plan, storage_data=_Place(f"__{rank}_", number, save, kept)) for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan, planner):
         place = plan.storage_data
-        with _Memory(_own()) as memory:
-            memory.lock()
-            self._slot = memory.begin(place.kept)
-            with self._in(memory, _STARTS[self._slot]) as files:
-                written = super().write_data(plan, planner)
-            self._record = _Record(str(self.path.absolute()), place.number, place.save, files.files, {})
-            self._end = files.end
-            if not self._is_coordinator:
-                memory.commit(self._slot, self._record, self._end)
+        # That of a save of this thread that has failed is closed.
+        _saving.memory = memory = _Memory(_own())
+        memory.lock()
+        _saving.slot = memory.begin(place.kept)
+        with self._in(memory, _STARTS[_saving.slot]) as files:
+            written = super().write_data(plan, planner)
+        _saving.record = _Record(str(_saving.folder), place.number, place.save, files.files, {})
+        _saving.end = files.end
+        if not self._is_coordinator:
+            with memory:
+                memory.commit(_saving.slot, _saving.record, _saving.end)
         return written
 
-    def set_up_storage_writer(self, is_coordinator, *arguments, **options):
-        self._is_coordinator = is_coordinator
-        super().set_up_storage_writer(is_coordinator, *arguments, **options)
-
     def finish(self, metadata, results):
-        with _Memory(_own()) as memory:
-            memory.lock()
-            with self._in(memory, self._end) as files:
+        with _saving.memory as memory:
+            record = _saving.record
+            with self._in(memory, _saving.end) as files:
                 super().finish(metadata, results)
-            self._record.files.update(files.files)
-            self._record.memories = {**self._memories, _METADATA: _own()}
-            memory.commit(self._slot, self._record, files.end)
-        _write(self._record)
+            record.files.update(files.files)
+            record.memories = {**_saving.memories, _METADATA: _own()}
+            memory.commit(_saving.slot, record, files.end)
+            _write(record)
 
     @contextmanager
     def _in(self, memory, start):
@@ -346,20 +441,58 @@ class InMemoryWriter(FileSystemWriter):
 def _write(record):
     """Writes a checkpoint to its folder, `.metadata` last."""
     folder = Path(record.checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _METADATA).unlink(missing_ok=True)
-    for name, path in record.memories.items():
-        with _Memory(path) as memory, open(folder / f"{name}.tmp", "wb", buffering=0) as file:
-            start, length, _ = _part(memory, record, name)
-            try:
-                shutil.copyfileobj(_Span(memory.file, start, length), file, _BLOCK)
+    file = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _METADATA).unlink(missing_ok=True)
+        for name in record.memories:
+            file = folder / name
+            _write_file(record, name, file)
+        _sync(folder)
+        _sync(folder.parent)
+    except OSError as error:
+        raise RuntimeError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _write_file(record, name, path):
+    """Writes a file of a checkpoint: it is whole or not there."""
+    new, found = path.with_name(f"{name}.tmp"), _hash()
+    with _Memory(record.memories[name]) as memory:
+        start, length, digest = _part(memory, record, name)
+        span = _Span(memory.file, start, length)
+        try:
+            with open(new, "wb") as file:
+                while block := span.read(_BLOCK):
+                    found.update(block)
+                    file.write(block)
+                file.flush()
                 os.fsync(file.fileno())
-            except OSError as error:
-                raise RuntimeError(f"cannot write {folder / name}: {error.strerror}") from error
-        os.rename(folder / f"{name}.tmp", folder / name)
+            if span.tell() != length or found.hexdigest() != digest:
+                raise _damage(path)
+            os.rename(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def _sync(folder):
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_missing(record):
+    """Writes a checkpoint to its folder, if it is only in memory. Where that fails the memory has it."""
+    if _is_in_folder(record):
+        return
+    try:
+        with _Memory(_own()) as memory:
+            memory.lock()
+            _write(record)
+    except RuntimeError as error:
+        warnings.warn(f"the checkpoint {record.checkpoint} is only in memory: {error}")
 
 
 class InMemoryReader(FileSystemReader):
@@ -367,6 +500,8 @@ class InMemoryReader(FileSystemReader):
 
     def read_metadata(self, *arguments, **options):
         path = str(self.path.absolute())
-        found = next((record for record in _checkpoints() if record.checkpoint == path), None)
-        self.fs = _Found(found) if found else FileSystem()
+        found = [record for record in _checkpoints() if record.checkpoint == path and record.save not in _damaged]
+        # The newest of those that are known to be whole, or else of all.
+        found.sort(key=lambda record: record.save not in _whole)
+        self.fs = _Found(found[0]) if found else FileSystem()
         return super().read_metadata(*arguments, **options)

@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from checkpoint_async import Training, same, wraps
 from flow_torch import checkpoint
@@ -23,6 +25,24 @@ class Killed(InMemoryWriter):
 
     def finish(self, **_):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Forks(InMemoryWriter):
+    """Forks a process that outlives the save."""
+
+    def _write_data(self, *arguments):
+        self.child = os.fork()
+        if not self.child:
+            time.sleep(100)
+            os._exit(0)
+        return super()._write_data(*arguments)
+
+
+class FailsOnRank1(InMemoryWriter):
+    def _write_data(self, *arguments):
+        if dist.get_rank() == 1:
+            raise RuntimeError("rank 1 cannot write")
+        return super()._write_data(*arguments)
 
 
 def killed(record):
@@ -56,6 +76,29 @@ def save(wrap, step, folder, group, writer):
     future.result()
 
 
+def is_error(text, call, *arguments, **options):
+    try:
+        call(*arguments, **options)
+    except (RuntimeError, dcp.CheckpointException) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no error with {text}")
+
+
+def remove(folder):
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    dist.barrier()
+
+
+def damage(record, name):
+    with checkpoint._Memory(record.memories[name]) as memory:
+        start, length, _ = checkpoint._part(memory, record, name)
+        at = start + length // 2
+        os.pwrite(memory.file.fileno(), bytes([~memory.read(at, 1)[0] & 255]), at)
+
+
 def attempt_0(wrap, group, folder):
     assert latest(folder, group) is None
     writer = InMemoryWriter()
@@ -64,16 +107,18 @@ def attempt_0(wrap, group, folder):
         assert latest(folder, group) == f"{folder}/step-{step}"
     # What is in the folder is a checkpoint of PyTorch's.
     assert is_state_of(wrap, 3, f"{folder}/step-3", None)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-    dist.barrier()
+    remove(folder)
     good("saved in memory and in a folder")
     save(wrap, 4, folder, group, Killed())
 
 
 def attempt_1(wrap, group, folder):
-    assert latest(folder, group) == f"{folder}/step-3" and not os.path.exists(folder)
+    assert not os.path.exists(folder)
+    dist.barrier()
+    assert latest(folder, group) == f"{folder}/step-3"
+    assert is_state_of(wrap, 3, f"{folder}/step-3", None)
+    good("what was only in memory is in the folder")
+    remove(folder)
     assert is_state_of(wrap, 3, f"{folder}/step-3", InMemoryReader(folder))
     good("killed before all had it in memory")
     dist.barrier()
@@ -82,49 +127,108 @@ def attempt_1(wrap, group, folder):
 
 
 def attempt_2(wrap, group, folder):
-    assert latest(folder, group) == f"{folder}/step-4" and not os.path.exists(folder)
+    assert not os.path.exists(folder)
+    dist.barrier()
+    assert latest(folder, group) == f"{folder}/step-4"
     assert latest(f"{folder}-other", group) is None
+    remove(folder)
     for step in 3, 4:
         assert is_state_of(wrap, step, f"{folder}/step-{step}", InMemoryReader(folder))
     good("killed before it was in the folder")
+    full_disk(wrap, group, folder)
+    damaged(wrap, group, folder)
+    others(wrap, group, folder)
+    forked(wrap, group, folder)
 
-    # The disk is full: all ranks get an error with the file, and the memory has it.
+
+def full_disk(wrap, group, folder):
+    """All ranks get an error with the file, and the memory has it."""
     writer = InMemoryWriter()
+    new = f"{folder}/step-5/__1_0.distcp.tmp"
     if dist.get_rank() == 0:
         os.makedirs(f"{folder}/step-5")
-        os.symlink("/dev/full", f"{folder}/step-5/__1_0.distcp.tmp")
+        os.symlink("/dev/full", new)
     dist.barrier()
-    try:
-        save(wrap, 5, folder, group, writer)
-    except dcp.CheckpointException as error:
-        assert f"cannot write {folder}/step-5/__1_0.distcp: No space left on device" in str(error), error
-    else:
-        raise AssertionError("a full disk is no error")
+    text = f"cannot write {folder}/step-5/__1_0.distcp: No space left on device"
+    is_error(text, save, wrap, 5, folder, group, writer)
+    assert not os.path.lexists(new), "what was begun is left"
     assert latest(folder, group) == f"{folder}/step-5"
+    assert is_state_of(wrap, 5, f"{folder}/step-5", None), "what is in memory comes to the folder later"
+    remove(f"{folder}/step-5")
     assert is_state_of(wrap, 5, f"{folder}/step-5", InMemoryReader(folder))
-    save(wrap, 6, folder, group, writer)
     good("the disk is full")
 
-    # A byte of rank 1's file is wrong: the one before serves.
-    if dist.get_rank() == 1:
-        with checkpoint._Memory(checkpoint._own()) as memory:
-            (record,) = (record for record in memory.records().values() if record.checkpoint.endswith("step-6"))
-            start, length, _ = record.files["__1_0.distcp"]
-            at = start + length // 2
-            os.pwrite(memory.file.fileno(), bytes([~memory.read(at, 1)[0] & 255]), at)
-    dist.barrier()
+
+def damaged(wrap, group, folder):
+    """A byte of rank 1's file is wrong: the one before serves, and stays until the next one is whole."""
+    writer, write = InMemoryWriter(), checkpoint._write
+    assert latest(folder, group) == f"{folder}/step-5"
+
+    def damages(record):
+        damage(record, "__1_0.distcp")
+        write(record)
+
+    checkpoint._write = damages
+    text = f"{folder}/step-6/__1_0.distcp is damaged in memory"
+    is_error(text, save, wrap, 6, folder, group, writer)
+    checkpoint._write = write
+    assert not os.path.exists(f"{folder}/step-6/.metadata"), "a damaged checkpoint is on the disk"
+    is_error(text, is_state_of, wrap, 6, f"{folder}/step-6", InMemoryReader(folder))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert latest(folder, group) == f"{folder}/step-5"
     texts = [str(warning.message) for warning in warned]
     assert dist.get_rank() > 0 or any("step-6 is not whole in memory" in text for text in texts), texts
-    try:
-        is_state_of(wrap, 6, f"{folder}/step-6", InMemoryReader(folder))
-    except dcp.CheckpointException as error:
-        assert "__1_0.distcp is damaged in memory" in str(error), error
-    else:
-        raise AssertionError("a damaged file is no error")
+    remove(folder)
+    is_error("rank 1 cannot write", save, wrap, 7, folder, group, FailsOnRank1())
+    assert latest(folder, group) == f"{folder}/step-5"
+    remove(folder)
+    assert is_state_of(wrap, 5, f"{folder}/step-5", InMemoryReader(folder))
     good("a damaged file")
+
+    # The memory of the newest is damaged, and its folder is whole.
+    save(wrap, 8, folder, group, writer)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        damage(checkpoint._checkpoints()[0], "__1_0.distcp")
+    dist.barrier()
+    assert latest(folder, group) == f"{folder}/step-8"
+    assert is_state_of(wrap, 8, f"{folder}/step-8", InMemoryReader(folder))
+    good("a damaged file, and a folder")
+
+
+def others(wrap, group, folder):
+    """What is no save of all ranks to the one folder, and an error of one rank."""
+    save(wrap, 9, folder, group, InMemoryWriter())
+    writer, state = InMemoryWriter(), trained(wrap, 1).state()
+    to = {"checkpoint_id": f"{folder}/step-10", "storage_writer": writer}
+    is_error("1 of 2 ranks save, and only all", dcp.save, state, no_dist=True, **to)
+    is_error("use_collectives=False makes no", dcp.save, state, process_group=group, use_collectives=False, **to)
+    is_error(f"the memory has {folder}/step-", save, wrap, 10, f"{folder}-other", group, writer)
+    planners = [DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+    dcp.save(state, process_group=group, planner=planners[0], **to)
+    is_error("enable_plan_caching=True makes no", dcp.save, state, process_group=group, planner=planners[1], **to)
+    assert latest(folder, group) == f"{folder}/step-10"
+
+    is_whole = checkpoint._is_whole
+    if dist.get_rank() == 1:
+        checkpoint._is_whole = lambda record, name: 1 // 0
+    is_error(f"latest checkpoint of {folder}: rank 1: integer division", latest, folder, group)
+    checkpoint._is_whole = is_whole
+    good("what is an error")
+
+
+def forked(wrap, group, folder):
+    """A process that was forked in a save has the lock no longer than that."""
+    writer = Forks()
+    save(wrap, 11, folder, group, writer)
+    try:
+        save(wrap, 12, folder, group, InMemoryWriter())
+    finally:
+        os.kill(writer.child, signal.SIGKILL)
+        os.waitpid(writer.child, 0)
+    assert is_state_of(wrap, 12, f"{folder}/step-12", InMemoryReader(folder))
+    good("a process that was forked in a save")
 
 
 def main():

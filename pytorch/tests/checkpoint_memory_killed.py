@@ -30,11 +30,27 @@ def state(step):
     return {"step": torch.tensor(step), f"rank {rank}": torch.arange(3_000_000, dtype=torch.float32) + 2 * step + rank}
 
 
-# What is found is in the memory.
-if rank == 0:
-    shutil.rmtree(checkpoints, ignore_errors=True)
-dist.barrier()
+
+
+def remove():
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    dist.barrier()
+
+
+def begin(step):
+    if rank == 0:
+        with open(f"{begun}.new", "w") as file:
+            file.write(str(step))
+        os.replace(f"{begun}.new", begun)
+    dist.barrier()
+
+
+# What is found, and loaded, is in the memory.
+remove()
 path = latest(checkpoints)
+remove()
 done = int(path.rsplit("-", 1)[1]) if path else 0
 if path:
     loaded = state(0)
@@ -43,7 +59,7 @@ if path:
 if attempt:
     with open(begun) as file:
         step = int(file.read())
-    assert done in (step - 1, step), f"step {step} was being saved, and {done} is there"
+    assert done in (max(step - 1, 0), step), f"step {step} was being saved, and {done} is there"
     # One write for a line.
     os.write(1, f"attempt {attempt}, step {done}: good\n".encode())
 dist.barrier()
@@ -51,15 +67,15 @@ if attempt == attempts - 1:
     dist.destroy_process_group()
     sys.exit()
 writer = InMemoryWriter()
+if not attempt:
+    begin(0)
 if rank == attempt % 2:
     delay = random.uniform(0, 1.5)
+    print(f"attempt {attempt}: rank {rank} is killed after {delay:.3f} s", file=sys.stderr, flush=True)
     threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 while True:
     done += 1
+    begin(done)
     if rank == 0:
-        with open(f"{begun}.new", "w") as file:
-            file.write(str(done))
-        os.replace(f"{begun}.new", begun)
         shutil.rmtree(f"{checkpoints}/step-{done - 2}", ignore_errors=True)
-    dist.barrier()
     dcp.async_save(state(done), checkpoint_id=f"{checkpoints}/step-{done}", storage_writer=writer).result()
