@@ -146,7 +146,7 @@ impl Memory {
         Ok(found)
     }
 
-    /// Gives memory back that has no generation, but what another program has left.
+    /// Empties the memory if it has no generation: what is there is another program's.
     ///
     /// # Errors
     /// The memory cannot be read.

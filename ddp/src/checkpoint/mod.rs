@@ -67,7 +67,7 @@ use model::check_own_parameters;
 use parts::{Part, Whole, divide, gather};
 use plan::{Plan, write_sums};
 pub use resume::Checkpoint;
-use saving::{BackgroundWriter, LastFile, Partial, Saving, lock};
+use saving::{BackgroundWriter, LastFile, Partial, Saving, lock, saved_after};
 use state::{FORMAT, SavedState};
 pub use state::{MODEL, OPTIMIZER, STATE};
 use sums::{SUMS, read_checked};
@@ -231,14 +231,15 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        let mut saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
-        if self.writer.in_memory.is_some() {
+        let saving = self.begin(step, (model, vs), optimizer, sampler, state);
+        let saved = saving.and_then(|mut saving| {
+            if self.writer.in_memory.is_none() {
+                return saving.finish();
+            }
             self.writer.start(saving)?;
-            self.wait()?;
-        } else {
-            saving.finish()?;
-        }
-        before
+            self.wait()
+        });
+        saved_after(before, saved)
     }
 
     /// Writes a checkpoint as [`save`](Self::save) does, beside the training: PyTorch's `async_save`. When it
@@ -264,9 +265,9 @@ impl Checkpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        let saving = self.begin(step, (model, vs), optimizer, sampler, state)?;
-        self.writer.start(saving)?;
-        before
+        let saving = self.begin(step, (model, vs), optimizer, sampler, state);
+        let begun = saving.and_then(|saving| self.writer.start(saving));
+        saved_after(before, begun)
     }
 
     /// Waits until the checkpoint of the last [`async_save`](Self::async_save) is whole. All ranks call this.

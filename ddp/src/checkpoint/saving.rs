@@ -29,8 +29,8 @@ pub struct Saving {
     pub last: LastFile,
 }
 
-/// Writes the last file of a checkpoint, on rank 0: into the first folder, which becomes the second. It says
-/// what the other files have, whose pieces all ranks give as [texts](super::plan::pieces).
+/// Writes the last file of a checkpoint to the first folder, which is renamed to the second one after that. Only
+/// rank 0 calls it. The texts are what each rank has written of the other files ([`pieces`](super::plan::pieces)).
 pub type LastFile = Box<dyn FnMut(&Path, &Path, &[String]) -> Result<()> + Send>;
 
 /// The files of a checkpoint, which rank 0 has made.
@@ -254,6 +254,18 @@ fn check_room(needed: u64, available: u64) -> Result<()> {
         size(available)
     );
     Err(CheckpointError::unfit("make", "a copy of the state", reason))
+}
+
+/// Returns the error of a save, or else that of the one before. If both have one, that of the one before is a
+/// warning in the log.
+pub fn saved_after(before: Result<()>, saved: Result<()>) -> Result<()> {
+    if saved.is_err() {
+        if let Err(error) = before {
+            log::warn!("a checkpoint was not saved: {error}");
+        }
+        return saved;
+    }
+    before
 }
 
 pub fn lock(folder: &Mutex<Folder>) -> MutexGuard<'_, Folder> {

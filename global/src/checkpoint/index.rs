@@ -1,5 +1,6 @@
 //! The index of a sharded checkpoint: which file has which region of which tensor. Pure.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use flow_comm::digest;
@@ -160,11 +161,11 @@ impl Saved {
 }
 
 /// Returns share `index` of a region: along the first dimension that can be divided almost equally, or else
-/// the longest. Along the first of all a share lies in one piece, and is copied once.
+/// the first of the longest. Along the first of all a share lies in one piece, and is copied once.
 fn share(region: &Region, shares: usize, index: usize) -> Region {
     let shape = region.shape();
     let is_equal = |&size: &usize| size % shares == 0 || size >= 64 * shares;
-    let longest = (0..shape.len()).max_by_key(|&dim| shape[dim]);
+    let longest = (0..shape.len()).max_by_key(|&dim| (shape[dim], Reverse(dim)));
     match shape.iter().position(is_equal).or(longest) {
         Some(dim) => region.part(dim, shares, index),
         None => region.clone(), // of one element, which nobody shares
@@ -251,6 +252,16 @@ mod tests {
             counts[saved.shards[0].rank] += 1;
         }
         assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
+    }
+
+    #[test]
+    fn of_equal_dimensions_the_first_is_shared() {
+        for (shape, shared) in [([3, 3], 0), ([5, 3], 0), ([3, 5], 1)] {
+            let whole = Region::all(&shape);
+            let share = share(&whole, 2, 0);
+            let is_whole = [0, 1].map(|dim| share.0[dim] == whole.0[dim]);
+            assert_eq!(is_whole, [shared != 0, shared != 1], "{shape:?}");
+        }
     }
 
     #[test]

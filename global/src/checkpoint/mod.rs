@@ -6,7 +6,7 @@
 //! | `mod.rs` | [`ShardedCheckpoints`]: save, find the latest |
 //! | `resume.rs` | [`ShardedCheckpoint`]: resume |
 //! | `contents.rs` | `index.json` |
-//! | `shards.rs` | each rank's file: write it, read regions of any |
+//! | `shards.rs` | each rank's file: plan it, read regions of any |
 //! | `entries.rs` | the variables of a `VarStore` and an optimizer's state as entries |
 //! | `index.rs` | which file has which region of which tensor |
 //! | `opened.rs` | the tensors of a checkpoint of either kind, for tools |
@@ -35,7 +35,9 @@ use std::sync::{Arc, Mutex};
 use flow_autograd::OptimizerState;
 use flow_comm::digest;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
-use flow_ddp::checkpoint::saving::{BackgroundWriter, LastFile, Partial, Saving, lock};
+use flow_ddp::checkpoint::saving::{
+    BackgroundWriter, LastFile, Partial, Saving, lock, saved_after,
+};
 use flow_ddp::checkpoint::sums::Sums;
 use flow_ddp::checkpoint::{Folder, Result, json};
 use flow_tensor::ProcessGroup;
@@ -62,7 +64,7 @@ use crate::placement::Placement;
 ///
 /// | file | what |
 /// |---|---|
-/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. What several ranks have, they save together: each a share of it |
+/// | `rank-00000.safetensors` | parts of the variables of the `VarStore`, as `model.` and their names, and of the optimizer's state, as `optimizer.` and what [`StateDict`](flow_autograd::StateDict) names them. What several ranks have, as many of them as it has MiB save together: each a share of it, or one of them all |
 /// | `index.json` | which file has which part, and the program's state |
 ///
 /// A checkpoint is whole or not there, even if ranks are killed or a machine loses its power. Its
@@ -136,9 +138,10 @@ impl ShardedCheckpoints {
     ) -> Result<()> {
         let before = self.wait();
         let prepared = self.prepare(step, vs, optimizer, state);
-        let (contents, entries) = agree(&self.group, prepared)?;
-        self.begin(contents, &entries)?.finish()?;
-        before
+        let saving = agree(&self.group, prepared)
+            .and_then(|(contents, entries)| self.begin(contents, &entries));
+        let saved = saving.and_then(|mut saving| saving.finish());
+        saved_after(before, saved)
     }
 
     /// Writes a checkpoint as [`save`](Self::save) does, beside the training: PyTorch's `async_save`. When it
@@ -162,10 +165,10 @@ impl ShardedCheckpoints {
     ) -> Result<()> {
         let before = self.wait();
         let prepared = self.prepare(step, vs, optimizer, state);
-        let (contents, entries) = agree(&self.group, prepared)?;
-        let saving = self.begin(contents, &entries)?;
-        self.writer.start(saving)?;
-        before
+        let saving = agree(&self.group, prepared)
+            .and_then(|(contents, entries)| self.begin(contents, &entries));
+        let begun = saving.and_then(|saving| self.writer.start(saving));
+        saved_after(before, begun)
     }
 
     /// Waits until the checkpoint of the last [`async_save`](Self::async_save) is whole. All ranks call this.
