@@ -1,25 +1,12 @@
 """Checkpoints of torch.distributed.checkpoint in memory that flow-launch owns, and that outlives the ranks: see docs/torch.md.
 
-A rank's memory has two checkpoints at most: of each the files that the rank has written, and a record of them.
-
-| bytes | contents |
-|---|---|
-| from 0 and from 64 on | a header for each: where its record is, the record's length and its SHA-256 |
-| from 4096 and from 2^40 on | the files of each, and the record. There is no memory behind what is never written |
-
 The coordinator's record is the last one. So a checkpoint is whole or not there, whenever ranks are killed.
 """
 
 import dataclasses
-import fcntl
-import hashlib
 import io
-import json
-import mmap
 import os
-import struct
 import threading
-import time
 import uuid
 import warnings
 from contextlib import contextmanager
@@ -29,33 +16,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from .checkpoint_memory import STARTS, Memory, Record, Span, is_memory, own_path, sha256
+
 __all__ = ["InMemoryReader", "InMemoryWriter", "latest"]
 
-_VARIABLE = "FLOW_CHECKPOINT_MEMORY"
-_TARGET = "/memfd:flow-checkpoint (deleted)"
 _METADATA = ".metadata"
-_HEADER = struct.Struct("<QQ32s")
-_HEADERS = 0, 64
-_STARTS = 4096, 1 << 40
 # Bytes that go to the disk at once.
 _BLOCK = 8 << 20
-# Seconds for which a thread whose save has failed may still hold the lock.
-_ENDING = 10
-# Python has nothing faster on a CPU with instructions for it.
-_hash = hashlib.sha256
 # The saves whose files `latest` has found to be whole, and those whose files are not.
 _whole, _damaged = set(), set()
-
-
-@dataclasses.dataclass
-class _Record:
-    """What a rank has written of a checkpoint."""
-
-    checkpoint: str  # its folder
-    number: int  # counts up
-    save: str  # no other save has the same
-    files: dict  # by names: first byte, length, sum
-    memories: dict  # of the coordinator: the path of the memory that has a file, by names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,88 +37,6 @@ class _Place:
     kept: str  # the save that stays until this one is whole
 
 
-class _Memory:
-    """A rank's memory, open."""
-
-    file = None
-
-    def __init__(self, path):
-        self.process = os.getpid()
-        if not _is_memory(path):
-            raise RuntimeError(f"{path} is not flow-launch's memory: run the program where flow-launch runs, as its user")
-        self.file = open(path, "r+b", buffering=0)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        self.close()
-
-    def close(self):
-        if self.file and not self.file.closed:
-            # A process that was forked meanwhile has the file, and with it the lock.
-            if os.getpid() == self.process:
-                fcntl.flock(self.file, fcntl.LOCK_UN)
-            self.file.close()
-
-    def lock(self):
-        """Locks it until it is closed."""
-        end = time.monotonic() + _ENDING
-        while True:
-            try:
-                return fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    reason = "another save of this rank, or Checkpoints of Rust, has the memory: wait for that before"
-                    raise RuntimeError(reason) from None
-            time.sleep(0.01)
-
-    def records(self):
-        """The records that are whole, by the number of their slot."""
-        found = {}
-        for slot, at in enumerate(_HEADERS):
-            header = os.pread(self.file.fileno(), _HEADER.size, at)
-            if len(header) < _HEADER.size:
-                continue
-            start, length, digest = _HEADER.unpack(header)
-            if not start + length <= os.fstat(self.file.fileno()).st_size:
-                continue
-            text = self.read(start, length)
-            if _hash(text).digest() == digest:
-                found[slot] = _Record(**json.loads(text))
-        return found
-
-    def read(self, start, length):
-        return _Span(self.file, start, length).readall()
-
-    def sum(self, start, length):
-        if not length:
-            return _hash(b"").hexdigest()
-        before = start % mmap.PAGESIZE
-        with mmap.mmap(self.file.fileno(), before + length, access=mmap.ACCESS_READ, offset=start - before) as mapped:
-            with memoryview(mapped) as view, view[before:] as part:
-                return _hash(part).hexdigest()
-
-    def begin(self, kept):
-        """Returns the slot of what is not the save `kept`, and forgets what is there."""
-        slots = [slot for slot, record in self.records().items() if record.save == kept]
-        slot = 1 - slots[0] if slots else 0
-        if slots:
-            os.pwrite(self.file.fileno(), bytes(_HEADER.size), _HEADERS[slot])
-        else:
-            self.file.truncate(0)
-        return slot
-
-    def commit(self, slot, record, end):
-        """Writes the record of what the slot has up to `end`."""
-        text = json.dumps(dataclasses.asdict(record)).encode()
-        _Span(self.file, end).write(text)
-        os.pwrite(self.file.fileno(), _HEADER.pack(end, len(text), _hash(text).digest()), _HEADERS[slot])
-
-
 class _Saving(threading.local):
     """The save of this thread. The coordinator has the memory, locked, until the end."""
 
@@ -157,41 +44,6 @@ class _Saving(threading.local):
 
 
 _saving = _Saving()
-
-
-class _Span(io.RawIOBase):
-    """The bytes of a file from `start` on, as a file. It grows, or has `length` bytes."""
-
-    def __init__(self, file, start, length=0):
-        self.descriptor, self.start, self.length, self.at = file.fileno(), start, length, 0
-
-    def readable(self):
-        return True
-
-    writable = seekable = readable
-
-    def seek(self, offset, whence=os.SEEK_SET):
-        self.at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
-        return self.at
-
-    def tell(self):
-        return self.at
-
-    def readinto(self, buffer):
-        with memoryview(buffer).cast("B") as view:
-            count = max(0, min(len(view), self.length - self.at))
-            read = os.preadv(self.descriptor, [view[:count]], self.start + self.at)
-        self.at += read
-        return read
-
-    def write(self, data):
-        with memoryview(data).cast("B") as view:
-            written = 0
-            while written < len(view):
-                written += os.pwrite(self.descriptor, view[written:], self.start + self.at + written)
-        self.at += written
-        self.length = max(self.length, self.at)
-        return written
 
 
 class _Written(FileSystem):
@@ -202,7 +54,7 @@ class _Written(FileSystem):
 
     @contextmanager
     def create_stream(self, path, mode):
-        span = _Span(self.memory.file, self.end)
+        span = Span(self.memory.file, self.end)
         yield span
         self.files[path.name] = [self.end, span.length, self.memory.sum(self.end, span.length)]
         self.end += span.length
@@ -222,34 +74,16 @@ class _Found(FileSystem):
 
     @contextmanager
     def create_stream(self, path, mode):
-        with _Memory(self.record.memories[path.name]) as memory:
+        with Memory(self.record.memories[path.name]) as memory:
             start, length, digest = _part(memory, self.record, path.name)
             if self.record.save not in _whole and memory.sum(start, length) != digest:
                 raise _damage(path)
-            yield io.BufferedReader(_Span(memory.file, start, length))
-
-
-def _is_memory(path):
-    try:
-        return os.readlink(path) == _TARGET
-    except OSError:
-        return False
-
-
-def _own():
-    """The path of this rank's memory."""
-    path = os.environ.get(_VARIABLE)
-    if path is None:
-        raise RuntimeError(f"{_VARIABLE} is not set: start the program with flow-launch, or save with FileSystemWriter")
-    if not path:
-        problem = "flow-launch could not make memory for checkpoints (RUST_LOG=info flow-launch says why)"
-        raise RuntimeError(f"{problem}: mend that, or save with FileSystemWriter")
-    return path
+            yield io.BufferedReader(Span(memory.file, start, length))
 
 
 def _launcher():
     """The flow-launch that owns this rank's memory: no other one, on any machine, has the same."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.path.dirname(_own())
+    return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.path.dirname(own_path())
 
 
 def _parts(memory, whole, name):
@@ -270,11 +104,11 @@ def _damage(file):
 
 def _checkpoints():
     """The coordinators' records of the checkpoints whose files are all in memories of this machine, the newest first."""
-    folder = os.path.dirname(_own())
+    folder = os.path.dirname(own_path())
     found = []
     for name in os.listdir(folder):
-        if _is_memory(os.path.join(folder, name)):
-            with _Memory(os.path.join(folder, name)) as memory:
+        if is_memory(os.path.join(folder, name)):
+            with Memory(os.path.join(folder, name)) as memory:
                 found += [record for record in memory.records().values() if _METADATA in record.files]
     found = [record for record in found if all(_has(record, name) for name in record.memories)]
     return sorted(found, key=lambda record: (record.number, record.save), reverse=True)
@@ -282,9 +116,9 @@ def _checkpoints():
 
 def _has(record, name):
     """Whether a file of a checkpoint is there."""
-    if not _is_memory(record.memories[name]):
+    if not is_memory(record.memories[name]):
         return False
-    with _Memory(record.memories[name]) as memory:
+    with Memory(record.memories[name]) as memory:
         return bool(_parts(memory, record, name))
 
 
@@ -292,7 +126,7 @@ def _is_whole(record, name):
     """Whether a file of a checkpoint is there and has its sum."""
     if not _has(record, name):
         return False
-    with _Memory(record.memories[name]) as memory:
+    with Memory(record.memories[name]) as memory:
         start, length, digest = _part(memory, record, name)
         return memory.sum(start, length) == digest
 
@@ -360,7 +194,7 @@ class InMemoryWriter(FileSystemWriter):
 
     def __init__(self):
         super().__init__("", sync_files=False)
-        _own()
+        own_path()
 
     def reset(self, checkpoint_id=None):
         if not checkpoint_id:
@@ -378,7 +212,7 @@ class InMemoryWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan):
-        return dataclasses.replace(plan, storage_data=(_launcher(), _own()))
+        return dataclasses.replace(plan, storage_data=(_launcher(), own_path()))
 
     def prepare_global_plan(self, plans):
         if not all(plan.usable for plan in plans):
@@ -406,12 +240,12 @@ class InMemoryWriter(FileSystemWriter):
     def write_data(self, plan, planner):
         place = plan.storage_data
         # That of a save of this thread that has failed is closed.
-        _saving.memory = memory = _Memory(_own())
+        _saving.memory = memory = Memory(own_path())
         memory.lock()
         _saving.slot = memory.begin(place.kept)
-        with self._in(memory, _STARTS[_saving.slot]) as files:
+        with self._in(memory, STARTS[_saving.slot]) as files:
             written = super().write_data(plan, planner)
-        _saving.record = _Record(str(_saving.folder), place.number, place.save, files.files, {})
+        _saving.record = Record(str(_saving.folder), place.number, place.save, files.files, {})
         _saving.end = files.end
         if not self._is_coordinator:
             with memory:
@@ -424,7 +258,7 @@ class InMemoryWriter(FileSystemWriter):
             with self._in(memory, _saving.end) as files:
                 super().finish(metadata, results)
             record.files.update(files.files)
-            record.memories = {**_saving.memories, _METADATA: _own()}
+            record.memories = {**_saving.memories, _METADATA: own_path()}
             memory.commit(_saving.slot, record, files.end)
             _write(record)
 
@@ -456,10 +290,10 @@ def _write(record):
 
 def _write_file(record, name, path):
     """Writes a file of a checkpoint: it is whole or not there."""
-    new, found = path.with_name(f"{name}.tmp"), _hash()
-    with _Memory(record.memories[name]) as memory:
+    new, found = path.with_name(f"{name}.tmp"), sha256()
+    with Memory(record.memories[name]) as memory:
         start, length, digest = _part(memory, record, name)
-        span = _Span(memory.file, start, length)
+        span = Span(memory.file, start, length)
         try:
             with open(new, "wb") as file:
                 while block := span.read(_BLOCK):
@@ -488,7 +322,7 @@ def _write_missing(record):
     if _is_in_folder(record):
         return
     try:
-        with _Memory(_own()) as memory:
+        with Memory(own_path()) as memory:
             memory.lock()
             _write(record)
     except RuntimeError as error:

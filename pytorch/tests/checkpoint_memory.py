@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from checkpoint_async import Training, same, wraps
 from flow_torch import checkpoint
 from flow_torch.checkpoint import InMemoryReader, InMemoryWriter, latest
+from flow_torch.checkpoint_memory import Memory
 
 
 class Killed(InMemoryWriter):
@@ -93,7 +94,7 @@ def remove(folder):
 
 
 def damage(record, name):
-    with checkpoint._Memory(record.memories[name]) as memory:
+    with Memory(record.memories[name]) as memory:
         start, length, _ = checkpoint._part(memory, record, name)
         at = start + length // 2
         os.pwrite(memory.file.fileno(), bytes([~memory.read(at, 1)[0] & 255]), at)
