@@ -9,7 +9,7 @@ import os
 import threading
 import uuid
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -239,17 +239,22 @@ class InMemoryWriter(FileSystemWriter):
 
     def write_data(self, plan, planner):
         place = plan.storage_data
-        # That of a save of this thread that has failed is closed.
-        _saving.memory = memory = Memory(own_path())
-        memory.lock()
-        _saving.slot = memory.begin(place.kept)
-        with self._in(memory, STARTS[_saving.slot]) as files:
-            written = super().write_data(plan, planner)
-        _saving.record = Record(str(_saving.folder), place.number, place.save, files.files, {})
-        _saving.end = files.end
-        if not self._is_coordinator:
-            with memory:
-                memory.commit(_saving.slot, _saving.record, _saving.end)
+        _saving.memory = None  # Where another rank has failed, a save of this thread has left it open.
+        with ExitStack() as stack:
+            memory = stack.enter_context(Memory(own_path()))
+            memory.lock()
+            slot = memory.begin(place.kept)
+            with self._in(memory, STARTS[slot]) as files:
+                written = super().write_data(plan, planner)
+            record = Record(str(_saving.folder), place.number, place.save, files.files, {})
+            if self._is_coordinator:
+                _saving.memory = memory
+                _saving.slot = slot
+                _saving.record = record
+                _saving.end = files.end
+                stack.pop_all()  # It has the lock until the end.
+            else:
+                memory.commit(slot, record, files.end)
         return written
 
     def finish(self, metadata, results):
@@ -261,6 +266,7 @@ class InMemoryWriter(FileSystemWriter):
             record.memories = {**_saving.memories, _METADATA: own_path()}
             memory.commit(_saving.slot, record, files.end)
             _write(record)
+        _saving.memory = None
 
     @contextmanager
     def _in(self, memory, start):
