@@ -138,20 +138,34 @@ struct Server {
     connections: AtomicUsize,
 }
 
+/// A connection that is counted.
+struct Connection(Arc<Server>);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 impl Server {
     fn accept(self: Arc<Self>, listener: &TcpListener) {
         for stream in listener.incoming() {
-            let is_room = self.connections.fetch_add(1, Ordering::SeqCst) < CONNECTIONS;
-            let server = Arc::clone(&self);
-            let answer = move |stream: io::Result<TcpStream>| {
-                if is_room && let Err(error) = stream.and_then(|stream| server.answer(stream)) {
+            let Ok(stream) = stream else {
+                // There are too few descriptors.
+                thread::sleep(INTERVAL);
+                continue;
+            };
+            let number = self.connections.fetch_add(1, Ordering::SeqCst);
+            let connection = Connection(Arc::clone(&self));
+            if number >= CONNECTIONS {
+                continue;
+            }
+            let answer = move || {
+                if let Err(error) = connection.0.answer(stream) {
                     log::debug!("a browser: {error}");
                 }
-                server.connections.fetch_sub(1, Ordering::SeqCst);
             };
-            let thread = thread::Builder::new().name("flow-top-browser".into());
-            if stream.is_err() || thread.spawn(move || answer(stream)).is_err() {
-                // There are too few descriptors, or threads.
+            if thread::Builder::new().name("flow-top-browser".into()).spawn(answer).is_err() {
                 thread::sleep(INTERVAL);
             }
         }
