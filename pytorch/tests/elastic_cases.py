@@ -339,6 +339,7 @@ def communication_that_is_under_way_at_the_optimizer():
     with elastic, elastic.step():
         receive = dist.irecv(torch.zeros(1), 1 - RANK)
         is_good = says("under way at optimizer.step()", optimizer.step)
+        dist.barrier()  # else the other rank's message may come before this rank has asked
         dist.isend(torch.ones(1), 1 - RANK).wait()
         receive.wait()
         optimizer.step()
