@@ -10,13 +10,16 @@
 //!
 //! An elected leader does nothing before a majority follows it: events wait until then.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+mod round;
+mod watching;
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use flow_store::net::secret;
-use flow_store::{Address, Server, TcpStoreServer};
+use flow_store::{Address, Server};
 use serde::Deserialize;
 
 use crate::control::assignment::RendezvousStoreInfo;
@@ -27,7 +30,6 @@ use crate::control::job_record::MemberId;
 use crate::control::node::Node;
 use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, OVER_KEY, command_key,
-    status_key,
 };
 use crate::control::stall::{StallAction, StallTracker, StallUpdate};
 use crate::control::token::token;
@@ -35,6 +37,8 @@ use crate::control::watchers::{self, Watchers};
 use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
+
+use round::Round;
 
 /// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
@@ -304,13 +308,7 @@ impl Leader {
         let commands = self.coordinator.elapsed(now);
         self.note_changes(None, &commands);
         self.dispatch(commands);
-        for (watcher, mut status) in self.watchers.take_due(now) {
-            let members = &self.candidate.election.record().members;
-            status.members = members.iter().map(|member| member.address.clone()).collect();
-            // Plain data: it cannot fail.
-            let text = serde_json::to_vec(&status).unwrap_or_default();
-            self.candidate.server.set(&status_key(watcher), &text);
-        }
+        self.answer_watchers();
     }
 
     /// Handles what workers have sent.
@@ -457,28 +455,8 @@ impl Leader {
             AgentEvent::Status { number, status } => {
                 self.watchers.answer(agent, number, status, Instant::now())
             }
-            AgentEvent::Gone { .. } if self.watchers.left(agent) => {
-                self.candidate.server.delete(&status_key(agent))
-            }
+            AgentEvent::Gone { .. } if self.forget_watcher(agent) => {}
             event => self.decide(agent, event),
-        }
-    }
-
-    /// Asks all agents what their workers do, as one who watches wants to know.
-    fn ask_all(&mut self, watcher: AgentId, number: u64) {
-        let mut awaited = BTreeMap::new();
-        let mut silent = Vec::new();
-        for (agent, node) in self.coordinator.nodes() {
-            if node.can_report {
-                awaited.insert(agent, node.host.clone());
-            } else {
-                silent.push(node.host.clone());
-            }
-        }
-        let agents: Vec<AgentId> = awaited.keys().copied().collect();
-        let number = self.watchers.ask(watcher, number, awaited, silent, Instant::now());
-        for agent in agents {
-            self.command(agent, Command::Report { number });
         }
     }
 
@@ -501,21 +479,6 @@ impl Leader {
         let failure = failure.map(|what| (what, had_workers));
         self.note_changes(failure, &commands);
         self.dispatch(commands);
-    }
-
-    /// Notes for those who watch which worker has failed, who has joined and left, and what follows.
-    fn note_changes(&mut self, failure: Option<(String, bool)>, commands: &[(AgentId, Command)]) {
-        let changes = self.coordinator.take_changes().into_iter().chain(failure);
-        // All join again at a new leader.
-        let gathers = self.claim.is_some() && self.round.is_none();
-        if self.linger_until.is_some() || gathers {
-            return;
-        }
-        let stops = commands.iter().any(|(_, command)| matches!(command, Command::Stop { .. }));
-        for (what, interrupts) in changes {
-            let what = format!("{what}{}", watchers::consequence(commands));
-            self.watchers.note(what, interrupts || stops, Instant::now());
-        }
     }
 
     fn dispatch(&mut self, commands: Vec<(AgentId, Command)>) {
@@ -604,81 +567,5 @@ impl Leader {
     }
 }
 
-/// A round: the workers' stores and their stalls.
-struct Round {
-    number: u32,
-    store: Server,
-    /// PyTorch's store. A restarted program expects an empty one.
-    _tcp_store: Option<TcpStoreServer>,
-    stores: RendezvousStoreInfo,
-    stalls: StallTracker,
-}
-
-impl Round {
-    /// Tells the workers how one of them has ended.
-    fn exited(&mut self, rank: u32, replacement: u32, end: &str) {
-        self.stalls.rank_exited(rank, replacement);
-        let key = match replacement {
-            0 => format!("exit/{rank}"),
-            count => format!("exit/{rank}.{count}"),
-        };
-        self.store.set(&key, end.as_bytes());
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::ffi::OsString;
-
-    fn leader_of(nodes: u32) -> Leader {
-        let flags = "--node_rank 0 --master_addr 127.0.0.1 --master_port 7";
-        let line = format!("flow-launch --nnodes {nodes} {flags} train");
-        let job = Job::parse(line.split_whitespace().map(OsString::from), &|_| None).unwrap();
-        Leader::serving(&job, node(0, nodes), "127.0.0.1", 0).unwrap()
-    }
-
-    fn node(number: u32, nodes: u32) -> Node {
-        Node {
-            host: format!("host{number}"),
-            address: "127.0.0.1".into(),
-            node_rank: Some(number),
-            local_world_size: 1,
-            role: "default".into(),
-            nodes: (nodes, nodes),
-            is_in_place: false,
-            can_report: true,
-        }
-    }
-
-    /// Who is refused ends, and the leader waits for the others as long as it would have.
-    #[test]
-    fn a_node_that_is_refused_does_not_end_the_job() {
-        let mut leader = leader_of(3);
-        let mut commands_for = |agent, number| {
-            leader.handle(agent, AgentEvent::Joined { node: node(number, 3) });
-            assert_eq!(leader.linger_until, None);
-            leader.commands_sent.get(&agent).copied()
-        };
-        assert_eq!(commands_for(1, 1), None);
-        assert_eq!(commands_for(2, 1), Some(1), "it is refused");
-        assert_eq!(commands_for(3, 2), Some(1), "it starts");
-    }
-
-    /// It would take the question for a malformed command, and end.
-    #[test]
-    fn an_agent_of_an_older_version_is_not_asked() {
-        for can_report in [false, true] {
-            let mut leader = leader_of(2);
-            let mut node = serde_json::to_value(node(1, 2)).unwrap();
-            if !can_report {
-                node.as_object_mut().unwrap().remove("can_report");
-            }
-            let node = serde_json::from_value(node).unwrap();
-            leader.handle(1, AgentEvent::Joined { node });
-            let before = leader.commands_sent[&1];
-            leader.handle(7, AgentEvent::Watch { number: 1 });
-            assert_eq!(leader.commands_sent[&1] > before, can_report);
-        }
-    }
-}
+mod tests;

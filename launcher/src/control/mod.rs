@@ -14,6 +14,8 @@
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `watchers.rs`, `status.rs` | what those are told who watch the job (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
+//! | `leader/round.rs` | the workers' stores |
+//! | `leader/watching.rs` | what it does for those who watch the job |
 //! | `follower.rs` | any other agent: a client of the leader's store |
 //! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
 

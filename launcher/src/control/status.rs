@@ -38,8 +38,7 @@ pub struct NodeStatus {
     /// How often all workers were started again.
     pub restarts: u32,
     pub workers: Vec<WorkerStatus>,
-    /// How many seconds ago workers have done a first step: after their start, and after each change of
-    /// the job's ranks.
+    /// [`Activity::resumed`] of workers that are gone.
     pub resumed: Vec<f64>,
 }
 
@@ -76,7 +75,7 @@ pub struct Activity {
     pub communication: Option<f64>,
     /// The groups that it is in.
     pub groups: Vec<GroupActivity>,
-    /// As [`NodeStatus::resumed`] has it.
+    /// How many seconds ago it has done a first step: after its start, and after each change of the job's ranks.
     pub resumed: Vec<f64>,
 }
 
