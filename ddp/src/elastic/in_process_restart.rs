@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 
 use flow_comm::ProcessGroup;
 
-use super::loss::is_change_of_ranks;
-use super::training::LOOK_INTERVAL;
-use crate::checkpoint::CheckpointError;
+use super::loss::{are_parts_missing, is_change_of_ranks};
+use super::newcomers::{LOOK_INTERVAL, Looks, look_for_newcomers};
 use crate::error::{Error, Result, job_rank};
 
 /// A training that begins again in the same processes when a rank is lost, or when one comes. For models whose parts
@@ -19,11 +18,12 @@ use crate::error::{Error, Result, job_rank};
 /// `flow-launch --elastic in-place`; it works without, too, and then a lost rank is an error.
 ///
 /// ```no_run
-/// use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, InProcessRestart, ProcessGroup, TensorCollectives, TryBackwardStep};
+/// use flow_ddp::{
+///     Checkpoints, DistributedSampler, Fsdp, InProcessRestart, ProcessGroup, TensorCollectives, TryBackwardStep,
+/// };
 /// use tch::nn;
 ///
-/// # fn loss(_: &Fsdp<nn::Linear>) -> Result<tch::Tensor, flow_ddp::Error> { unimplemented!() }
-/// # fn train() -> anyhow::Result<()> {
+/// # fn train(images: tch::Tensor, labels: tch::Tensor) -> anyhow::Result<()> {
 /// let group = ProcessGroup::from_env()?; // a worker that was started again waits here
 /// InProcessRestart::new(group).run(|attempt| {
 ///     let group = attempt.group();
@@ -39,7 +39,8 @@ use crate::error::{Error, Result, job_rank};
 ///     }
 ///     while step < 1000 {
 ///         attempt.check()?;
-///         optimizer.try_backward_step(&loss(&model)?)?;
+///         let loss = model.try_forward_t(&images, true)?.cross_entropy_for_logits(&labels);
+///         optimizer.try_backward_step(&loss)?;
 ///         step += 1;
 ///         checkpoints.async_save(step, &model, &vs, &optimizer, &sampler, &step)?;
 ///     }
@@ -63,8 +64,7 @@ pub struct Attempt<'r> {
     group: ProcessGroup,
     /// All ranks.
     all: &'r ProcessGroup,
-    /// When it was last looked whether the ranks are to change.
-    looked: Cell<Option<Instant>>,
+    looks: Looks,
     checks: Cell<usize>,
 }
 
@@ -151,7 +151,7 @@ impl InProcessRestart {
         let attempt = Attempt {
             group: self.training_ranks(&training)?,
             all: &self.group,
-            looked: Cell::new(None),
+            looks: Looks::default(),
             checks: Cell::new(0),
         };
         let value = train(&attempt);
@@ -240,18 +240,6 @@ impl InProcessRestart {
     }
 }
 
-/// Whether ranks that were lost had parts of the checkpoint.
-fn are_parts_missing(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-    let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
-    while let Some(error) = cause {
-        if let Some(CheckpointError::PartsMissing { .. }) = error.downcast_ref() {
-            return true;
-        }
-        cause = error.source();
-    }
-    false
-}
-
 impl Attempt<'_> {
     /// Returns the group of the ranks that train.
     pub fn group(&self) -> &ProcessGroup {
@@ -267,16 +255,12 @@ impl Attempt<'_> {
     /// [`Error::Newcomers`], [`Error::RanksChange`]; the store is gone.
     pub fn check(&self) -> Result<()> {
         self.checks.set(self.checks.get() + 1);
-        let is_time = self.looked.get().is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL);
-        if self.group.rank() != 0 || !is_time || !self.all.can_reconfigure() {
-            return Ok(());
+        if self.group.rank() == 0 && self.looks.is_due(self.all) {
+            look_for_newcomers(self.all)?;
+            if self.all.is_changing()? {
+                return Err(Error::RanksChange { rank: job_rank(self.all) });
+            }
         }
-        self.looked.set(Some(Instant::now()));
-        let rank = job_rank(self.all);
-        match self.all.newcomers()? {
-            0 if self.all.is_changing()? => Err(Error::RanksChange { rank }),
-            0 => Ok(()),
-            count => Err(Error::Newcomers { rank, count }),
-        }
+        Ok(())
     }
 }

@@ -10,8 +10,7 @@ use crate::error::Error;
 
 /// Whether the ranks have to change: one was lost, here or before, or others wait to join.
 pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-    let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
-    while let Some(error) = cause {
+    for error in causes(error) {
         if matches!(error.downcast_ref(), Some(Error::Newcomers { .. } | Error::RanksChange { .. }))
         {
             return true;
@@ -25,9 +24,24 @@ pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> boo
                 |error| matches!(error, Error::Comm(error) if is_of_others(error)),
             );
         }
-        cause = error.source();
     }
     false
+}
+
+/// Whether ranks that were lost had parts of the checkpoint.
+pub fn are_parts_missing(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
+    let is_missing = |error: &(dyn StdError + 'static)| {
+        matches!(error.downcast_ref(), Some(CheckpointError::PartsMissing { .. }))
+    };
+    causes(error).any(is_missing)
+}
+
+/// Returns an error, its source, the source of that, and so on.
+fn causes<'a>(
+    error: &'a (dyn StdError + Send + Sync + 'static),
+) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    let first: &(dyn StdError + 'static) = error;
+    std::iter::successors(Some(first), |&error| error.source())
 }
 
 /// Whether another rank may be the cause, and this one can go on without it.

@@ -7,12 +7,14 @@
 //! | `catch_up.rs` | weights and state of the rank that is farthest |
 //! | `buffers.rs` | buffers as they were before a step that failed |
 //! | `in_process_restart.rs` | [`InProcessRestart`]: from a checkpoint, for models whose parts no other rank has |
+//! | `newcomers.rs` | whether somebody waits to join |
 //! | `loss.rs` | the errors that other ranks cause |
 
 mod buffers;
 mod catch_up;
 mod in_process_restart;
 mod loss;
+mod newcomers;
 mod training;
 
 use std::error::Error as StdError;
@@ -31,6 +33,7 @@ use crate::sync_batchnorm::has_converted;
 use buffers::Buffers;
 pub use in_process_restart::{Attempt, InProcessRestart};
 use loss::is_change_of_ranks;
+use newcomers::Looks;
 pub use training::Training;
 
 /// A training whose ranks may change while it runs: when one is lost the others repeat the step, and
@@ -231,7 +234,7 @@ impl<'a, M, S: Serialize + DeserializeOwned> Elastic<'a, M, S> {
             watched: smallest_parameter(self.vs),
             buffers: &mut self.buffers,
             done: 0,
-            looked: None,
+            looks: Looks::default(),
         };
         let result = train(&mut training);
         self.model = Some(training.model.into_inner());

@@ -1,17 +1,14 @@
 //! Steps that are done, or not done at all.
 
-use std::time::{Duration, Instant};
-
 use flow_comm::ProcessGroup;
 use tch::Tensor;
 use tch::nn::Optimizer;
 
 use super::buffers::Buffers;
+use super::newcomers::{Looks, look_for_newcomers};
 use crate::ddp::Ddp;
 use crate::error::{Error, Result, job_rank};
 
-/// The interval at which rank 0 looks whether somebody waits to join.
-pub const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// The steps of a group after which it is looked whether the closure alone has changed parameters. To look costs
 /// a wait for the GPU.
 const CHECKED: u64 = 3;
@@ -33,8 +30,7 @@ pub struct Training<'t, M, S> {
     pub(super) buffers: &'t mut Buffers,
     /// The steps that these ranks have done.
     pub(super) done: u64,
-    /// When it was last looked whether somebody waits.
-    pub(super) looked: Option<Instant>,
+    pub(super) looks: Looks,
 }
 
 impl<M, S> Training<'_, M, S> {
@@ -93,21 +89,12 @@ impl<M, S> Training<'_, M, S> {
         Ok(value)
     }
 
-    /// Ends the step on rank 0 if somebody waits to join: all ranks take them in then.
-    fn look_for_newcomers(&mut self) -> Result<()> {
-        let is_time = self.looked.is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL);
-        if self.group.rank() != 0 || !is_time || !self.group.can_reconfigure() {
+    /// Ends the step on rank 0 if somebody waits to join.
+    fn look_for_newcomers(&self) -> Result<()> {
+        if self.group.rank() != 0 || !self.looks.is_due(&self.group) {
             return Ok(());
         }
-        self.looked = Some(Instant::now());
-        match self.group.newcomers()? {
-            0 => Ok(()),
-            count => {
-                let error = Error::Newcomers { rank: job_rank(&self.group), count };
-                // Else the others, which are in this step, would first see this rank leave, and wait for its end.
-                self.model.abort(&error.to_string());
-                Err(error)
-            }
-        }
+        // Else the others, which are in this step, would first see this rank leave, and wait for its end.
+        look_for_newcomers(&self.group).inspect_err(|error| self.model.abort(&error.to_string()))
     }
 }
