@@ -137,9 +137,7 @@ impl ShardedCheckpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        let prepared = self.prepare(step, vs, optimizer, state);
-        let saving = agree(&self.group, prepared)
-            .and_then(|(contents, entries)| self.begin(contents, &entries));
+        let saving = self.lay_out(step, vs, optimizer, state);
         let saved = saving.and_then(|mut saving| saving.finish());
         saved_after(before, saved)
     }
@@ -164,9 +162,7 @@ impl ShardedCheckpoints {
         state: &S,
     ) -> Result<()> {
         let before = self.wait();
-        let prepared = self.prepare(step, vs, optimizer, state);
-        let saving = agree(&self.group, prepared)
-            .and_then(|(contents, entries)| self.begin(contents, &entries));
+        let saving = self.lay_out(step, vs, optimizer, state);
         let begun = saving.and_then(|saving| self.writer.start(saving));
         saved_after(before, begun)
     }
@@ -210,6 +206,17 @@ impl ShardedCheckpoints {
             index: Index::default(),
         };
         Ok((contents, entries(&tensors, &self.group)?))
+    }
+
+    fn lay_out<S: Serialize + DeserializeOwned>(
+        &self,
+        step: usize,
+        vs: &VarStore,
+        optimizer: Option<&Optimizer>,
+        state: &S,
+    ) -> Result<Saving> {
+        let (contents, entries) = agree(&self.group, self.prepare(step, vs, optimizer, state))?;
+        self.begin(contents, &entries)
     }
 
     /// Lays out what the ranks have of the entries, and makes their files. `contents` is without index and
