@@ -16,7 +16,8 @@ use flow_ddp::{
 };
 use flow_global::checkpoint::ShardedCheckpoints;
 use flow_global::{B, GlobalTensor, Placement, S};
-use flow_tests::registry::{Scenario, Test, launched, process};
+use flow_tests::net::Net;
+use flow_tests::registry::{Scenario, Test, launched, machines, process};
 use flow_tests::{Finished, Process, TEST_TIMEOUT, assert_contains};
 use rustix::process::{Signal, getpid, kill_process};
 use tch::nn::{Adam, Module, OptimizerConfig, Path, Sgd, VarStore};
@@ -52,6 +53,8 @@ pub const SCENARIOS: &[Scenario] = &[
             launched(2).flags(IN_PLACE).mode("fully_shard", WAY, "fully_shard"),
             launched(4).flags(IN_PLACE).mode("multiples", MULTIPLE, "2"),
             launched(4).flags(IN_PLACE).mode("all or none", MULTIPLE, "4"),
+            // All ranks of the machine that has the checkpoint may be killed at once: the others wait for them.
+            machines(&[2, 2]).flags(IN_PLACE).mode("multiples", MULTIPLE, "2"),
         ],
     )
     .checked_by(newcomers_come),
@@ -159,7 +162,9 @@ impl Fate {
         }
         let mut is_over = [0_i64];
         if group.rank() == 0 {
-            let is_enough = noted(KILLED)? >= KILLS && step >= self.done + STEPS;
+            // Of each that is killed: who is to be killed may have some time left.
+            let have_come = noted(STARTED)? >= self.ranks + KILLS;
+            let is_enough = have_come && step >= self.done + STEPS;
             is_over[0] = i64::from(is_enough && group.world_size() == self.ranks);
         }
         group.broadcast(&mut is_over, 0)?;
@@ -398,10 +403,21 @@ fn too_few() -> Result<()> {
     Ok(())
 }
 
-fn run(test: &Test) -> Finished {
-    let mut command = test.commands().remove(0);
-    command.env(FOLDER, test.folder.path());
-    Process::start(command).finish(TEST_TIMEOUT)
+/// Runs the job, on machines if it has several; None if there can be none.
+fn run(test: &Test) -> Option<Vec<Finished>> {
+    let mut commands = test.commands();
+    for command in &mut commands {
+        command.env(FOLDER, test.folder.path());
+    }
+    if commands.len() == 1 {
+        return Some(vec![Process::start(commands.remove(0)).finish(TEST_TIMEOUT)]);
+    }
+    let net = Net::new(commands.len())?;
+    let agents = commands.iter().enumerate().map(|(node, command)| net.start(node, command));
+    let agents: Vec<_> = agents.collect();
+    let finished = agents.into_iter().map(|agent| agent.finish()).collect();
+    net.until_nothing_is_left();
+    Some(finished)
 }
 
 /// How many workers have started.
@@ -410,16 +426,18 @@ fn started(test: &Test) -> usize {
 }
 
 fn newcomers_come(test: &Test) {
-    let finished = run(test);
-    assert_eq!(finished.code, Some(0), "{finished:?}");
+    let Some(finished) = run(test) else { return };
+    assert!(finished.iter().all(|node| node.code == Some(0)), "{finished:?}");
     let ranks: usize = test.job.nodes().iter().sum();
-    assert_eq!(finished.stdout.matches("all is well\n").count(), ranks, "{finished:?}");
+    let good = finished.iter().map(|node| node.stdout.matches("all is well\n").count());
+    assert_eq!(good.sum::<usize>(), ranks, "{finished:?}");
     // The others have gone on in their processes.
     assert_eq!(started(test), ranks + KILLS, "{finished:?}");
 }
 
 fn ends_smaller(test: &Test) {
-    let finished = run(test);
+    let Some(mut finished) = run(test) else { return };
+    let finished = finished.remove(0);
     assert_eq!(finished.code, Some(0), "{finished:?}");
     let lines = finished.sorted_lines();
     let said: Vec<&str> = lines.into_iter().filter(|line| line.starts_with('[')).collect();
@@ -428,7 +446,8 @@ fn ends_smaller(test: &Test) {
 }
 
 fn ends_with_an_error(test: &Test) {
-    let finished = run(test);
+    let Some(mut finished) = run(test) else { return };
+    let finished = finished.remove(0);
     assert_eq!(finished.code, Some(0), "{finished:?}");
     let parts = ["2 ranks train together, the job has 1,", "3s", "--max-restarts"];
     assert_contains(finished.stdout.lines().next().unwrap_or_default(), &parts);
