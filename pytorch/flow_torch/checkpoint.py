@@ -24,7 +24,8 @@ _METADATA = ".metadata"
 # Bytes that go to the disk at once.
 _BLOCK = 8 << 20
 # The saves whose files `latest` has found to be whole, and those whose files are not.
-_whole, _damaged = set(), set()
+_whole = set()
+_damaged = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,9 @@ class _Written(FileSystem):
     """Files that are written to a memory, one behind the other, from `end` on."""
 
     def __init__(self, memory, end):
-        self.memory, self.end, self.files = memory, end, {}
+        self.memory = memory
+        self.end = end
+        self.files = {}
 
     @contextmanager
     def create_stream(self, path, mode):
@@ -142,7 +145,8 @@ def latest(folder, process_group=None):
     memory counts too, if its folder has `.metadata`. On the disk it is the one whose `.metadata` was written last. All ranks of the group call
     this. An error of one is an error of all."""
     group = process_group if dist.is_initialized() else None
-    rank, size = (dist.get_rank(process_group), dist.get_world_size(process_group)) if dist.is_initialized() else (0, 1)
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    size = dist.get_world_size(process_group) if dist.is_initialized() else 1
     parent = Path(folder).absolute()
 
     def of_all(find, *arguments):
@@ -271,7 +275,8 @@ class InMemoryWriter(FileSystemWriter):
     @contextmanager
     def _in(self, memory, start):
         """Has files written to the memory."""
-        usual, self.fs = self.fs, _Written(memory, start)
+        usual = self.fs
+        self.fs = _Written(memory, start)
         try:
             yield self.fs
         finally:
@@ -296,7 +301,8 @@ def _write(record):
 
 def _write_file(record, name, path):
     """Writes a file of a checkpoint: it is whole or not there."""
-    new, found = path.with_name(f"{name}.tmp"), sha256()
+    new = path.with_name(f"{name}.tmp")
+    found = sha256()
     with Memory(record.memories[name]) as memory:
         start, length, digest = _part(memory, record, name)
         span = Span(memory.file, start, length)

@@ -126,7 +126,10 @@ class Span(io.RawIOBase):
     """The bytes of a file from `start` on, as a file. It grows, or has `length` bytes."""
 
     def __init__(self, file, start, length=0):
-        self.descriptor, self.start, self.length, self.at = file.fileno(), start, length, 0
+        self.descriptor = file.fileno()
+        self.start = start
+        self.length = length
+        self.at = 0
 
     def readable(self):
         return True
