@@ -19,13 +19,11 @@ impl Agent {
     pub fn report(&mut self, number: u64) {
         let now = Instant::now();
         let group = self.group.as_ref().or(self.finished_group.as_ref());
-        let mut resumed = self.resumed.clone();
-        resumed.extend(group.map(|group| group.resumed(now)).unwrap_or_default());
         let status = NodeStatus {
             host: self.host.clone(),
             restarts: self.restarts_of_all(),
             workers: group.map(WorkerGroup::status).unwrap_or_default(),
-            resumed: resumed.into_iter().map(|at| (now - at).as_secs_f64()).collect(),
+            resumed: self.resumed.iter().map(|at| (now - *at).as_secs_f64()).collect(),
         };
         self.control.send(AgentEvent::Status { number, status });
     }

@@ -65,8 +65,12 @@ impl View {
             }
         }
         ranks.sort_by_key(|view| view.rank);
-        let resumed: Vec<f64> =
-            status.nodes.iter().flat_map(|node| node.resumed.iter().copied()).collect();
+        let mut resumed: Vec<f64> = Vec::new();
+        for node in &status.nodes {
+            resumed.extend(&node.resumed);
+            let activities = node.workers.iter().filter_map(|worker| worker.activity.as_ref());
+            resumed.extend(activities.flat_map(|activity| &activity.resumed));
+        }
         let changes = status.changes.iter().enumerate().map(|(number, change)| ChangeView {
             seconds_ago: change.seconds_ago,
             what: change.what.clone(),

@@ -106,16 +106,21 @@ fn a_wrong_call_is_told_in_a_line() {
 /// No answer of the leader means that it is lost, not that the job is over.
 #[test]
 fn who_watches_is_told_that_the_launcher_was_killed() {
-    let mut running = job("--nproc_per_node 1");
-    let pids = running.numbers(1);
-    let mut watching = Running::start(&mut launcher(&["top", "--json", &name(&running)]));
-    watching.line();
-    running.signal(Signal::KILL);
-    let end = watching.finish();
-    assert_eq!(end.code, Some(1), "{end:?}");
-    assert_contains(&end.stderr, &["the leading node is lost"]);
-    running.finish();
-    until_gone(&pids);
+    for output in [&["--json"][..], &["--http", "0"]] {
+        let mut running = job("--nproc_per_node 1");
+        let pids = running.numbers(1);
+        let name = name(&running);
+        let arguments = [&["top", &name], output].concat();
+        let mut watching = Running::start(&mut launcher(&arguments));
+        // Of a page nobody asks for.
+        watching.line();
+        running.signal(Signal::KILL);
+        let end = watching.finish();
+        assert_eq!(end.code, Some(1), "{end:?}");
+        assert_contains(&end.stderr, &["the leading node is lost"]);
+        running.finish();
+        until_gone(&pids);
+    }
 }
 
 /// A process that makes a larger file than it may is killed by the kernel.
@@ -257,21 +262,6 @@ fn a_page_is_served_to_who_knows_its_token() {
     running.finish();
     let end = watching.finish();
     assert_eq!((end.code, &end.stderr[..]), (Some(0), ""), "{end:?}");
-}
-
-#[test]
-fn a_page_that_nobody_looks_at_ends_with_a_killed_launcher() {
-    let mut running = job("--nproc_per_node 1");
-    let pids = running.numbers(1);
-    let mut command = launcher(&["top", "--http", "0", &name(&running)]);
-    let mut watching = Running::start(&mut command);
-    watching.line();
-    running.signal(Signal::KILL);
-    let end = watching.finish();
-    assert_eq!(end.code, Some(1), "{end:?}");
-    assert_contains(&end.stderr, &["the leading node is lost"]);
-    running.finish();
-    until_gone(&pids);
 }
 
 #[test]
