@@ -31,14 +31,14 @@ use crate::optimizers::{same_elements, same_state};
 
 /// As many workers are killed.
 const KILLS: usize = 6;
-const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "6"];
+pub const IN_PLACE: &[&str] = &["--elastic", "in-place", "--max-restarts", "6"];
 const SMALLER: &[&str] = &["--elastic", "in-place", "--min-workers", "1"];
 /// What has the model in parts.
 const WAY: &str = "FLOW_TEST_WAY";
 /// The ranks train in multiples of this.
 const MULTIPLE: &str = "FLOW_TEST_MULTIPLE";
 /// In the folder: a line of each worker that has started, and of each that was killed.
-const STARTED: &str = "started";
+pub const STARTED: &str = "started";
 const KILLED: &str = "killed";
 /// The steps of a training that nobody interrupts.
 const STEPS: i64 = 3;
@@ -72,13 +72,17 @@ pub const SCENARIOS: &[Scenario] = &[
 
 /// A module of one weight.
 #[derive(Debug)]
-struct Layer(Tensor);
+pub struct Layer(Tensor);
 
 impl Layer {
-    fn new(path: Path<'_>, number: i64) -> Self {
+    pub fn new(path: Path<'_>, number: i64) -> Self {
         let numbers = Tensor::arange(151 * 151, (Kind::Float, device())) * (number + 1);
         let weight = (numbers.remainder(97) / 97.0 - 0.5) * 0.2;
         Self(path.add("weight", weight.reshape([151, 151]), true))
+    }
+
+    pub fn weight(&self) -> Tensor {
+        self.0.shallow_clone()
     }
 }
 
@@ -94,13 +98,13 @@ fn loss(layers: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     Ok((layers(&input)? - 0.3).square().sum(Kind::Float))
 }
 
-fn number(variable: &str, default: usize) -> Result<usize> {
+pub fn number(variable: &str, default: usize) -> Result<usize> {
     let Ok(text) = std::env::var(variable) else { return Ok(default) };
     text.parse().with_context(|| format!("{variable} is '{text}'"))
 }
 
 /// Adds a line of this process.
-fn note(name: &str) -> Result<()> {
+pub fn note(name: &str) -> Result<()> {
     let mut file = File::options().create(true).append(true).open(folder()?.join(name))?;
     Ok(file.write_all(format!("{}\n", std::process::id()).as_bytes())?)
 }
@@ -125,7 +129,7 @@ fn kill_soon(delay: Duration) -> Result<()> {
 }
 
 /// Who is killed while the ranks stay the same, and when.
-struct Fate {
+pub struct Fate {
     ranks: usize,
     /// The steps that were done at the begin.
     done: i64,
@@ -137,7 +141,7 @@ struct Fate {
 
 impl Fate {
     /// Draws victims: two at most, and not all ranks. All ranks call this.
-    fn new(group: &ProcessGroup, done: i64, ranks: usize) -> Result<Self> {
+    pub fn new(group: &ProcessGroup, done: i64, ranks: usize) -> Result<Self> {
         let mut seed = [i64::from(std::process::id()), noted(KILLED)? as i64];
         group.broadcast(&mut seed, 0)?;
         let mut draws = Draws(seed[0] as u64);
@@ -156,7 +160,7 @@ impl Fate {
     }
 
     /// Whether enough were killed, and all ranks are there again. All ranks call this.
-    fn is_over(&self, group: &ProcessGroup, step: i64) -> Result<bool> {
+    pub fn is_over(&self, group: &ProcessGroup, step: i64) -> Result<bool> {
         if self.is_victim && step == self.at {
             kill_soon(self.delay)?;
         }
@@ -425,7 +429,7 @@ fn started(test: &Test) -> usize {
     fs::read_to_string(test.folder.path().join(STARTED)).unwrap().lines().count()
 }
 
-fn newcomers_come(test: &Test) {
+pub fn newcomers_come(test: &Test) {
     let Some(finished) = run(test) else { return };
     assert!(finished.iter().all(|node| node.code == Some(0)), "{finished:?}");
     let ranks: usize = test.job.nodes().iter().sum();

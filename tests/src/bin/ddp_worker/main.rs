@@ -39,6 +39,7 @@ mod options;
 mod out_of_step;
 mod parity;
 mod pipelines;
+mod pipelines_restarted;
 mod power_sgd;
 mod random_options;
 mod reported;
@@ -316,6 +317,7 @@ const FILES: &[File] = &[
     ("out_of_step", out_of_step::SCENARIOS),
     ("parity", parity::SCENARIOS),
     ("pipelines", pipelines::SCENARIOS),
+    ("pipelines_restarted", pipelines_restarted::SCENARIOS),
     ("power_sgd", power_sgd::SCENARIOS),
     ("sharded_checkpoint_killed", sharded_checkpoint_killed::SCENARIOS),
     ("tensors", tensors::SCENARIOS),
