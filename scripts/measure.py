@@ -142,6 +142,10 @@ def torchrun(python, ranks, *program):
     return run(*torchrun_command(python, ranks, *program))
 
 
+def spread(seconds):
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
 def size_name(size):
     for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:

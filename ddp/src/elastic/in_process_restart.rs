@@ -255,7 +255,7 @@ impl Attempt<'_> {
     /// [`Error::Newcomers`], [`Error::RanksChange`]; the store is gone.
     pub fn check(&self) -> Result<()> {
         self.checks.set(self.checks.get() + 1);
-        if self.group.rank() == 0 && self.looks.is_due(self.all) {
+        if self.group.rank() == 0 && self.looks.take_due(self.all) {
             look_for_newcomers(self.all)?;
             if self.all.is_changing()? {
                 return Err(Error::RanksChange { rank: job_rank(self.all) });

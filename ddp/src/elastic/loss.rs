@@ -30,10 +30,8 @@ pub fn is_change_of_ranks(error: &(dyn StdError + Send + Sync + 'static)) -> boo
 
 /// Whether ranks that were lost had parts of the checkpoint.
 pub fn are_parts_missing(error: &(dyn StdError + Send + Sync + 'static)) -> bool {
-    let is_missing = |error: &(dyn StdError + 'static)| {
-        matches!(error.downcast_ref(), Some(CheckpointError::PartsMissing { .. }))
-    };
-    causes(error).any(is_missing)
+    causes(error)
+        .any(|cause| matches!(cause.downcast_ref(), Some(CheckpointError::PartsMissing { .. })))
 }
 
 /// Returns an error, its source, the source of that, and so on.

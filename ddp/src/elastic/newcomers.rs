@@ -15,8 +15,8 @@ pub const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 pub struct Looks(Cell<Option<Instant>>);
 
 impl Looks {
-    /// Whether it is time to look, as it then is done. Never where the job cannot change its ranks.
-    pub fn is_due(&self, group: &ProcessGroup) -> bool {
+    /// Whether it is time to look: the next time is [`LOOK_INTERVAL`] later. Never where the job cannot change its ranks.
+    pub fn take_due(&self, group: &ProcessGroup) -> bool {
         let is_time = self.0.get().is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL);
         if !is_time || !group.can_reconfigure() {
             return false;

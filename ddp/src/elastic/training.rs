@@ -91,7 +91,7 @@ impl<M, S> Training<'_, M, S> {
 
     /// Ends the step on rank 0 if somebody waits to join.
     fn look_for_newcomers(&self) -> Result<()> {
-        if self.group.rank() != 0 || !self.looks.is_due(&self.group) {
+        if self.group.rank() != 0 || !self.looks.take_due(&self.group) {
             return Ok(());
         }
         // Else the others, which are in this step, would first see this rank leave, and wait for its end.

@@ -208,6 +208,7 @@ impl ShardedCheckpoints {
         Ok((contents, entries(&tensors, &self.group)?))
     }
 
+    /// Begins a checkpoint on all ranks, or on none: its files are made, and what each rank writes is known.
     fn lay_out<S: Serialize + DeserializeOwned>(
         &self,
         step: usize,
