@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use super::protocol::MAX_FRAME;
+use super::protocol::MAX_REPLY;
 
 /// A connected, blocking socket.
 pub trait BlockingSocket: Read + Write + Send {
@@ -35,7 +35,7 @@ pub fn exchange<S: Read + Write + ?Sized>(socket: &mut S, frame: &[u8]) -> io::R
     let mut length = [0; 4];
     socket.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length) as usize;
-    if length > MAX_FRAME {
+    if length > MAX_REPLY {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the reply is too long to be one"));
     }
     let mut reply = vec![0; length];

@@ -5,10 +5,11 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::blocking_socket::{BlockingSocket, describe, exchange};
-use super::connect::{may_pass, open};
+use super::blocking_socket::{describe, exchange};
+use super::connect::{Reached, may_pass, reach};
 use super::patience::{Impatient, Patience};
 use super::protocol::{MAX_FRAME, MAX_TIMEOUT, Reply, Request};
+use super::session::Connection;
 use super::{Address, Error, Result, list};
 use crate::fork::Process;
 
@@ -18,6 +19,10 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// The time that an answer may be late, after which a wait for it asks whether it is to go on.
 const OVERDUE: Duration = Duration::from_millis(500);
+/// The time in which another server must take the place of one that is lost.
+const FAILOVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// The time between two looks for it.
+const FAILOVER_PAUSE: Duration = Duration::from_millis(10);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
@@ -26,10 +31,17 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_m
 /// It may be shared between threads, but serves one call after the other. A thread that waits long
 /// for a key keeps the others from theirs, and should have a `Store` of its own. When a call has
 /// failed with [`Error::Lost`], all later ones fail at once.
+///
+/// The server at the address may send its clients to another one ([`Server::send_elsewhere`]). When
+/// that one is lost, the client asks at the address again, and sends its request to the server that it
+/// is named then. No request is done twice but [`Store::send`]. A will is not taken along.
+///
+/// [`Server::send_elsewhere`]: crate::Server::send_elsewhere
 pub struct Store {
     address: Address,
-    /// The socket, or why there is none any more.
-    connection: Mutex<std::result::Result<Box<dyn BlockingSocket>, String>>,
+    token: String,
+    /// The connection, or why there is none any more.
+    connection: Mutex<std::result::Result<Connection, String>>,
     /// The time to wait for a reply, in microseconds.
     reply_timeout: AtomicU64,
     /// Whether the program wants to stop waiting for a server that does not answer.
@@ -65,18 +77,21 @@ impl Store {
         let mut pause = PAUSES.0;
         let mut warning = Instant::now() + FIRST_WARNING;
         loop {
-            let error = match open(address, token, &patience) {
-                Ok(Ok(socket)) => {
+            let error = match reach(address, token, &patience) {
+                Ok(Reached::Store(connection)) => {
                     return Ok(Store {
                         address: address.clone(),
-                        connection: Mutex::new(Ok(socket)),
+                        token: token.to_string(),
+                        connection: Mutex::new(Ok(connection)),
                         reply_timeout: AtomicU64::new(REPLY_TIMEOUT.as_micros() as u64),
                         is_interrupted,
                         process: Process::current(),
                     });
                 }
-                Ok(Err(reason)) => return Err(Error::Denied { address: address.clone(), reason }),
-                Err(error) => error,
+                Ok(Reached::Denied(reason)) => {
+                    return Err(Error::Denied { address: address.clone(), reason });
+                }
+                Ok(Reached::NotYet(error)) | Err(error) => error,
             };
             if patience.is_over() {
                 let operation = "connect".into();
@@ -217,6 +232,19 @@ impl Store {
         })
     }
 
+    /// Returns changes of the store beyond those up to the number `after`, and their last one's number,
+    /// once there are some, or after `timeout`.
+    pub(crate) fn changes(&self, after: u64, timeout: Duration) -> Result<Changes> {
+        let request = Request::Changes { after, timeout };
+        self.call("changes".to_string(), &request, timeout, |reply| match reply {
+            Reply::Changes { number, more, changes } => {
+                let changes = changes.into_iter().map(<[u8]>::to_vec).collect();
+                Some(Changes { number, more, changes })
+            }
+            _ => None,
+        })
+    }
+
     /// Sends a request and has `accept` take the reply, or return `None` where it does not answer
     /// the request.
     fn call<T>(
@@ -233,7 +261,15 @@ impl Store {
                     .into();
             return Err(Error::Rejected { address, operation, reason });
         }
-        let frame = request.encode();
+        let mut guard = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let connection = match &mut *guard {
+            Ok(connection) => connection,
+            Err(cause) => {
+                let cause = format!("the connection failed earlier ({cause})");
+                return Err(Error::Lost { address, operation, cause });
+            }
+        };
+        let frame = connection.encode(request);
         if frame.len() - 4 > MAX_FRAME {
             let reason = format!(
                 "the request is {} bytes, and at most {MAX_FRAME} are possible",
@@ -241,29 +277,12 @@ impl Store {
             );
             return Err(Error::Rejected { address, operation, reason });
         }
-        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
-        let socket = match &mut *connection {
-            Ok(socket) => socket,
-            Err(cause) => {
-                let cause = format!("the connection failed earlier ({cause})");
-                return Err(Error::Lost { address, operation, cause });
-            }
-        };
-        let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
-        let wait_of_server = timeout.min(MAX_TIMEOUT);
-        let patience = Patience::new(self.is_interrupted, Instant::now() + 2 * MAX_TIMEOUT);
-        let mut impatient = Impatient {
-            socket: socket.as_mut(),
-            patience: &patience,
-            limit: wait_of_server + reply_timeout,
-            unasked: wait_of_server + OVERDUE,
-        };
-        let cause = match exchange(&mut impatient, &frame) {
-            Err(_) if patience.was_interrupted() => {
-                *connection = Err(format!("{operation}: the program was interrupted"));
+        let cause = match self.exchange(connection, &frame, timeout) {
+            Err(Failure::Interrupted) => {
+                *guard = Err(format!("{operation}: the program was interrupted"));
                 return Err(Error::Interrupted { address, operation });
             }
-            Err(error) => describe(&error),
+            Err(Failure::Lost(cause)) => cause,
             Ok(frame) => match Reply::decode(&frame) {
                 Some(Reply::Missing(keys)) => {
                     let missing = keys.into_iter().map(String::from).collect();
@@ -278,9 +297,83 @@ impl Store {
                 },
             },
         };
-        *connection = Err(format!("{operation}: {cause}"));
+        *guard = Err(format!("{operation}: {cause}"));
         Err(Error::Lost { address, operation, cause })
     }
+
+    /// Sends a frame and returns the reply: of another server if this one is lost, and another takes
+    /// its place.
+    fn exchange(
+        &self,
+        connection: &mut Connection,
+        frame: &[u8],
+        timeout: Duration,
+    ) -> std::result::Result<Vec<u8>, Failure> {
+        let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
+        let wait_of_server = timeout.min(MAX_TIMEOUT);
+        let patience = Patience::new(self.is_interrupted, Instant::now() + 2 * MAX_TIMEOUT);
+        loop {
+            let mut impatient = Impatient {
+                socket: connection.socket.as_mut(),
+                patience: &patience,
+                limit: wait_of_server + reply_timeout,
+                unasked: wait_of_server + OVERDUE,
+            };
+            match exchange(&mut impatient, frame) {
+                Ok(reply) => return Ok(reply),
+                Err(_) if patience.was_interrupted() => return Err(Failure::Interrupted),
+                Err(error) if !connection.may_move() => {
+                    return Err(Failure::Lost(describe(&error)));
+                }
+                Err(error) => {
+                    let address = &self.address;
+                    log::info!("store {address}: {}; asking there again", describe(&error));
+                    self.reconnect(connection)?;
+                }
+            }
+        }
+    }
+
+    /// Connects to the server that has taken the place of a lost one, once the address names it.
+    fn reconnect(&self, connection: &mut Connection) -> std::result::Result<(), Failure> {
+        let deadline = Instant::now() + FAILOVER_TIMEOUT;
+        let patience = Patience::new(self.is_interrupted, deadline);
+        loop {
+            let error = match reach(&self.address, &self.token, &patience) {
+                Ok(Reached::Store(Connection { socket, .. })) => {
+                    connection.socket = socket;
+                    return Ok(());
+                }
+                Ok(Reached::Denied(reason)) => return Err(Failure::Lost(reason)),
+                Ok(Reached::NotYet(error)) => error,
+                Err(_) if patience.was_interrupted() => return Err(Failure::Interrupted),
+                Err(error) => return Err(Failure::Lost(describe(&error))),
+            };
+            if patience.is_over() {
+                return Err(Failure::Interrupted);
+            }
+            if Instant::now() >= deadline {
+                return Err(Failure::Lost(describe(&error)));
+            }
+            thread::sleep(FAILOVER_PAUSE);
+        }
+    }
+}
+
+/// Changes of a store.
+pub(crate) struct Changes {
+    /// The number of the last one.
+    pub number: u64,
+    /// Whether more follow.
+    pub more: bool,
+    /// The requests that make them.
+    pub changes: Vec<Vec<u8>>,
+}
+
+/// Why there is no reply.
+enum Failure {
+    Interrupted,
+    Lost(String),
 }
 
 impl std::fmt::Debug for Store {

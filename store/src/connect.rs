@@ -12,27 +12,64 @@ use super::blocking_socket::{BlockingSocket, exchange};
 use super::patience::{Impatient, PATIENCE_CHECK, Patience, left_until};
 use super::proof::prove;
 use super::protocol::{MAX_TIMEOUT, Reply, Request, VERSION};
+use super::session::Connection;
 use super::{Address, belongs_to_us};
 
 /// The longest time of an attempt to connect, which cannot ask.
 const LONGEST_ATTEMPT: Duration = Duration::from_secs(2);
 
-/// Makes one attempt to connect and say hello. The inner error is final and says what is wrong.
-pub fn open(
-    address: &Address,
-    token: &str,
-    patience: &Patience,
-) -> io::Result<std::result::Result<Box<dyn BlockingSocket>, String>> {
+/// The outcome of an attempt to reach a store.
+pub enum Reached {
+    /// The store, or one to which the address sends its clients.
+    Store(Connection),
+    /// What is wrong, for good.
+    Denied(String),
+    /// Nobody serves the store where the address sends its clients, if anywhere.
+    NotYet(io::Error),
+}
+
+/// Makes one attempt to reach the store at `address`, or to which that address sends its clients.
+///
+/// # Errors
+/// There is no connection to `address` itself.
+pub fn reach(address: &Address, token: &str, patience: &Patience) -> io::Result<Reached> {
+    let elsewhere = match open(address, token, patience)? {
+        Opened::Store(socket) => return Ok(Reached::Store(Connection::new(socket, false)?)),
+        Opened::Denied(reason) => return Ok(Reached::Denied(reason)),
+        Opened::Elsewhere(address) => address,
+    };
+    let Ok(there) = elsewhere.parse() else {
+        let reason = "it does not know yet who serves the store now";
+        return Ok(Reached::NotYet(io::Error::new(io::ErrorKind::WouldBlock, reason)));
+    };
+    Ok(match open(&there, token, patience) {
+        Ok(Opened::Store(socket)) => Reached::Store(Connection::new(socket, true)?),
+        Ok(Opened::Denied(_) | Opened::Elsewhere(_)) => {
+            let reason = format!("{there} does not serve the store now");
+            Reached::NotYet(io::Error::new(io::ErrorKind::ConnectionRefused, reason))
+        }
+        Err(error) => Reached::NotYet(error),
+    })
+}
+
+/// What answers at an address.
+enum Opened {
+    Store(Box<dyn BlockingSocket>),
+    Denied(String),
+    /// It names this address, which is empty if it knows none.
+    Elsewhere(String),
+}
+
+/// Makes one attempt to connect and say hello.
+fn open(address: &Address, token: &str, patience: &Patience) -> io::Result<Opened> {
     let mut socket: Box<dyn BlockingSocket> = match address {
         Address::Tcp(host_and_port) => Box::new(connect_tcp(host_and_port, patience.deadline)?),
         Address::Unix(name) => {
             // Mio's connect does not block where the server's backlog is full, and so cannot hang.
             let stream = mio::net::UnixStream::connect_addr(&UnixAddr::from_abstract_name(name)?)?;
             if !belongs_to_us(&stream)? {
-                return Ok(Err(
-                    "another user serves it; remove that process, or choose another name"
-                        .to_string(),
-                ));
+                let reason = "another user serves it; remove that process, or choose another name";
+                return Ok(Opened::Denied(reason.to_string()));
             }
             let stream = UnixStream::from(OwnedFd::from(stream));
             stream.set_nonblocking(false)?;
@@ -47,9 +84,10 @@ pub fn open(
         frame = exchange(&mut impatient, &Request::Proof { proof: &proof }.encode())?;
     }
     Ok(match Reply::decode(&frame) {
-        Some(Reply::Done) => Ok(socket),
-        Some(Reply::Refused(reason)) => Err(reason.to_string()),
-        _ => Err("what answers there is no store; check host and port".to_string()),
+        Some(Reply::Done) => Opened::Store(socket),
+        Some(Reply::Elsewhere(address)) => Opened::Elsewhere(address.to_string()),
+        Some(Reply::Refused(reason)) => Opened::Denied(reason.to_string()),
+        _ => Opened::Denied("what answers there is no store; check host and port".to_string()),
     })
 }
 

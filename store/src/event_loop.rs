@@ -39,8 +39,10 @@ pub const LISTENER: Token = Token(usize::MAX);
 /// The waker's token in the poll.
 pub const WAKER: Token = Token(usize::MAX - 1);
 
+/// What the owner of a store has done about it.
+pub type StoreAction = Box<dyn FnOnce(&mut StoreService, &mut Outbox) + Send>;
+
 /// The requests of the stores' owners to their thread.
-#[derive(Debug)]
 pub enum Command {
     /// Serve a store to those who know a token; the answer is its id, `None` if another one has
     /// that token.
@@ -53,14 +55,9 @@ pub enum Command {
     OpenTcpStore {
         answer: Sender<Option<ServiceId>>,
     },
-    Set {
+    Act {
         store: ServiceId,
-        key: String,
-        value: Vec<u8>,
-    },
-    Delete {
-        store: ServiceId,
-        key: String,
+        action: StoreAction,
     },
     Close(ServiceId),
     Stop,
@@ -230,15 +227,10 @@ impl EventLoop {
                 }
                 let _ = answer.send(is_open.then_some(id));
             }
-            Command::Set { store, key, value } => {
+            Command::Act { store, action } => {
                 if let Some(store) = self.services.stores.get_mut(&store) {
-                    store.set(&key, &value, &mut self.outbox);
+                    action(store, &mut self.outbox);
                     self.deliver();
-                }
-            }
-            Command::Delete { store, key } => {
-                if let Some(store) = self.services.stores.get_mut(&store) {
-                    store.delete(&key);
                 }
             }
             Command::Close(service) => {

@@ -9,6 +9,7 @@
 //! | [`Address`] | where it is: `tcp://host:port` or `unix://name` |
 //! | [`Store`] | one client's connection: `set`, `get`, `wait`, `compare_and_set` and others |
 //! | [`Server`] | serves a store until dropped; in `flow-launch`, or in rank 0 without it |
+//! | [`Replica`] | keeps a store the same as one that another process serves, to take its place |
 //! | [`TcpStoreServer`] | serves PyTorch's clients (`torch.distributed.TCPStore`) at the same address |
 //! | [`Inbox`] | what clients have to say to the process that serves it |
 //!
@@ -45,9 +46,12 @@ pub mod net;
 mod patience;
 pub mod proof;
 mod protocol;
+mod replica;
+mod replication;
 mod server;
 mod service;
 mod services;
+mod session;
 mod store_service;
 mod tcp_store;
 mod values;
@@ -62,6 +66,7 @@ use rustix::process::geteuid;
 pub use address::Address;
 pub use client::Store;
 pub use inbox::Inbox;
+pub use replica::{Replica, ReplicaMessages};
 pub use server::{Server, TcpStoreServer};
 
 /// An error of a store, with the address and the operation on which key.

@@ -16,6 +16,8 @@
 //! | 7 will | message, silence in us (u64) | done, refused |
 //! | 8 proof | HMAC-SHA256 of the challenge with the token as key | done, refused |
 //! | 9 delete | keys | number |
+//! | 10 once | client (u64), number (u64), request | that request's |
+//! | 11 changes | number (u64), timeout in us (u64) | changes |
 //!
 //! | reply | fields |
 //! |---|---|
@@ -26,6 +28,14 @@
 //! | 4 differs | present value (optional) |
 //! | 5 refused | reason |
 //! | 6 challenge | random bytes |
+//! | 7 elsewhere | address, empty if it is not known |
+//! | 8 changes | number (u64), whether there are more (u8), requests (list) |
+//!
+//! A client sends *once* what may not be done twice, if it can be that it sends it again: after its
+//! server is lost, to the one that has the replica. A number counts a client's requests of this kind.
+//!
+//! A replica asks for *changes* beyond those that it has. [`ALL_CHANGES`] asks for all that there ever
+//! were. They are set and delete, and answered: a client, a number, and the reply to that request.
 //!
 //! The first request is hello, the second proof, and each follows the reply to the last: whoever
 //! sends anything else is cut off. The token itself is never sent. All else is, in clear. Who can
@@ -35,15 +45,20 @@ use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 /// The version in hello; both sides must have the same.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 /// The largest frame before a client is admitted, without its length.
 pub const MAX_HELLO: usize = 64;
 /// The largest frame thereafter, without its length.
 pub const MAX_FRAME: usize = 64 << 20;
+/// The largest reply, without its length: the change that a largest request has made.
+pub const MAX_REPLY: usize = MAX_FRAME + 64;
 /// The longest message of a will: every client may leave one.
 pub const MAX_WILL: usize = 64 << 10;
 /// No wait is longer: it keeps sums of times from overflowing.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// The number of changes that a new replica has.
+pub const ALL_CHANGES: u64 = u64::MAX;
 
 const MAGIC: &[u8] = b"FLOW";
 
@@ -75,6 +90,9 @@ pub enum Request<'a> {
     Will { message: &'a [u8], silence: Duration },
     Proof { proof: &'a [u8] },
     Delete { keys: Vec<&'a str> },
+    Once { client: u64, number: u64, request: &'a [u8] },
+    Changes { after: u64, timeout: Duration },
+    Answered { client: u64, number: u64, reply: &'a [u8] },
 }
 
 /// A reply of the server.
@@ -86,6 +104,8 @@ pub enum Reply<'a> {
     Differs(Option<&'a [u8]>),
     Refused(&'a str),
     Challenge(Nonce),
+    Elsewhere(&'a str),
+    Changes { number: u64, more: bool, changes: Vec<&'a [u8]> },
 }
 
 impl<'a> Request<'a> {
@@ -106,6 +126,13 @@ impl<'a> Request<'a> {
             Request::Will { message, silence } => Frame::new(7).bytes(message).timeout(*silence),
             Request::Proof { proof } => Frame::new(8).bytes(proof),
             Request::Delete { keys } => Frame::new(9).list(keys),
+            Request::Once { client, number, request } => {
+                Frame::new(10).number(*client).number(*number).bytes(request)
+            }
+            Request::Changes { after, timeout } => Frame::new(11).number(*after).timeout(*timeout),
+            Request::Answered { client, number, reply } => {
+                Frame::new(12).number(*client).number(*number).bytes(reply)
+            }
         }
         .finish()
     }
@@ -134,6 +161,17 @@ impl<'a> Request<'a> {
             7 => Request::Will { message: fields.bytes()?, silence: fields.timeout()? },
             8 => Request::Proof { proof: fields.bytes()? },
             9 => Request::Delete { keys: fields.list()? },
+            10 => Request::Once {
+                client: fields.u64()?,
+                number: fields.u64()?,
+                request: fields.bytes()?,
+            },
+            11 => Request::Changes { after: fields.u64()?, timeout: fields.timeout()? },
+            12 => Request::Answered {
+                client: fields.u64()?,
+                number: fields.u64()?,
+                reply: fields.bytes()?,
+            },
             _ => return None,
         };
         fields.0.is_empty().then_some(request)
@@ -151,6 +189,12 @@ impl<'a> Reply<'a> {
             Reply::Differs(present) => Frame::new(4).optional(*present),
             Reply::Refused(reason) => Frame::new(5).bytes(reason.as_bytes()),
             Reply::Challenge(nonce) => Frame::new(6).raw(nonce),
+            Reply::Elsewhere(address) => Frame::new(7).bytes(address.as_bytes()),
+            Reply::Changes { number, more, changes } => {
+                let frame = Frame::new(8).number(*number).raw(&[*more as u8]);
+                let frame = frame.length(changes.len());
+                changes.iter().fold(frame, |frame, change| frame.bytes(change))
+            }
         }
         .finish()
     }
@@ -166,6 +210,12 @@ impl<'a> Reply<'a> {
             4 => Reply::Differs(fields.optional()?),
             5 => Reply::Refused(fields.text()?),
             6 => Reply::Challenge(fields.array()?),
+            7 => Reply::Elsewhere(fields.text()?),
+            8 => Reply::Changes {
+                number: fields.u64()?,
+                more: fields.byte()? != 0,
+                changes: (0..fields.length()?).map(|_| fields.bytes()).collect::<Option<_>>()?,
+            },
             _ => return None,
         };
         fields.0.is_empty().then_some(reply)
@@ -199,6 +249,10 @@ impl Frame {
             None => self.raw(&[0]),
             Some(bytes) => self.raw(&[1]).bytes(bytes),
         }
+    }
+
+    fn number(self, number: u64) -> Frame {
+        self.raw(&number.to_le_bytes())
     }
 
     fn list(self, texts: &[&str]) -> Frame {
@@ -239,6 +293,10 @@ impl<'a> Fields<'a> {
         Some(i64::from_le_bytes(self.array()?))
     }
 
+    fn u64(&mut self) -> Option<u64> {
+        Some(u64::from_le_bytes(self.array()?))
+    }
+
     fn length(&mut self) -> Option<usize> {
         Some(u32::from_le_bytes(self.array()?) as usize)
     }
@@ -266,6 +324,6 @@ impl<'a> Fields<'a> {
     }
 
     fn timeout(&mut self) -> Option<Duration> {
-        Some(Duration::from_micros(u64::from_le_bytes(self.array()?)).min(MAX_TIMEOUT))
+        Some(Duration::from_micros(self.u64()?).min(MAX_TIMEOUT))
     }
 }

@@ -12,7 +12,8 @@ use super::Address;
 use super::event_loop::{Command, EventLoop, LISTENER, WAKER};
 use super::inbox::Inbox;
 use super::listener::Listener;
-use super::service::ServiceId;
+use super::service::{Outbox, ServiceId};
+use super::store_service::StoreService;
 use crate::fork::ForkSafe;
 
 /// So long the thread may take to end. One that waits for somebody to read the log is left.
@@ -121,16 +122,72 @@ impl Server {
 
     /// Sets `key` to `value`, as a client would. It does not wait for the server's thread to do so.
     pub fn set(&self, key: &str, value: &[u8]) {
-        self.thread.command(Command::Set {
-            store: self.store,
-            key: key.to_string(),
-            value: value.to_vec(),
-        });
+        let key = key.to_string();
+        let value = value.to_vec();
+        self.act(move |store, outbox| store.set(&key, &value, outbox));
     }
 
     /// Deletes `key`, if it is there, as a client would. It does not wait for the server's thread to do so.
     pub fn delete(&self, key: &str) {
-        self.thread.command(Command::Delete { store: self.store, key: key.to_string() });
+        let key = key.to_string();
+        self.act(move |store, outbox| store.delete(&key, outbox));
+    }
+
+    /// Returns the value of `key`, `None` if it is not set.
+    ///
+    /// # Errors
+    /// The server's thread is over, or does not answer.
+    pub fn get(&self, key: &str) -> io::Result<Option<Vec<u8>>> {
+        let key = key.to_string();
+        let (answer, value) = mpsc::channel();
+        self.act(move |store, _| {
+            let _ = answer.send(store.get(&key).map(<[u8]>::to_vec));
+        });
+        wait_for_thread(&value)
+    }
+
+    /// Serves no clients from now on: sends those that come to the store at `address`, or has them
+    /// ask again if that is `None`. They use their connections to that store and come back when it
+    /// is lost.
+    pub fn send_elsewhere(&self, address: Option<&Address>) {
+        let address = address.map(Address::to_string).unwrap_or_default();
+        self.act(move |store, _| store.send_elsewhere(address));
+    }
+
+    /// Serves clients again, with the values that it has. Waits until it does: a [`Replica`] of it
+    /// takes no change any more.
+    ///
+    /// # Errors
+    /// The server's thread is over, or does not answer.
+    pub fn serve(&self) -> io::Result<()> {
+        let (answer, served) = mpsc::channel();
+        self.act(move |store, _| {
+            store.serve();
+            let _ = answer.send(());
+        });
+        wait_for_thread(&served)
+    }
+
+    /// Answers the clients whose replies wait for a replica, and goes on without one.
+    ///
+    /// Once there has been a replica, and it is lost, no client gets a reply until this is called, or
+    /// there is another one. Until then nobody may take the lost replica for one: some of what it
+    /// misses would be lost if this server were lost as well.
+    pub fn go_alone(&self) {
+        self.act(|store, outbox| store.go_alone(outbox));
+    }
+
+    /// Takes changes of the store that this one is a replica of. Returns false if it is none.
+    pub(crate) fn take_changes(&self, all: bool, changes: Vec<Vec<u8>>) -> io::Result<bool> {
+        let (answer, taken) = mpsc::channel();
+        self.act(move |store, outbox| {
+            let _ = answer.send(store.take_changes(all, &changes, outbox));
+        });
+        wait_for_thread(&taken)
+    }
+
+    fn act(&self, action: impl FnOnce(&mut StoreService, &mut Outbox) + Send + 'static) {
+        self.thread.command(Command::Act { store: self.store, action: Box::new(action) });
     }
 }
 

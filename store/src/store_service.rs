@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inbox::Inbox;
-use super::protocol::{self, MAX_FRAME, MAX_WILL, Reply, Request};
+use super::protocol::{self, ALL_CHANGES, MAX_FRAME, MAX_WILL, Reply, Request};
+use super::replication::Replication;
 use super::service::{Outbox, Service};
-use super::values::Values;
+use super::values::{Value, Values};
 
 const UNREAD: &str =
     "the process that serves the store leaves its messages unread; is it stopped or very busy?";
@@ -18,6 +19,11 @@ pub struct StoreService {
     inbox: Arc<Inbox>,
     values: Values,
     clients: HashMap<usize, StoreClient>,
+    /// By client, the number of the last request that must not be done twice, and the reply to it.
+    answered: HashMap<u64, (u64, Arc<Vec<u8>>)>,
+    replication: Replication,
+    /// Of a replica, the address to which clients are sent; empty if it is not known.
+    elsewhere: Option<String>,
 }
 
 struct StoreClient {
@@ -45,49 +51,141 @@ struct Will {
 impl StoreService {
     /// Makes an empty store, whose messages go to `inbox`.
     pub fn new(inbox: Arc<Inbox>) -> StoreService {
-        StoreService { inbox, values: Values::default(), clients: HashMap::new() }
+        StoreService {
+            inbox,
+            values: Values::default(),
+            clients: HashMap::new(),
+            answered: HashMap::new(),
+            replication: Replication::default(),
+            elsewhere: None,
+        }
+    }
+
+    /// Returns the value of `key`.
+    pub fn get(&self, key: &str) -> Option<&[u8]> {
+        self.values.get(key).map(Value::bytes)
     }
 
     /// Sets `key`, and answers the clients that wait for it.
     pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
+        self.put(key, value, outbox);
+        self.replication.feed(outbox);
+    }
+
+    /// Deletes `key`, if it is there, as a client would.
+    pub fn delete(&mut self, key: &str, outbox: &mut Outbox) {
+        self.remove(&[key]);
+        self.replication.feed(outbox);
+    }
+
+    /// Serves no clients: sends them to `address`.
+    pub fn send_elsewhere(&mut self, address: String) {
+        self.elsewhere = Some(address);
+    }
+
+    /// Serves clients from now on, with the values that it has.
+    pub fn serve(&mut self) {
+        self.elsewhere = None;
+    }
+
+    /// Takes changes of the store that this one is a replica of, `all` that there ever were or
+    /// those that follow. Returns false if it is none, or no longer.
+    pub fn take_changes(&mut self, all: bool, changes: &[Vec<u8>], outbox: &mut Outbox) -> bool {
+        if self.elsewhere.is_none() {
+            return false;
+        }
+        if all {
+            self.values = Values::default();
+            self.answered.clear();
+        }
+        for change in changes {
+            match Request::decode(change) {
+                Some(Request::Set { key, value }) => self.put(key, value, outbox),
+                Some(Request::Delete { keys }) => {
+                    self.remove(&keys);
+                }
+                Some(Request::Answered { client, number, reply }) => {
+                    self.note_answer(client, number, Arc::new(reply.to_vec()))
+                }
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    /// Sends the replies that wait for a replica, and goes on without one.
+    pub fn go_alone(&mut self, outbox: &mut Outbox) {
+        self.replication.go_alone(outbox);
+    }
+
+    fn put(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
+        self.replication.add(&Request::Set { key, value });
         for id in self.values.set(key, value) {
             self.advance(id, outbox);
         }
     }
 
-    /// Deletes `key`, if it is there, as a client would.
-    pub fn delete(&mut self, key: &str) {
-        self.values.remove(key);
+    /// Returns how many of these there were.
+    fn remove(&mut self, keys: &[&str]) -> usize {
+        self.replication.add(&Request::Delete { keys: keys.to_vec() });
+        keys.iter().filter(|key| self.values.remove(key)).count()
+    }
+
+    fn note_answer(&mut self, client: u64, number: u64, reply: Arc<Vec<u8>>) {
+        self.replication.add(&Request::Answered { client, number, reply: &reply });
+        self.answered.insert(client, (number, reply));
     }
 
     /// Answers a request at once, if it can; `None` ends the connection.
     fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
         let reply = match request {
-            Request::Hello { .. } | Request::Proof { .. } => return None,
-            Request::Set { key, value } => {
-                self.set(key, value, outbox);
-                Reply::Done
-            }
             Request::Get { key, timeout } => return self.wait(id, &[key], timeout, true, outbox),
             Request::Wait { keys, timeout } => return self.wait(id, &keys, timeout, false, outbox),
+            Request::Changes { after, timeout } => {
+                return self.ask(id, after, Instant::now() + timeout, outbox);
+            }
+            Request::Once { client, number, request } => match self.answered.get(&client) {
+                Some((last, reply)) if *last == number => Arc::clone(reply),
+                _ => {
+                    let reply = self.execute(id, Request::decode(request)?, outbox)?;
+                    self.note_answer(client, number, Arc::clone(&reply));
+                    reply
+                }
+            },
+            request => self.execute(id, request, outbox)?,
+        };
+        self.replication.reply(id, reply, outbox);
+        Some(())
+    }
+
+    /// Does what needs no wait; returns the reply.
+    fn execute(
+        &mut self,
+        id: usize,
+        request: Request,
+        outbox: &mut Outbox,
+    ) -> Option<Arc<Vec<u8>>> {
+        let reply = match request {
+            Request::Set { key, value } => {
+                self.put(key, value, outbox);
+                Reply::Done
+            }
             Request::Add { key, increment } => match self.values.sum(key, increment) {
                 Err(reason) => Reply::Refused(reason),
                 Ok(sum) => {
-                    self.set(key, sum.to_string().as_bytes(), outbox);
+                    self.put(key, sum.to_string().as_bytes(), outbox);
                     Reply::Number(sum)
                 }
             },
             Request::CompareAndSet { key, expected, new } => {
-                if self.values.get(key).map(|value| value.bytes()) == expected {
-                    self.set(key, new, outbox);
+                if self.values.get(key).map(Value::bytes) == expected {
+                    self.put(key, new, outbox);
                     Reply::Done
                 } else {
-                    Reply::Differs(self.values.get(key).map(|value| value.bytes()))
+                    Reply::Differs(self.values.get(key).map(Value::bytes))
                 }
             }
-            Request::Delete { keys } => {
-                Reply::Number(keys.into_iter().filter(|key| self.values.remove(key)).count() as i64)
-            }
+            Request::Delete { keys } => Reply::Number(self.remove(&keys) as i64),
             Request::Send { message } => {
                 if self.inbox.has_room(message.len()) {
                     self.inbox.add(message.to_vec());
@@ -108,8 +206,30 @@ impl StoreService {
                     Reply::Done
                 }
             }
+            _ => return None,
         };
-        outbox.send(id, Arc::new(reply.encode()));
+        Some(Arc::new(reply.encode()))
+    }
+
+    /// Takes a replica's request for changes.
+    fn ask(&mut self, id: usize, after: u64, until: Instant, outbox: &mut Outbox) -> Option<()> {
+        if after == ALL_CHANGES {
+            let sets = self.values.iter().map(|(key, value)| {
+                let change = Request::Set { key, value: value.bytes() };
+                change.encode()[4..].to_vec()
+            });
+            let answers = self.answered.iter().map(|(client, (number, reply))| {
+                let change = Request::Answered { client: *client, number: *number, reply };
+                change.encode()[4..].to_vec()
+            });
+            let all = sets.chain(answers).collect();
+            self.replication.start(id, all, until, outbox);
+            return Some(());
+        }
+        if !self.replication.is_replica(id) {
+            return None;
+        }
+        self.replication.ask(after, until, outbox);
         Some(())
     }
 
@@ -157,7 +277,7 @@ impl StoreService {
         // silence.
         client.last_activity += Instant::now().saturating_duration_since(waiting.deadline);
         self.unwatch(id, &waiting);
-        outbox.send(id, reply);
+        self.replication.reply(id, reply, outbox);
     }
 
     fn unwatch(&mut self, id: usize, waiting: &Waiting) {
@@ -169,6 +289,10 @@ impl StoreService {
 
 impl Service for StoreService {
     fn join(&mut self, id: usize, now: Instant, outbox: &mut Outbox) -> io::Result<()> {
+        if let Some(address) = &self.elsewhere {
+            outbox.send(id, Arc::new(Reply::Elsewhere(address).encode()));
+            return Err(ErrorKind::NotConnected.into());
+        }
         self.clients.insert(id, StoreClient { waiting: None, will: None, last_activity: now });
         outbox.send(id, Arc::new(Reply::Done.encode()));
         Ok(())
@@ -190,6 +314,7 @@ impl Service for StoreService {
         let Some(frame) = protocol::unframe(input, MAX_FRAME)? else { return Ok(0) };
         let request = Request::decode(frame).ok_or(ErrorKind::InvalidData)?;
         self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
+        self.replication.feed(outbox);
         Ok(input.len())
     }
 
@@ -197,10 +322,11 @@ impl Service for StoreService {
         let client = self.clients.get(&id)?;
         let wait = client.waiting.as_ref().map(|waiting| waiting.deadline);
         let silence = client.will.as_ref().map(|will| client.last_activity + will.silence);
-        [wait, silence].into_iter().flatten().min()
+        [wait, silence, self.replication.due(id)].into_iter().flatten().min()
     }
 
     fn expire(&mut self, id: usize, now: Instant, outbox: &mut Outbox) {
+        self.replication.expire(id, now, outbox);
         let waiting = self.clients.get(&id).and_then(|client| client.waiting.as_ref());
         if let Some(waiting) = waiting.filter(|waiting| waiting.deadline <= now) {
             let missing = waiting
@@ -215,6 +341,7 @@ impl Service for StoreService {
 
     fn leave(&mut self, id: usize) {
         let Some(client) = self.clients.remove(&id) else { return };
+        self.replication.leave(id);
         if let Some(waiting) = &client.waiting {
             self.unwatch(id, waiting);
         }

@@ -37,6 +37,11 @@ impl Values {
         self.values.get(key)
     }
 
+    /// Returns all values with their keys.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.values.iter().map(|(key, value)| (key.as_str(), value))
+    }
+
     /// Sets `key` and returns who watched it. They no longer do.
     pub fn set(&mut self, key: &str, value: &[u8]) -> BTreeSet<usize> {
         self.values.insert(key.to_string(), Value(Arc::new(Reply::Value(value).encode())));

@@ -20,11 +20,12 @@ use sha2::Sha256;
 
 mod auth;
 mod inbox;
+mod replicas;
 mod server;
 mod values;
 
 const TOKEN: &str = "0123456789abcdef";
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 /// Longer than anything here takes, so that reaching it is a failure.
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(50);
