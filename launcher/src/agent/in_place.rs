@@ -1,7 +1,11 @@
-//! `--elastic in-place`: a worker that fails is started again alone, and the others go on.
+//! `--elastic in-place`: a worker that fails is started again alone, and the others go on, under
+//! another leader as well.
 
 use crate::agent::Agent;
 use crate::agent::worker::Console;
+use crate::agent::worker_group::WorkerGroup;
+use crate::control::assignment::RendezvousStoreInfo;
+use crate::control::kept_workers::KeptWorkers;
 use crate::control::protocol::Verdict;
 use crate::report::events::JobEvent;
 use crate::report::failure::Outcome;
@@ -23,6 +27,32 @@ impl Agent {
         };
         if !goes_on {
             self.supervise(&[ended]);
+        }
+    }
+
+    /// Whether the workers go on while the leader is lost.
+    pub(super) fn keeps_workers(&self) -> bool {
+        let has_workers = self.present_group().is_some_and(WorkerGroup::ended_well);
+        has_workers && self.signalled.is_none() && self.control.outlives_leader()
+    }
+
+    /// Returns the workers that the next leader is told of.
+    pub(super) fn kept_workers(&self) -> Option<KeptWorkers> {
+        let is_finished = self.group.is_none();
+        self.present_group().map(|group| group.kept(is_finished, &self.host))
+    }
+
+    /// Returns the workers of the round that has not ended, as far as this agent knows.
+    fn present_group(&self) -> Option<&WorkerGroup> {
+        let is_over = self.result.is_some();
+        self.group.as_ref().or(self.finished_group.as_ref().filter(|_| !is_over))
+    }
+
+    /// Keeps the workers under another leader, which has these stores.
+    pub(super) fn keep(&mut self, round: u32, stores: RendezvousStoreInfo) {
+        let group = self.group.as_ref().filter(|group| group.round == round);
+        if let (Some(assignment), Some(_)) = (&mut self.assignment, group) {
+            assignment.stores = stores;
         }
     }
 

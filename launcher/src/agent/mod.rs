@@ -58,6 +58,7 @@ use crate::agent::worker_group::{WorkerGroup, WorkerReady};
 use crate::control::ControlPlane;
 use crate::control::assignment::RankAssignment;
 use crate::control::job_record::JobResult;
+use crate::control::kept_workers::KeptWorkers;
 use crate::control::protocol::{AgentEvent, ClusterEvent, Command, ControlMessage, Failure, Loss};
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
@@ -201,6 +202,7 @@ impl Agent {
                     None => self.send_stopped(round, None),
                 }
             }
+            Command::Keep { round, stores } => self.keep(round, stores),
             Command::Decide { round, rank, verdict } => self.decide(round, rank, verdict),
             Command::Kill { round, rank, replacement } => {
                 let group = self.group.iter().find(|group| group.round == round);
@@ -210,7 +212,7 @@ impl Agent {
             Command::Print(text) => self.sinks.note(&text),
             Command::Finish(result) => self.result = Some(result),
             // The control plane's own.
-            Command::Record(_) | Command::Rejoin => {}
+            Command::Record(_) | Command::Replicate { .. } | Command::Rejoin => {}
         }
     }
 
@@ -302,6 +304,10 @@ impl Agent {
         if self.must_rejoin || (self.result.is_some() && self.group.is_none()) {
             return;
         }
+        if loss.was_found && self.keeps_workers() {
+            self.sinks.note(&format!("{reason}; the workers go on until another node leads"));
+            return self.join_again(self.kept_workers());
+        }
         self.stop();
         let nodes = &self.job.nodes;
         // In place, the leading node knows how many restarts are left.
@@ -329,8 +335,15 @@ impl Agent {
         if !self.must_rejoin || self.group.is_some() {
             return;
         }
-        (self.must_rejoin, self.has_joined) = (false, false);
-        if let Err(error) = self.control.reopen(&self.job, self.local_world_size) {
+        self.must_rejoin = false;
+        self.join_again(None);
+    }
+
+    /// Joins again, with the workers that were kept.
+    fn join_again(&mut self, kept: Option<KeptWorkers>) {
+        self.has_joined = false;
+        if let Err(error) = self.control.reopen(&self.job, self.local_world_size, kept) {
+            self.stop();
             self.result = Some(JobResult { code: 1, cause: Some(format!("{error:#}")) });
         }
     }

@@ -12,6 +12,8 @@ use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
 use crate::agent::stop_policy::{Action, Cause, Ended, StopPolicy};
 use crate::agent::worker::{Console, STDERR, Worker, WorkerStream, is_readable};
+use crate::control::kept_workers::{KeptWorker, KeptWorkers, WorkerEnd};
+use crate::control::protocol::Failure;
 use crate::control::status::WorkerStatus;
 use crate::output::log_file::Filter;
 use crate::output::pty;
@@ -19,7 +21,7 @@ use crate::output::remainder::Remainder;
 use crate::output::sink::Sinks;
 use crate::plan::WorkerSpec;
 use crate::report::error_file::ErrorFile;
-use crate::report::failure::{Outcome, Stopped};
+use crate::report::failure::{self, Outcome, Stopped};
 
 /// Bytes read from a worker at once.
 const READ: usize = 1 << 16;
@@ -127,6 +129,30 @@ impl WorkerGroup {
         let mut undecided = self.undecided.iter();
         let position = undecided.position(|(index, ..)| self.workers[*index].spec.rank == rank)?;
         Some(self.undecided.remove(position))
+    }
+
+    /// Returns the workers as another leader is told of them.
+    pub fn kept(&self, is_finished: bool, host: &str) -> KeptWorkers {
+        let mut workers = Vec::new();
+        for (index, worker) in self.workers.iter().enumerate() {
+            if worker.is_replaced {
+                continue;
+            }
+            let is_undecided = self.undecided.iter().any(|(undecided, ..)| *undecided == index);
+            let end = match worker.end {
+                None => None,
+                Some(end) if !end.is_failure() => Some(WorkerEnd::Succeeded),
+                Some(end) if is_undecided => {
+                    let summary = failure::summary(&worker.outcome(), host);
+                    Some(WorkerEnd::Failed(Failure { summary, end }))
+                }
+                Some(_) => Some(WorkerEnd::Lost),
+            };
+            let WorkerSpec { rank, replacement, .. } = worker.spec;
+            workers.push(KeptWorker { rank, replacement, end });
+        }
+        workers.sort_by_key(|worker| worker.rank);
+        KeptWorkers { round: self.round, workers, is_finished }
     }
 
     /// Kills the worker with this rank, if as many had the rank before it.

@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 use flow_store::{Address, Server, Store};
 use serde::{Deserialize, Serialize};
 
+use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::election::{Election, Outcome, Vote, VoteRequest};
 use crate::control::job_record::JobRecord;
+use crate::control::local_store::LocalStore;
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::protocol::{AgentEvent, AgentId};
 
@@ -50,6 +52,8 @@ pub struct Candidate {
     pub election: Election,
     /// The address of the store, if it was known from the start.
     pub address: Option<String>,
+    /// The store for the workers of this node, if they may outlive the leader.
+    pub local: Option<LocalStore>,
     token: Arc<str>,
     /// The number of requests that this agent has sent.
     asked: u64,
@@ -73,6 +77,7 @@ impl Candidate {
             server,
             election: Election::new(u64::from_ne_bytes(id), lease, grace, Instant::now()),
             address: None,
+            local: None,
             token: token.into(),
             asked: 0,
             votes,
@@ -87,6 +92,46 @@ impl Candidate {
         // Plain data: it cannot fail.
         let text = serde_json::to_vec(leader).unwrap_or_default();
         self.server.set(LEADER_KEY, &text);
+    }
+
+    /// Opens the store for the workers of a round, to which the leader gives these stores. Tells them of
+    /// it instead.
+    pub fn open_local(
+        &mut self,
+        round: u32,
+        stores: &mut RendezvousStoreInfo,
+    ) -> anyhow::Result<()> {
+        match self.local.as_mut().filter(|local| local.round == round) {
+            Some(local) => local.follow(stores)?,
+            None => {
+                self.local = None;
+                self.local = Some(LocalStore::open(&self.server, round, stores)?);
+            }
+        }
+        stores.store = self.server.address().to_string();
+        Ok(())
+    }
+
+    /// Makes the store for the workers of a round a replica of the leader's.
+    pub fn replicate(&mut self, round: u32, silence: Duration) -> anyhow::Result<()> {
+        let member = self.election.id();
+        match self.local.as_mut().filter(|local| local.round == round) {
+            Some(local) => local.replicate(member, silence),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes the store for the workers of the present round, if it has all of the last leader's. It
+    /// serves them from now on.
+    pub fn take_replica(&mut self) -> anyhow::Result<Option<LocalStore>> {
+        let progress = &self.election.record().progress;
+        let has_all = progress.replica == Some(self.election.id()) && progress.result.is_none();
+        let round = progress.round;
+        let Some(local) = self.local.take_if(|local| has_all && local.round == round) else {
+            return Ok(None);
+        };
+        local.server.serve()?;
+        Ok(Some(local))
     }
 
     /// Returns where the store is, and the token that it asks for.

@@ -8,6 +8,7 @@
 //! with the nodes that are present and does not count as a restart.
 
 mod in_place;
+mod resuming;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -17,10 +18,13 @@ use crate::control::assignment;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::job_record::JobResult;
 use crate::control::job_record::Progress;
+use crate::control::kept_workers::KeptWorkers;
 use crate::control::node::{Node, range};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, LEADER};
 use crate::control::worker_table::WorkerTable;
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
+
+use resuming::REJOINING;
 
 /// Failures within this time count as simultaneous. A crash among them is the root cause rather
 /// than an exit code, as a worker that misses its peer ends with an exit code.
@@ -28,9 +32,6 @@ const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
 /// The time to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
-
-/// The time to wait for the nodes of the last round, once another node leads.
-const REJOINING: Duration = Duration::from_secs(5);
 
 /// The time that an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);
@@ -52,6 +53,10 @@ pub struct Coordinator {
     phase: JobPhase,
     /// After a change of the leader: the number of nodes that are expected again.
     awaited: Option<usize>,
+    /// In place, until when their workers count as running.
+    awaited_until: Option<Instant>,
+    /// Agents that must stop the workers of another round, or of a lost place, before they have joined.
+    stopping: BTreeMap<AgentId, Node>,
     /// The end of the job, once it is over.
     result: Option<JobResult>,
     round: u32,
@@ -80,6 +85,8 @@ impl Coordinator {
             agents: BTreeMap::new(),
             phase: JobPhase::Gathering { since: now, enough: None, notice: now + FIRST_NOTICE },
             awaited: None,
+            awaited_until: None,
+            stopping: BTreeMap::new(),
             result: None,
             round: 0,
             nodes: 0,
@@ -89,39 +96,13 @@ impl Coordinator {
         }
     }
 
-    /// Makes the coordinator of a job that has come so far, and whose leading node is lost.
-    pub fn resuming(job: &Job, progress: &Progress, now: Instant) -> Coordinator {
-        let mut coordinator = Coordinator::new(job, now);
-        if progress.round == 0 && progress.result.is_none() {
-            return coordinator;
-        }
-        coordinator.round = progress.round;
-        coordinator.awaited = Some(progress.nodes.saturating_sub(1));
-        coordinator.nodes = progress.nodes;
-        coordinator.result = progress.result.clone();
-        // As when another node is lost.
-        let is_restart = !coordinator.is_elastic() || job.is_in_place;
-        let restarts = progress.restarts + is_restart as u32;
-        match &mut coordinator.in_place {
-            Some(in_place) => in_place.resume(restarts),
-            None => coordinator.failures = restarts,
-        }
-        if restarts > job.max_restarts && is_restart {
-            let cause = Some("the leading node was lost, and no restart is left".into());
-            coordinator.result.get_or_insert(JobResult { code: 1, cause });
-        }
-        if coordinator.result.is_some() {
-            coordinator.phase = JobPhase::Over;
-        }
-        coordinator
-    }
-
     /// Returns what another agent must know to go on in this one's place.
     pub fn progress(&self) -> Progress {
         Progress {
             round: self.round,
             restarts: self.in_place.as_ref().map_or(self.failures, WorkerTable::restarts),
             nodes: self.nodes,
+            replica: None,
             result: self.result.clone(),
         }
     }
@@ -139,8 +120,13 @@ impl Coordinator {
         now: Instant,
     ) -> Vec<(AgentId, Command)> {
         match event {
-            AgentEvent::Joined { node } => self.joined(agent, node, now),
+            AgentEvent::Joined { node, kept } => self.joined(agent, node, kept, now),
             AgentEvent::Gone { why } => self.gone(agent, &format!("was lost: {why}"), now),
+            AgentEvent::Stopped { .. } if self.stopping.contains_key(&agent) => {
+                if let Some(node) = self.stopping.remove(&agent) {
+                    self.joined(agent, node, None, now);
+                }
+            }
             _ if !self.agents.contains_key(&agent) => {}
             AgentEvent::Failed { round, failure } if round == self.round => {
                 self.failed(agent, failure, now)
@@ -176,6 +162,7 @@ impl Coordinator {
 
     /// Acts on deadlines that have passed.
     pub fn elapsed(&mut self, now: Instant) -> Vec<(AgentId, Command)> {
+        self.end_rejoining(now);
         match &mut self.phase {
             JobPhase::Stopping { deadline, .. } if *deadline <= now => *deadline = now + STOPPING,
             _ => return self.take_commands(now),
@@ -215,14 +202,15 @@ impl Coordinator {
 
     /// Returns when to call [`Coordinator::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
-        match &self.phase {
+        let phase = match &self.phase {
             JobPhase::Gathering { since, enough, notice } => Some(match enough {
                 Some(enough) => *enough + self.last_call(),
                 None => (*since + self.timeouts.join).min(*notice),
             }),
             JobPhase::Stopping { deadline, .. } => Some(*deadline),
             JobPhase::Running | JobPhase::Over => None,
-        }
+        };
+        [phase, self.awaited_until].into_iter().flatten().min()
     }
 
     /// Returns the host name of an agent that has joined.
@@ -251,7 +239,16 @@ impl Coordinator {
         self.awaited.is_none() && self.agents.keys().all(|agent| *agent == LEADER)
     }
 
-    fn joined(&mut self, agent: AgentId, node: Node, now: Instant) {
+    fn joined(
+        &mut self,
+        agent: AgentId,
+        node: Node,
+        kept: Option<KeptWorkers>,
+        now: Instant,
+    ) {
+        if let Some(kept) = kept {
+            return self.rejoined(agent, node, kept, now);
+        }
         let own = (self.min as u32, self.max as u32);
         if node.nodes != own {
             let cause = format!(
@@ -371,6 +368,7 @@ impl Coordinator {
 
     /// Notes that an agent is gone; `how` follows its description in messages.
     fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
+        self.stopping.remove(&agent);
         let description = self.describe(agent);
         let Some(lost) = self.agents.remove(&agent) else { return };
         let interrupts = self.phase == JobPhase::Running && lost.state == AgentState::Running;
@@ -405,8 +403,11 @@ impl Coordinator {
     /// Enters the next phase if the present one is complete.
     fn advance(&mut self, now: Instant) {
         if self.phase == JobPhase::Running {
-            let mut busy = self.agents.values().filter(|agent| agent.state != AgentState::Idle);
-            if busy.all(|agent| agent.state == AgentState::Finished) {
+            let members = self.members();
+            let is_finished = |agent: &AgentId| self.agents[agent].state == AgentState::Finished;
+            let are_awaited =
+                self.in_place.as_ref().is_some_and(|in_place| !in_place.awaited().is_empty());
+            if !members.is_empty() && members.iter().all(is_finished) && !are_awaited {
                 self.end_all(0, None);
             }
         }

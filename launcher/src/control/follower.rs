@@ -15,6 +15,8 @@ use flow_store::{Address, Error, Store};
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::election::Election;
 use crate::control::job_record::{JobRecord, Member};
+use crate::control::kept_workers::KeptWorkers;
+use crate::control::local_store::LocalStore;
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};
@@ -64,11 +66,25 @@ pub struct Follower {
     is_over: Arc<AtomicBool>,
     /// If the job may go on under another leader.
     pub candidate: Option<Candidate>,
+    /// The workers that this agent has kept when it lost the last leader.
+    kept: Option<KeptWorkers>,
+    /// What it has sent since then, until it has found a leader.
+    unsent: Vec<AgentEvent>,
+    is_in_place: bool,
+    heartbeat: Duration,
+}
+
+/// What an agent takes along that is elected as the leader.
+pub struct Elected {
+    pub candidate: Candidate,
+    /// The workers that it has kept, and what has become of them since then.
+    pub kept: Option<KeptWorkers>,
+    pub events: Vec<AgentEvent>,
 }
 
 impl Follower {
     /// Joins the job whose leader is at `host` and `port`, or at an address that the candidate knows,
-    /// within `timeout`.
+    /// within `timeout`. `kept`: the workers that the agent has from another leader.
     pub fn join(
         job: &Job,
         node: Node,
@@ -76,6 +92,7 @@ impl Follower {
         port: u16,
         timeout: Duration,
         candidate: Option<Candidate>,
+        kept: Option<KeptWorkers>,
     ) -> anyhow::Result<Follower> {
         let (sender, messages) = mailbox()?;
         let (events, receiver) = mpsc::channel();
@@ -95,6 +112,7 @@ impl Follower {
             timeout,
             heartbeat: job.nodes.timeouts.heartbeat,
             node,
+            kept: kept.clone(),
             seat,
             connected: Arc::clone(&connected),
             is_over: Arc::clone(&is_over),
@@ -109,6 +127,10 @@ impl Follower {
             token,
             is_over,
             candidate,
+            kept,
+            unsent: Vec::new(),
+            is_in_place: job.is_in_place,
+            heartbeat: job.nodes.timeouts.heartbeat,
         };
         follower.refresh_search();
         thread::Builder::new()
@@ -123,7 +145,10 @@ impl Follower {
     }
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
-    pub fn send(&self, event: AgentEvent) {
+    pub fn send(&mut self, event: AgentEvent) {
+        if !self.connected.load(Ordering::SeqCst) {
+            self.unsent.push(event.clone());
+        }
         if let Some(events) = &self.events {
             // Without a connection it is lost; `poll` reports that.
             let _ = events.send(Outgoing::Event(event));
@@ -145,7 +170,11 @@ impl Follower {
                 (ControlMessage::Command(Command::Record(record)), Some(candidate)) => {
                     let leader = record.members.first().map(|member| member.address.clone());
                     let age = record.age();
-                    log::info!("{} nodes elect the next leader", record.members.len());
+                    let copy = match record.progress.replica {
+                        Some(_) => ", and one has a copy of the workers' store",
+                        None => "",
+                    };
+                    log::info!("{} nodes elect the next leader{copy}", record.members.len());
                     if candidate.election.follow(record, Instant::now()) {
                         candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
                         self.send(AgentEvent::Has { age });
@@ -154,8 +183,13 @@ impl Follower {
                         self.is_over.store(true, Ordering::SeqCst);
                     }
                 }
+                (ControlMessage::Command(command), Some(candidate)) if self.is_in_place => {
+                    let command = adapt(command, candidate, self.heartbeat);
+                    return Some(ControlMessage::Command(command));
+                }
                 (ControlMessage::Disconnected(loss), Some(candidate)) => {
                     candidate.announce(&LeaderPlace::Unknown);
+                    candidate.local.iter().for_each(LocalStore::lose_leader);
                     candidate.election.lost(loss.is_silent, Instant::now());
                     return Some(ControlMessage::Disconnected(loss));
                 }
@@ -166,10 +200,12 @@ impl Follower {
     }
 
     /// Returns the candidate if it is elected as the leader. It follows nobody from then on.
-    pub fn take_elected(&mut self) -> Option<Candidate> {
+    pub fn take_elected(&mut self) -> Option<Elected> {
         let candidate = self.candidate.take_if(Candidate::poll)?;
         self.is_over.store(true, Ordering::SeqCst);
-        Some(candidate)
+        let kept = self.kept.take();
+        let events = std::mem::take(&mut self.unsent);
+        Some(Elected { candidate, kept, events })
     }
 
     /// Handles what other agents have sent to this one's store.
@@ -262,6 +298,7 @@ struct FollowerThread {
     heartbeat: Duration,
     /// This node. If its address is empty, the one from which it reaches the leader is used.
     node: Node,
+    kept: Option<KeptWorkers>,
     seat: Option<Seat>,
     connected: Arc<AtomicBool>,
     is_over: Arc<AtomicBool>,
@@ -305,7 +342,8 @@ impl FollowerThread {
             let event = AgentEvent::Candidate { member, term, record };
             events_out.send(&message(agent, &event)).map_err(lost)?;
         }
-        events_out.send(&message(agent, &AgentEvent::Joined { node })).map_err(lost)?;
+        let kept = self.kept.clone();
+        events_out.send(&message(agent, &AgentEvent::Joined { node, kept })).map_err(lost)?;
         self.connected.store(true, Ordering::SeqCst);
         let is_over = Arc::clone(&self.is_over);
         thread::Builder::new()
@@ -429,6 +467,24 @@ impl FollowerThread {
         }
         Ok(())
     }
+}
+
+/// Does what a command says about the store of this node's workers. Returns the command with the
+/// address of that store in it.
+fn adapt(command: Command, candidate: &mut Candidate, silence: Duration) -> Command {
+    let mut command = command;
+    let done = match &mut command {
+        Command::Start { round, assignment } => {
+            candidate.open_local(*round, &mut assignment.stores)
+        }
+        Command::Keep { round, stores } => candidate.open_local(*round, stores),
+        Command::Replicate { round } => candidate.replicate(*round, silence),
+        _ => Ok(()),
+    };
+    if let Err(error) = done {
+        log::warn!("the workers of this node cannot outlive the leader: {error:#}");
+    }
+    command
 }
 
 /// Sends events until there are no more.

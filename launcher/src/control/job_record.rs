@@ -35,6 +35,9 @@ pub struct Progress {
     pub restarts: u32,
     /// The number of nodes in the round.
     pub nodes: usize,
+    /// The member that has a copy of the round's store: all that any client knows to be there.
+    #[serde(default)]
+    pub replica: Option<MemberId>,
     /// How the job has ended.
     pub result: Option<JobResult>,
 }

@@ -5,28 +5,34 @@
 //! its commands there, under numbered keys. Each round has a store of its own for the workers, and
 //! one that speaks PyTorch's protocol.
 //!
+//! In place, a member keeps a copy of the workers' store. If it leads next, the workers go on.
+//!
 //! The leader's own agent uses no connection: `send` hands the event to the coordinator, and the
 //! commands wait in a queue for the next `poll`.
 //!
 //! An elected leader does nothing before a majority follows it: events wait until then.
 
+mod replication;
 mod round;
 mod watching;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use flow_store::net::secret;
 use flow_store::{Address, Server};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::claim::Claim;
 use crate::control::coordinator::Coordinator;
 use crate::control::job_record::MemberId;
+use crate::control::kept_workers::{KeptWorkers, WorkerEnd};
+use crate::control::local_store::LocalStore;
 use crate::control::node::Node;
 use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, OVER_KEY, command_key,
@@ -38,6 +44,7 @@ use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
 
+use replication::ReplicaState;
 use round::Round;
 
 /// The time that the leader stays for others to receive the result.
@@ -46,10 +53,13 @@ const LINGER: Duration = Duration::from_secs(10);
 /// How the workers of a node that is lost have ended.
 const LOST: &str = "the loss of its node";
 
-/// What a worker sends through its round's store.
-#[derive(Deserialize)]
+/// What comes through a round's store: of a worker, or of its replica.
+#[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-enum WorkerReport {
+pub enum WorkerReport {
+    /// Whether the replica of this member has everything. If not, it is lost.
+    Replica { member: MemberId, is_complete: bool },
+    #[serde(skip_serializing)]
     Stall(StallUpdate),
     /// Whether a worker that was started in place of others waits to join the job.
     Newcomer {
@@ -79,6 +89,8 @@ pub struct Leader {
     commands_sent: HashMap<AgentId, u64>,
     /// The stores of the present round.
     round: Option<Round>,
+    /// Of a job that goes on in place: the member that keeps a copy of the round's store.
+    replica: ReplicaState,
     /// The address at which all reach this node.
     address: String,
     port: u16,
@@ -121,20 +133,28 @@ impl Leader {
         let mut leader =
             Leader::new(job, &node, port, candidate, Coordinator::new(job, Instant::now()));
         leader.master_port = master_port;
-        leader.send(AgentEvent::Joined { node });
+        leader.send(AgentEvent::Joined { node, kept: None });
         Ok(leader)
     }
 
-    /// Leads a job whose last leader is lost. New agents come to `endpoint`.
+    /// Leads a job whose last leader is lost. New agents come to `endpoint`. The workers go on if this
+    /// agent has a copy of their store; `kept` are its own.
     pub fn elected(
         job: &Job,
         node: Node,
-        candidate: Candidate,
+        mut candidate: Candidate,
+        kept: Option<KeptWorkers>,
         endpoint: String,
     ) -> anyhow::Result<Leader> {
         let port = candidate.port().context("this agent's store has no port")?;
         let record = candidate.election.record().clone();
-        let coordinator = Coordinator::resuming(job, &record.progress, Instant::now());
+        let local = candidate.take_replica()?;
+        let table = match &local {
+            Some(local) => replication::table_in(&local.server)?,
+            None => None,
+        };
+        let coordinator = Coordinator::resuming(job, &record.progress, table, Instant::now());
+        let round = record.progress.round;
         let claim = Claim::start(token(&job.nodes.id)?, endpoint, record)?;
         let mut leader = Leader::new(job, &node, port, candidate, coordinator);
         leader.claim = Some(claim);
@@ -143,7 +163,10 @@ impl Leader {
         leader.messages.push_back(ControlMessage::Notice(
             "the leading node is lost: this one leads the job from now on".into(),
         ));
-        leader.send(AgentEvent::Joined { node });
+        if let Some(LocalStore { server, stores, .. }) = local {
+            leader.serve_round(round, server, stores.token)?;
+        }
+        leader.send(AgentEvent::Joined { node, kept });
         Ok(leader)
     }
 
@@ -166,6 +189,7 @@ impl Leader {
             claim: None,
             commands_sent: HashMap::new(),
             round: None,
+            replica: ReplicaState::None,
             address: node.address.clone(),
             port,
             has_agent_store: job.nodes.has_agent_store,
@@ -246,9 +270,7 @@ impl Leader {
             return self.step_down("too few nodes follow this one");
         }
         self.coordinate_early();
-        if self.candidate.election.update(self.coordinator.progress()) {
-            self.send_record();
-        }
+        self.update_record();
     }
 
     /// Notes that this process did nothing for long: the others may have elected another leader.
@@ -257,6 +279,13 @@ impl Leader {
         let since = std::mem::replace(&mut self.polled, now);
         if now - since > self.lease / 2 && self.candidate.election.has_followers() {
             self.candidate.election.doubt(now);
+            self.send_record();
+        }
+    }
+
+    /// Brings the record up to date, and sends it to all if it has changed.
+    fn update_record(&mut self) {
+        if self.candidate.election.update(self.progress()) {
             self.send_record();
         }
     }
@@ -285,6 +314,8 @@ impl Leader {
             }
         }
         self.has_stepped_down = true;
+        // Its workers are stopped, and those of others look for the next leader.
+        self.round = None;
         self.messages.clear();
         self.messages.push_back(ControlMessage::SteppedDown(why.into()));
     }
@@ -309,6 +340,7 @@ impl Leader {
         self.note_changes(None, &commands);
         self.dispatch(commands);
         self.answer_watchers();
+        self.replicate();
     }
 
     /// Handles what workers have sent.
@@ -323,6 +355,9 @@ impl Leader {
                     if self.coordinator.runs(update.rank, update.replacement) {
                         round.stalls.update(update, now);
                     }
+                }
+                Ok(WorkerReport::Replica { member, is_complete }) => {
+                    self.note_replica(member, is_complete)
                 }
                 Ok(WorkerReport::Newcomer { rank, replacement, waits }) => {
                     let commands = self.coordinator.newcomer(rank, replacement, waits, now);
@@ -403,6 +438,7 @@ impl Leader {
                 return;
             }
             AgentEvent::Gone { .. } => {
+                self.lose_replica(agent);
                 if let Some(member) = self.members.remove(&agent)
                     // It may have joined again before the loss of its first connection was noticed.
                     && self.members.values().all(|other| *other != member)
@@ -444,6 +480,15 @@ impl Leader {
             && let Some(present) = self.round.as_mut().filter(|present| present.number == *round)
         {
             present.exited(*rank, *replacement, end);
+        }
+        if let AgentEvent::Joined { kept: Some(kept), .. } = &event
+            && let Some(present) = self.round.as_mut().filter(|present| present.number == kept.round)
+        {
+            for worker in &kept.workers {
+                if let Some(WorkerEnd::Failed(failure)) = &worker.end {
+                    present.exited(worker.rank, worker.replacement, &failure.end.to_string());
+                }
+            }
         }
         match event {
             AgentEvent::Trace { round, piece } => {
@@ -501,19 +546,25 @@ impl Leader {
                     }
                 }
             }
+            if let Command::Keep { stores, .. } = &mut command
+                && let Some(round) = &self.round
+            {
+                *stores = round.stores.clone();
+            }
             // Only the leader's own result ends the job; a follower may be refused before that.
             if agent == LEADER && matches!(command, Command::Finish(_)) {
                 self.linger_until.get_or_insert_with(|| Instant::now() + LINGER);
                 self.candidate.server.set(OVER_KEY, b"");
                 // Whoever leads next must know.
-                if self.candidate.election.update(self.coordinator.progress()) {
-                    self.send_record();
-                }
+                self.update_record();
             }
             match &command {
                 // It contains the store's token, which must not be logged.
                 Command::Start { round, .. } => {
                     log::debug!("command for agent {agent}: start round {round}")
+                }
+                Command::Keep { round, .. } => {
+                    log::debug!("command for agent {agent}: keep round {round}")
                 }
                 command => log::debug!("command for agent {agent}: {command:?}"),
             }
@@ -539,8 +590,19 @@ impl Leader {
             return Ok(present.stores.clone());
         }
         self.round = None;
+        self.replica = ReplicaState::None;
         let token = secret()?;
-        let store = self.candidate.server.beside(&token)?;
+        let store = Arc::new(self.candidate.server.beside(&token)?);
+        self.serve_round(round, store, token)
+    }
+
+    /// Makes this store, with this token, that of the round's workers.
+    fn serve_round(
+        &mut self,
+        number: u32,
+        store: Arc<Server>,
+        token: String,
+    ) -> anyhow::Result<RendezvousStoreInfo> {
         let tcp_store =
             self.has_agent_store.then(|| self.candidate.server.serve_tcp_store()).transpose()?;
         let master_port = match (self.has_agent_store, self.master_port) {
@@ -557,11 +619,12 @@ impl Leader {
         };
         let stalls = StallTracker::new(self.hang_timeout);
         self.round = Some(Round {
-            number: round,
+            number,
             store,
             _tcp_store: tcp_store,
             stores: stores.clone(),
             stalls,
+            table: Vec::new(),
         });
         Ok(stores)
     }

@@ -4,17 +4,20 @@
 //! |---|---|
 //! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop (pure) |
 //! | `coordinator/in_place.rs`, `worker_table.rs` | what follows when a worker fails, in place (pure) |
+//! | `coordinator/resuming.rs` | what follows when another node leads (pure) |
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `election/` | who leads when the leading agent is lost (pure) |
 //! | `job_record.rs` | what all agents keep of the job |
+//! | `local_store.rs` | a node's store for its workers, which outlives the leader |
+//! | `kept_workers.rs` | the workers that an agent keeps when it loses the leader |
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
 //! | `claim.rs` | an elected leader's claim of the endpoint |
 //! | `search.rs` | the search for the agent that leads |
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `watchers.rs`, `status.rs` | what those are told who watch the job (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
-//! | `leader/round.rs` | the workers' stores |
+//! | `leader/round.rs`, `leader/replication.rs` | the workers' stores, and the copy that a member keeps |
 //! | `leader/watching.rs` | what it does for those who watch the job |
 //! | `follower.rs` | any other agent: a client of the leader's store |
 //! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
@@ -27,7 +30,9 @@ mod election;
 mod follower;
 mod job_phase;
 pub mod job_record;
+pub mod kept_workers;
 mod leader;
+mod local_store;
 mod mailbox;
 pub mod node;
 pub mod protocol;
@@ -48,7 +53,8 @@ use flow_store::net::{host_name, local_address_for};
 use flow_store::{Address, Server};
 
 use crate::control::candidate::Candidate;
-use crate::control::follower::Follower;
+use crate::control::follower::{Elected, Follower};
+use crate::control::kept_workers::KeptWorkers;
 use crate::control::leader::Leader;
 use crate::control::node::Node;
 use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage, Loss};
@@ -98,12 +104,17 @@ impl ControlPlane {
         }
         let candidate =
             if may_change_leader(job) { Some(candidate(job, host, port)?) } else { None };
-        ControlPlane::follow(job, local_world_size, job.nodes.timeouts.join, candidate)
+        ControlPlane::follow(job, local_world_size, job.nodes.timeouts.join, candidate, None)
     }
 
     /// Joins again, after the connection or the leadership was lost. Another node may lead by then, or
-    /// this one.
-    pub fn reopen(&mut self, job: &Job, local_world_size: u32) -> anyhow::Result<()> {
+    /// this one. `kept`: the workers that still run.
+    pub fn reopen(
+        &mut self,
+        job: &Job,
+        local_world_size: u32,
+        kept: Option<KeptWorkers>,
+    ) -> anyhow::Result<()> {
         let candidate = match std::mem::replace(self, ControlPlane::Closed) {
             ControlPlane::Leader(leader) => Some(leader.into_candidate()),
             ControlPlane::Follower(mut follower) => follower.candidate.take(),
@@ -115,7 +126,7 @@ impl ControlPlane {
             // A silent leader is not replaced before the others have surely stopped following it.
             timeout = timeout.max(3 * timeouts.heartbeat);
         }
-        *self = ControlPlane::follow(job, local_world_size, timeout, candidate)?;
+        *self = ControlPlane::follow(job, local_world_size, timeout, candidate, kept)?;
         Ok(())
     }
 
@@ -124,14 +135,25 @@ impl ControlPlane {
         local_world_size: u32,
         timeout: Duration,
         mut candidate: Option<Candidate>,
+        kept: Option<KeptWorkers>,
     ) -> anyhow::Result<ControlPlane> {
         if let Some(candidate) = &mut candidate {
             candidate.election.may_stand(Instant::now());
         }
         let (host, port) = meeting_place(job);
         let node = node(job, local_world_size, String::new());
-        let follower = Follower::join(job, node, host, port, timeout, candidate)?;
+        let follower = Follower::join(job, node, host, port, timeout, candidate, kept)?;
         Ok(ControlPlane::Follower(Box::new(follower)))
+    }
+
+    /// Whether the workers of this node can go on under another leader.
+    pub fn outlives_leader(&self) -> bool {
+        match self {
+            ControlPlane::Follower(follower) => {
+                follower.candidate.as_ref().is_some_and(|candidate| candidate.local.is_some())
+            }
+            ControlPlane::Leader(_) | ControlPlane::Closed => false,
+        }
     }
 
     /// Returns a store that says who leads the job, and the token that it asks for.
@@ -168,9 +190,9 @@ impl ControlPlane {
     /// Takes the next message from the coordinator, if any.
     pub fn poll(&mut self, job: &Job, local_world_size: u32) -> Option<ControlMessage> {
         if let ControlPlane::Follower(follower) = self
-            && let Some(candidate) = follower.take_elected()
+            && let Some(elected) = follower.take_elected()
         {
-            match elected(job, local_world_size, candidate) {
+            match lead(job, local_world_size, elected) {
                 Ok(leader) => *self = ControlPlane::Leader(Box::new(leader)),
                 Err(error) => {
                     let why = format!("this node is elected as the leader, but {error:#}");
@@ -295,13 +317,18 @@ fn candidate(job: &Job, host: &str, port: u16) -> anyhow::Result<Candidate> {
 }
 
 /// Makes this agent the leader that it is elected as.
-fn elected(job: &Job, local_world_size: u32, candidate: Candidate) -> anyhow::Result<Leader> {
+fn lead(job: &Job, local_world_size: u32, elected: Elected) -> anyhow::Result<Leader> {
+    let Elected { candidate, kept, events } = elected;
     let address = candidate.election.address().unwrap_or_default();
     let (own, _) = address.rsplit_once(':').context("it has no address")?;
     let own = own.trim_start_matches('[').trim_end_matches(']');
     let (host, port) = meeting_place(job);
     let node = node(job, local_world_size, own.into());
-    Leader::elected(job, node, candidate, net::join(host, port))
+    let mut leader = Leader::elected(job, node, candidate, kept, net::join(host, port))?;
+    for event in events {
+        leader.send(event);
+    }
+    Ok(leader)
 }
 
 fn must_serve(job: &Job) -> bool {

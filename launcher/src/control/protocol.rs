@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::agent::exit_status::ExitStatus;
-use crate::control::assignment::RankAssignment;
+use crate::control::assignment::{RankAssignment, RendezvousStoreInfo};
 use crate::control::job_record::{JobRecord, JobResult, Member};
+use crate::control::kept_workers::KeptWorkers;
 use crate::control::node::Node;
 use crate::control::status::NodeStatus;
 use crate::trace::folder::Piece;
@@ -18,8 +19,13 @@ pub const LEADER: AgentId = 0;
 /// An event that an agent sends to the coordinator.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum AgentEvent {
-    /// The agent can start workers.
-    Joined { node: Node },
+    /// The agent can start workers. `kept`: those of the round that it has from another leader; it
+    /// can start others once it has said that these are stopped.
+    Joined {
+        node: Node,
+        #[serde(default)]
+        kept: Option<KeptWorkers>,
+    },
     /// The agent may be made a member of those that elect the next leader. It says so before it joins.
     /// `term`: the latest that it knows. `record`: what it had from the last leader.
     Candidate { member: Member, term: u64, record: JobRecord },
@@ -74,6 +80,15 @@ pub enum Command {
     Start {
         round: u32,
         assignment: RankAssignment,
+    },
+    /// Keep the workers that another leader has had started; these are the stores now.
+    Keep {
+        round: u32,
+        stores: RendezvousStoreInfo,
+    },
+    /// Keep a copy of the store of the round.
+    Replicate {
+        round: u32,
     },
     /// Stop the workers; `why` is for the user.
     Stop {

@@ -1,14 +1,18 @@
 //! The workers of all nodes of a job that goes on in place, and whether it does when some are lost
 //! (pure).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
 
 use crate::control::assignment::RankAssignment;
+use crate::control::kept_workers::{KeptWorkers, WorkerEnd};
 use crate::control::node::Node;
-use crate::control::protocol::{AgentId, Verdict};
+use crate::control::protocol::{AgentId, LEADER, Verdict};
 use crate::job::Job;
 
 /// The workers of a job that goes on when some of them are lost.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkerTable {
     max_restarts: u32,
     /// The number of workers that were started in place of others.
@@ -22,9 +26,13 @@ pub struct WorkerTable {
     vacant: Vec<Place>,
     /// A worker that had joined has failed, and the job with it.
     has_failed: bool,
+    /// Places whose agents have yet to come to this leader, by numbers that no agent has.
+    #[serde(skip)]
+    awaited: BTreeSet<AgentId>,
 }
 
 /// The ranks of a node.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
 struct Place {
     assignment: RankAssignment,
     role: String,
@@ -37,7 +45,7 @@ impl Place {
     }
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Serialize, Deserialize)]
 struct Worker {
     agent: AgentId,
     /// The number of workers that have had its rank before.
@@ -45,7 +53,7 @@ struct Worker {
     state: WorkerState,
 }
 
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, PartialEq, Serialize, Deserialize)]
 enum WorkerState {
     Running,
     /// It waits to join the job, in place of one that has failed.
@@ -71,12 +79,77 @@ impl WorkerTable {
             places: BTreeMap::new(),
             vacant: Vec::new(),
             has_failed: false,
+            awaited: BTreeSet::new(),
         })
     }
 
-    /// Goes on where another table has ended, after so many restarts.
-    pub fn resume(&mut self, restarts: u32) {
+    /// Begins anew after so many restarts.
+    pub fn start_over(&mut self, restarts: u32) {
         self.restarts = restarts.min(self.max_restarts);
+        self.workers.clear();
+        self.places.clear();
+        self.vacant.clear();
+        self.awaited.clear();
+    }
+
+    /// Makes this table, which the last leader had, that of the next one. The last leader's own workers
+    /// are lost: returns them, as [`WorkerTable::lost`] does. The other nodes have yet to come.
+    pub fn resume(&mut self) -> Vec<(u32, u32)> {
+        let lost = self.lost(LEADER);
+        for (agent, place) in std::mem::take(&mut self.places) {
+            // Agents are counted from 0.
+            let awaited = AgentId::MAX - agent;
+            for worker in self.workers.values_mut().filter(|worker| worker.agent == agent) {
+                worker.agent = awaited;
+            }
+            self.places.insert(awaited, place);
+            self.awaited.insert(awaited);
+        }
+        lost
+    }
+
+    /// Takes an agent that has kept its workers. Returns false if it is not awaited.
+    pub fn rejoin(&mut self, agent: AgentId, kept: &KeptWorkers) -> bool {
+        let Some(first) = kept.workers.first() else { return false };
+        let is_its_place = |awaited: &&AgentId| {
+            let place = self.places.get(awaited);
+            place.is_some_and(|place| place.assignment.first_rank == first.rank)
+        };
+        let Some(awaited) = self.awaited.iter().find(is_its_place).copied() else { return false };
+        self.awaited.remove(&awaited);
+        let place = self.places.remove(&awaited);
+        self.places.extend(place.map(|place| (agent, place)));
+        for kept in &kept.workers {
+            let Some(worker) = self.workers.get_mut(&kept.rank) else { continue };
+            // The last leader has had it replaced, and was lost before the agent knew.
+            self.restarts -= worker.replacement.saturating_sub(kept.replacement).min(self.restarts);
+            if worker.replacement != kept.replacement || kept.end.is_none() && !worker.state.runs() {
+                worker.state = WorkerState::Running;
+            }
+            worker.agent = agent;
+            worker.replacement = kept.replacement;
+            match kept.end {
+                Some(WorkerEnd::Succeeded) => worker.state = WorkerState::Succeeded,
+                Some(WorkerEnd::Lost) => worker.state = WorkerState::Lost,
+                Some(WorkerEnd::Failed(_)) | None => {}
+            }
+        }
+        true
+    }
+
+    /// Returns the places whose agents have yet to come, by their numbers, with the first rank and the
+    /// number of ranks.
+    pub fn awaited(&self) -> Vec<(AgentId, u32, u32)> {
+        let places = self.places.iter().filter(|(agent, _)| self.awaited.contains(agent));
+        let ranks = places.map(|(agent, place)| {
+            (*agent, place.assignment.first_rank, place.assignment.local_world_size)
+        });
+        ranks.collect()
+    }
+
+    /// Whether the ranks of a lost node are free.
+    pub fn has_vacancy(&self) -> bool {
+        !self.vacant.is_empty()
     }
 
     /// Returns the number of workers that were started in place of others.
@@ -165,6 +238,7 @@ impl WorkerTable {
     /// those before it.
     pub fn lost(&mut self, agent: AgentId) -> Vec<(u32, u32)> {
         self.vacant.extend(self.places.remove(&agent));
+        self.awaited.remove(&agent);
         let mut lost = Vec::new();
         for (rank, worker) in &mut self.workers {
             if worker.agent == agent && worker.state.runs() {

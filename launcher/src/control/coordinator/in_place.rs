@@ -36,6 +36,11 @@ impl Coordinator {
         std::mem::take(&mut self.commands)
     }
 
+    /// Returns the workers of all nodes.
+    pub fn worker_table(&self) -> Option<&WorkerTable> {
+        self.in_place.as_ref()
+    }
+
     /// Whether a worker runs that was started in place of so many others with its rank.
     pub fn runs(&self, rank: u32, replacement: u32) -> bool {
         self.in_place.as_ref().is_none_or(|in_place| in_place.runs(rank, replacement))
@@ -52,12 +57,8 @@ impl Coordinator {
     pub(super) fn lost(&mut self, agent: AgentId, summary: String, now: Instant) {
         let Some(in_place) = &mut self.in_place else { return };
         self.lost_workers.extend(in_place.lost(agent));
-        if !in_place.is_idle() {
-            let idle = self.agents.iter().filter(|(_, agent)| agent.state == AgentState::Idle);
-            let spares: Vec<AgentId> = idle.map(|(spare, _)| *spare).collect();
-            if spares.into_iter().any(|spare| self.fill_vacancy(spare, &summary)) {
-                return;
-            }
+        if self.spares().into_iter().any(|spare| self.fill_vacancy(spare, &summary)) {
+            return;
         }
         match self.in_place.as_ref().and_then(WorkerTable::smaller) {
             Some(notice) => self.print(&format!("{summary}; {notice}")),
@@ -65,13 +66,23 @@ impl Coordinator {
         }
     }
 
-    /// Gives a node the ranks of one that is lost, if there is one that it fits; `why` is for the user.
+    /// Returns the agents that take no part in the round.
+    pub(super) fn spares(&self) -> Vec<AgentId> {
+        let idle = self.agents.iter().filter(|(_, agent)| agent.state == AgentState::Idle);
+        idle.map(|(spare, _)| *spare).collect()
+    }
+
+    /// Gives a node the ranks of one that is lost, if there is one that it fits, and others run;
+    /// `why` is for the user.
     pub(super) fn fill_vacancy(&mut self, agent: AgentId, why: &str) -> bool {
         let description = self.describe(agent);
         let (Some(in_place), Some(record)) = (&mut self.in_place, self.agents.get_mut(&agent))
         else {
             return false;
         };
+        if in_place.is_idle() {
+            return false;
+        }
         let Some(assignment) = in_place.take_vacancy(&record.node) else { return false };
         in_place.start(agent, &record.node.role, &assignment);
         record.state = AgentState::Running;

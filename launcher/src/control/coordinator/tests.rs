@@ -39,7 +39,7 @@ impl Test {
             is_in_place: self.coordinator.in_place.is_some(),
             can_report: true,
         };
-        self.handle(agent, AgentEvent::Joined { node });
+        self.handle(agent, AgentEvent::Joined { node, kept: None });
     }
 
     fn pass(&mut self, time: Duration) {
@@ -276,7 +276,7 @@ fn a_node_that_was_started_again_takes_its_own_place() {
     test.join(1, 1);
     test.started();
     let node = Node { host: "host1".into(), ..test.coordinator.agents[&1].node.clone() };
-    test.handle(2, AgentEvent::Joined { node });
+    test.handle(2, AgentEvent::Joined { node, kept: None });
     // The old agent may still be there, with its workers.
     let [(1, Command::Stop { .. }), rest @ ..] = &test.commands[..] else {
         panic!("{:?}", test.commands)
@@ -297,7 +297,7 @@ fn nodes_must_agree_on_their_number() {
     test.join(LEADER, 1);
     let node =
         Node { nodes: (1, 3), node_rank: Some(1), ..test.coordinator.agents[&LEADER].node.clone() };
-    test.handle(1, AgentEvent::Joined { node });
+    test.handle(1, AgentEvent::Joined { node, kept: None });
     assert_eq!(test.end(), (1, Some("--nnodes is 1:3 here, but 2 on the leading node".into())));
 }
 

@@ -47,6 +47,9 @@ pub struct Vote {
     pub record: Option<JobRecord>,
 }
 
+/// The member that has a copy of the store stands so long before the others.
+const HEAD_START: Duration = Duration::from_secs(2);
+
 /// What follows from a vote.
 #[derive(Debug, PartialEq)]
 pub enum Outcome {
@@ -78,7 +81,7 @@ enum Role {
     Searching {
         /// Before this it may still count as the lost leader's member.
         free_at: Instant,
-        /// When to stand for election; None while workers of the last round are left.
+        /// When to stand for election; None until it may.
         stand_at: Option<Instant>,
         is_trial: bool,
         votes: BTreeSet<MemberId>,
@@ -213,14 +216,16 @@ impl Election {
         self.role = searching(free_at);
     }
 
-    /// Notes that this agent could lead now: none of its workers is left.
+    /// Notes that this agent could lead now.
     pub fn may_stand(&mut self, now: Instant) {
         let turn = self.turn();
+        let has_replica = |id| self.record.progress.replica.is_none_or(|replica| replica == id);
+        let head_start = if has_replica(self.me) { Duration::ZERO } else { HEAD_START };
         if let Role::Following = self.role {
             self.search(now);
         }
         if let Role::Searching { free_at, stand_at, .. } = &mut self.role {
-            *stand_at = turn.map(|turn| now.max(*free_at) + turn * STAGGER);
+            *stand_at = turn.map(|turn| now.max(*free_at) + turn * STAGGER + head_start);
         }
     }
 
@@ -420,6 +425,13 @@ impl Election {
         }
         self.search(now);
         true
+    }
+
+    /// Whether this agent leads, and a majority has the record as it is.
+    pub fn is_known(&self) -> bool {
+        let Role::Leading(leadership) = &self.role else { return false };
+        let age = self.record.age();
+        self.record.has_majority(|id| leadership.has(id, age))
     }
 
     /// Brings the record up to date. Returns whether it has changed and must be sent to all.

@@ -1,5 +1,7 @@
 //! The stores of the workers.
 
+use std::sync::Arc;
+
 use flow_store::{Server, TcpStoreServer};
 
 use crate::control::assignment::RendezvousStoreInfo;
@@ -8,11 +10,13 @@ use crate::control::stall::StallTracker;
 /// A round: the workers' stores and their stalls.
 pub struct Round {
     pub number: u32,
-    pub store: Server,
+    pub store: Arc<Server>,
     /// PyTorch's store. A restarted program expects an empty one.
     pub _tcp_store: Option<TcpStoreServer>,
     pub stores: RendezvousStoreInfo,
     pub stalls: StallTracker,
+    /// The coordinator's table of workers, as it was put in the store.
+    pub table: Vec<u8>,
 }
 
 impl Round {

@@ -28,7 +28,7 @@ fn node(number: u32, nodes: u32) -> Node {
 fn a_node_that_is_refused_does_not_end_the_job() {
     let mut leader = leader_of(3);
     let mut commands_for = |agent, number| {
-        leader.handle(agent, AgentEvent::Joined { node: node(number, 3) });
+        leader.handle(agent, AgentEvent::Joined { node: node(number, 3), kept: None });
         assert_eq!(leader.linger_until, None);
         leader.commands_sent.get(&agent).copied()
     };
@@ -47,7 +47,7 @@ fn an_agent_of_an_older_version_is_not_asked() {
             node.as_object_mut().unwrap().remove("can_report");
         }
         let node = serde_json::from_value(node).unwrap();
-        leader.handle(1, AgentEvent::Joined { node });
+        leader.handle(1, AgentEvent::Joined { node, kept: None });
         let before = leader.commands_sent[&1];
         leader.handle(7, AgentEvent::Watch { number: 1 });
         assert_eq!(leader.commands_sent[&1] > before, can_report);

@@ -157,7 +157,7 @@ fn nodes_must_agree_whether_the_job_goes_on_in_place() {
     test.join(LEADER, 1);
     let leader = test.coordinator.agents[&LEADER].node.clone();
     let node = Node { is_in_place: false, node_rank: Some(1), ..leader };
-    test.handle(1, AgentEvent::Joined { node });
+    test.handle(1, AgentEvent::Joined { node, kept: None });
     assert_eq!(test.end(), (1, Some("--elastic is another than on the leading node".into())));
 }
 
@@ -194,7 +194,7 @@ fn a_node_that_comes_back_has_the_ranks_of_before() {
 fn a_node_that_is_started_again_takes_its_own_place_in_place() {
     let mut test = in_place("--max-restarts 3");
     let node = test.coordinator.agents[&1].node.clone();
-    test.handle(2, AgentEvent::Joined { node });
+    test.handle(2, AgentEvent::Joined { node, kept: None });
     assert_eq!(test.coordinator.take_lost_workers(), [(2, 0)]);
     // The old agent may still be there.
     let why = "another flow-launch has taken its place";
@@ -216,7 +216,8 @@ fn an_agent_that_could_not_take_the_place_leaves_the_other_one_alone() {
         let mut test = in_place(flags);
         succeeded.into_iter().for_each(|rank| test.exit(LEADER, rank, None));
         let node = test.coordinator.agents[&1].node.clone();
-        test.handle(2, AgentEvent::Joined { node: Node { local_world_size: workers, ..node } });
+        let node = Node { local_world_size: workers, ..node };
+        test.handle(2, AgentEvent::Joined { node, kept: None });
         let (code, cause) = test.end();
         assert!(code == 1 && cause.unwrap().contains("node rank 1 is taken by host host1"));
         assert_eq!(test.coordinator.members(), [LEADER, 1]);

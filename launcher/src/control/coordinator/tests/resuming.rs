@@ -7,12 +7,12 @@ fn resuming(flags: &str, progress: Progress) -> Test {
     let mut test = Test::new(flags);
     let line = format!("flow-launch {flags} train");
     let job = Job::parse(line.split_whitespace().map(OsString::from), &|_| None).unwrap();
-    test.coordinator = Coordinator::resuming(&job, &progress, test.now);
+    test.coordinator = Coordinator::resuming(&job, &progress, None, test.now);
     test
 }
 
 fn after(round: u32, restarts: u32, nodes: usize) -> Progress {
-    Progress { round, restarts, nodes, result: None }
+    Progress { round, restarts, nodes, replica: None, result: None }
 }
 
 const ELASTIC: &str = "--nnodes 1:4 --rdzv-endpoint host0";
