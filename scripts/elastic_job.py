@@ -70,9 +70,10 @@ class Agent:
         self.read = 0
 
     def electing(self):
-        """How many nodes elect the next leader, as the present one has told it."""
-        numbers = re.findall(r"(\d+) nodes elect the next leader", self.stderr.read_text()[self.read :])
-        return int(numbers[-1]) if numbers else 0
+        """How many nodes elect the next leader, if one of them has a copy of the store: as the present one has told it."""
+        pattern = r"(\d+) nodes elect the next leader(, and one has a copy)?"
+        told = re.findall(pattern, self.stderr.read_text()[self.read :])
+        return int(told[-1][0]) if told and told[-1][1] else 0
 
 
 class Job:
@@ -91,6 +92,7 @@ class Job:
         else:
             self.flags += ["--nproc_per_node", options.ranks]
         self.started = 0
+        self.elections = 0
         self.agents = []
         for number in range(options.ranks + 1 if options.is_cluster else 1):
             self.agents.append(self.start(number))
@@ -110,12 +112,12 @@ class Job:
                 self.agents[number] = self.start(number)
 
     def leader(self):
-        """The agent that has rank 0."""
-        for agent in self.agents:
-            for pid in children(agent.process.pid):
-                if "RANK=0" in environment(pid):
-                    return agent
-        return None
+        """The agent that leads: the last that was elected, or at first the one that is told of no election."""
+        alive = [agent for agent in self.agents if agent.back_at is None]
+        leading = [agent for agent in alive if "this one leads the job from now on" in agent.stderr.read_text()]
+        if not leading and not self.elections:
+            leading = [agent for agent in alive if "elect the next leader" not in agent.stderr.read_text()]
+        return leading[0] if len(leading) == 1 else None
 
     def until_settled(self, limit):
         """Waits until each agent would know how to elect another leader."""
@@ -137,7 +139,7 @@ class Job:
             return random.sample(workers, random.randint(1, max(1, len(workers) - 1)))
         leader = self.leader()
         if leader is None:
-            self.fail("no agent has rank 0")
+            self.fail("no agent leads")
         if kind == "leader":
             return [leader.process.pid]
         return [random.choice(sorted({parent(pid) for pid in workers} - {leader.process.pid}))]
@@ -151,6 +153,7 @@ class Job:
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         if leader and leader.process.pid in victims:
+            self.elections += 1
             for agent in self.agents:
                 agent.read = len(agent.stderr.read_text())
         for agent in self.agents:
