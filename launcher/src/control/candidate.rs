@@ -116,7 +116,10 @@ impl Candidate {
     pub fn replicate(&mut self, round: u32, silence: Duration) -> anyhow::Result<()> {
         let member = self.election.id();
         match self.local.as_mut().filter(|local| local.round == round) {
-            Some(local) => local.replicate(member, silence),
+            Some(local) => {
+                log::info!("this node keeps a copy of the workers' store");
+                local.replicate(member, silence)
+            }
             None => Ok(()),
         }
     }

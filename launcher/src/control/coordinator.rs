@@ -239,13 +239,7 @@ impl Coordinator {
         self.awaited.is_none() && self.agents.keys().all(|agent| *agent == LEADER)
     }
 
-    fn joined(
-        &mut self,
-        agent: AgentId,
-        node: Node,
-        kept: Option<KeptWorkers>,
-        now: Instant,
-    ) {
+    fn joined(&mut self, agent: AgentId, node: Node, kept: Option<KeptWorkers>, now: Instant) {
         if let Some(kept) = kept {
             return self.rejoined(agent, node, kept, now);
         }

@@ -62,11 +62,7 @@ pub enum WorkerReport {
     #[serde(skip_serializing)]
     Stall(StallUpdate),
     /// Whether a worker that was started in place of others waits to join the job.
-    Newcomer {
-        rank: u32,
-        replacement: u32,
-        waits: bool,
-    },
+    Newcomer { rank: u32, replacement: u32, waits: bool },
 }
 
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.
@@ -482,7 +478,8 @@ impl Leader {
             present.exited(*rank, *replacement, end);
         }
         if let AgentEvent::Joined { kept: Some(kept), .. } = &event
-            && let Some(present) = self.round.as_mut().filter(|present| present.number == kept.round)
+            && let Some(present) =
+                self.round.as_mut().filter(|present| present.number == kept.round)
         {
             for worker in &kept.workers {
                 if let Some(WorkerEnd::Failed(failure)) = &worker.end {

@@ -123,7 +123,8 @@ impl WorkerTable {
             let Some(worker) = self.workers.get_mut(&kept.rank) else { continue };
             // The last leader has had it replaced, and was lost before the agent knew.
             self.restarts -= worker.replacement.saturating_sub(kept.replacement).min(self.restarts);
-            if worker.replacement != kept.replacement || kept.end.is_none() && !worker.state.runs() {
+            if worker.replacement != kept.replacement || kept.end.is_none() && !worker.state.runs()
+            {
                 worker.state = WorkerState::Running;
             }
             worker.agent = agent;

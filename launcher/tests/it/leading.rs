@@ -1,5 +1,7 @@
 //! Jobs that lose the node that leads them.
 
+mod in_place;
+
 use std::process::Command;
 
 use flow_harness::cli::{launcher, script, until};
@@ -202,49 +204,6 @@ fn one_leader_after_the_other_is_lost() {
         });
         let present = |agent: &&Agent| has_started(agent, 6, restart);
         assert_ne!(master(agents.iter().find(present).unwrap()), address);
-    }
-    end_well(&net, &gate, agents);
-}
-
-/// Flags of a job of three nodes that goes on in place.
-fn in_place() -> String {
-    flags("3", "--elastic in-place --max-restarts 2")
-}
-
-/// The nodes with their workers first, of four: one is a spare.
-fn three_and_a_spare(net: &Net, gate: &Gate) -> Vec<Agent> {
-    let mut agents = start(net, 0..4, &in_place(), gate);
-    until("three have started", || {
-        agents.iter().filter(|agent| has_started(agent, 6, 0)).count() == 3
-    });
-    let is_spare = |agent: &Agent| agent.stderr().contains("this node is a spare");
-    // One that has not joined yet would not know where to look for another leader.
-    until("the fourth is a spare", || agents.iter().any(is_spare));
-    agents.sort_by_key(is_spare);
-    until_replicated(&agents[1..]);
-    agents
-}
-
-/// Waits until all but the leader know that the workers can go on under the next one.
-fn until_replicated(agents: &[Agent]) {
-    let told = "3 nodes elect the next leader, and one has a copy of the workers' store";
-    for agent in agents {
-        until(told, || agent.stderr().lines().last().is_some_and(|line| line.ends_with(told)));
-    }
-}
-
-/// Only the ranks of the leader's node start again, on the spare one.
-#[test]
-fn the_workers_of_others_go_on_in_place_under_another_leader() {
-    let Some(net) = Net::new(4) else { return };
-    let gate = Gate::new();
-    let mut agents = three_and_a_spare(&net, &gate);
-    agents.remove(0).signal(Signal::KILL);
-    let spare = &agents[2];
-    until("the spare node has the leader's ranks", || has_started(spare, 6, 1));
-    assert_ne!(master(spare), ipv4(0));
-    for agent in &agents[..2] {
-        assert_eq!(agent.stdout().lines().count(), 2, "{}", agent.stdout());
     }
     end_well(&net, &gate, agents);
 }

@@ -62,13 +62,7 @@ impl Coordinator {
 
     /// Takes an agent that has kept its workers, if this round is still theirs. Else it must stop them
     /// before it can start others.
-    pub(super) fn rejoined(
-        &mut self,
-        agent: AgentId,
-        node: Node,
-        kept: KeptWorkers,
-        now: Instant,
-    ) {
+    pub(super) fn rejoined(&mut self, agent: AgentId, node: Node, kept: KeptWorkers, now: Instant) {
         let is_present = self.phase == JobPhase::Running && kept.round == self.round;
         let in_place = self.in_place.as_mut().filter(|_| is_present);
         if !in_place.is_some_and(|in_place| in_place.rejoin(agent, &kept)) {

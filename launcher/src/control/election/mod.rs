@@ -257,9 +257,9 @@ impl Election {
             }
             Role::Searching { stand_at: Some(at), .. } if *at <= now => {
                 let turn = self.turn();
-                let pause = self.record.members.len() as u32 + 1;
+                // Not all may have noticed the loss yet.
                 if let Role::Searching { stand_at, .. } = &mut self.role {
-                    *stand_at = turn.map(|turn| now + (turn + pause) * STAGGER);
+                    *stand_at = turn.map(|turn| now + (turn + 1) * STAGGER);
                 }
                 turn.map(|_| self.stand(true))
             }

@@ -40,7 +40,9 @@ impl Leader {
     /// Sees to it that a member has a copy of the store, with the table of workers.
     pub(super) fn replicate(&mut self) {
         let Some(table) = self.coordinator.worker_table() else { return };
-        let Some(round) = self.round.as_mut().filter(|_| self.linger_until.is_none()) else { return };
+        let Some(round) = self.round.as_mut().filter(|_| self.linger_until.is_none()) else {
+            return;
+        };
         // Plain data: it cannot fail.
         let table = serde_json::to_vec(table).unwrap_or_default();
         if round.table != table {
