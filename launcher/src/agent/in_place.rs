@@ -5,7 +5,7 @@ use crate::agent::Agent;
 use crate::agent::worker::Console;
 use crate::agent::worker_group::WorkerGroup;
 use crate::control::assignment::RendezvousStoreInfo;
-use crate::control::kept_workers::KeptWorkers;
+use crate::control::protocol::KeptWorkers;
 use crate::control::protocol::Verdict;
 use crate::report::events::JobEvent;
 use crate::report::failure::Outcome;

@@ -58,7 +58,7 @@ use crate::agent::worker_group::{WorkerGroup, WorkerReady};
 use crate::control::ControlPlane;
 use crate::control::assignment::RankAssignment;
 use crate::control::job_record::JobResult;
-use crate::control::kept_workers::KeptWorkers;
+use crate::control::protocol::KeptWorkers;
 use crate::control::protocol::{AgentEvent, ClusterEvent, Command, ControlMessage, Failure, Loss};
 use crate::job::Job;
 use crate::output::log_files::LogFiles;

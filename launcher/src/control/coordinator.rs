@@ -18,13 +18,11 @@ use crate::control::assignment;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::job_record::JobResult;
 use crate::control::job_record::Progress;
-use crate::control::kept_workers::KeptWorkers;
 use crate::control::node::{Node, range};
+use crate::control::protocol::KeptWorkers;
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, LEADER};
 use crate::control::worker_table::WorkerTable;
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
-
-use resuming::REJOINING;
 
 /// Failures within this time count as simultaneous. A crash among them is the root cause rather
 /// than an exit code, as a worker that misses its peer ends with an exit code.
@@ -32,6 +30,9 @@ const COALESCE_WINDOW: Duration = Duration::from_millis(200);
 
 /// The time to wait for nodes before the first notice.
 const FIRST_NOTICE: Duration = Duration::from_secs(10);
+
+/// The time to wait for the nodes of the last round, once another node leads.
+const REJOINING: Duration = Duration::from_secs(5);
 
 /// The time that an agent may take to stop its workers, in addition to their grace period.
 const STOPPING: Duration = Duration::from_secs(30);

@@ -24,46 +24,33 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use flow_store::net::secret;
 use flow_store::{Address, Server};
-use serde::{Deserialize, Serialize};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::claim::Claim;
 use crate::control::coordinator::Coordinator;
 use crate::control::job_record::MemberId;
-use crate::control::kept_workers::{KeptWorkers, WorkerEnd};
 use crate::control::local_store::LocalStore;
 use crate::control::node::Node;
 use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, OVER_KEY, command_key,
 };
-use crate::control::stall::{StallAction, StallTracker, StallUpdate};
+use crate::control::protocol::{KeptWorkers, WorkerEnd};
+use crate::control::stall::{StallAction, StallTracker};
 use crate::control::token::token;
 use crate::control::watchers::{self, Watchers};
+use crate::control::worker_report::WorkerReport;
 use crate::job::{Job, Rendezvous};
 use crate::net;
 use crate::report::text::excerpt;
 
-use replication::ReplicaState;
-use round::Round;
+use round::{ReplicaState, Round, table_in};
 
 /// The time that the leader stays for others to receive the result.
 const LINGER: Duration = Duration::from_secs(10);
 
 /// How the workers of a node that is lost have ended.
 const LOST: &str = "the loss of its node";
-
-/// What comes through a round's store: of a worker, or of its replica.
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum WorkerReport {
-    /// Whether the replica of this member has everything. If not, it is lost.
-    Replica { member: MemberId, is_complete: bool },
-    #[serde(skip_serializing)]
-    Stall(StallUpdate),
-    /// Whether a worker that was started in place of others waits to join the job.
-    Newcomer { rank: u32, replacement: u32, waits: bool },
-}
 
 /// The control plane of the agent that leads: the coordinator, and the store that serves the others.
 pub struct Leader {
@@ -146,7 +133,7 @@ impl Leader {
         let record = candidate.election.record().clone();
         let local = candidate.take_replica()?;
         let table = match &local {
-            Some(local) => replication::table_in(&local.server)?,
+            Some(local) => table_in(&local.server)?,
             None => None,
         };
         let coordinator = Coordinator::resuming(job, &record.progress, table, Instant::now());

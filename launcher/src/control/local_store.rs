@@ -8,7 +8,7 @@ use flow_store::{Address, Replica, ReplicaMessages, Server};
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::job_record::MemberId;
-use crate::control::leader::WorkerReport;
+use crate::control::worker_report::WorkerReport;
 
 /// A node's store for the workers of a round.
 pub struct LocalStore {

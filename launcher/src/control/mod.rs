@@ -9,8 +9,8 @@
 //! | `stall.rs` | workers that wait long for each other (pure) |
 //! | `election/` | who leads when the leading agent is lost (pure) |
 //! | `job_record.rs` | what all agents keep of the job |
+//! | `worker_report.rs` | what workers send to the leader |
 //! | `local_store.rs` | a node's store for its workers, which outlives the leader |
-//! | `kept_workers.rs` | the workers that an agent keeps when it loses the leader |
 //! | `candidate.rs` | an agent that may lead: its store, and its part in elections |
 //! | `claim.rs` | an elected leader's claim of the endpoint |
 //! | `search.rs` | the search for the agent that leads |
@@ -30,7 +30,6 @@ mod election;
 mod follower;
 mod job_phase;
 pub mod job_record;
-pub mod kept_workers;
 mod leader;
 mod local_store;
 mod mailbox;
@@ -41,6 +40,7 @@ mod stall;
 pub mod status;
 pub mod token;
 mod watchers;
+mod worker_report;
 mod worker_table;
 
 use std::io;
@@ -54,9 +54,9 @@ use flow_store::{Address, Server};
 
 use crate::control::candidate::Candidate;
 use crate::control::follower::{Elected, Follower};
-use crate::control::kept_workers::KeptWorkers;
 use crate::control::leader::Leader;
 use crate::control::node::Node;
+use crate::control::protocol::KeptWorkers;
 use crate::control::protocol::{AgentEvent, ClusterEvent, ControlMessage, Loss};
 use crate::control::token::{TOKEN, token};
 use crate::job::{Job, Rendezvous};

@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment::{RankAssignment, RendezvousStoreInfo};
 use crate::control::job_record::{JobRecord, JobResult, Member};
-use crate::control::kept_workers::KeptWorkers;
 use crate::control::node::Node;
 use crate::control::status::NodeStatus;
 use crate::trace::folder::Piece;
@@ -53,6 +52,35 @@ pub enum AgentEvent {
     Leaving { signal: i32 },
     /// It has ended. The store sends this on its behalf (its last will) if it could not.
     Gone { why: String },
+}
+
+/// The workers that an agent keeps when it loses the leader, as it tells the next one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KeptWorkers {
+    pub round: u32,
+    /// In the order of their ranks.
+    pub workers: Vec<KeptWorker>,
+    /// All have ended, and the agent has done with them.
+    pub is_finished: bool,
+}
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KeptWorker {
+    pub rank: u32,
+    /// The number of workers that had this rank before in the round.
+    pub replacement: u32,
+    pub end: Option<WorkerEnd>,
+}
+
+/// How a worker has ended.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum WorkerEnd {
+    Succeeded,
+    /// The coordinator has yet to say what follows.
+    Failed(Failure),
+    /// The others go on without it.
+    Lost,
 }
 
 /// The failure of a worker, or the first one on a node.

@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::control::assignment::RankAssignment;
-use crate::control::kept_workers::{KeptWorkers, WorkerEnd};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentId, LEADER, Verdict};
+use crate::control::protocol::{KeptWorkers, WorkerEnd};
 use crate::job::Job;
 
 /// The workers of a job that goes on when some of them are lost.

@@ -1,19 +1,16 @@
 //! What follows when another node leads the job.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::control::coordinator::Coordinator;
+use crate::control::coordinator::{Coordinator, REJOINING};
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::job_record::{JobResult, Progress};
-use crate::control::kept_workers::{KeptWorkers, WorkerEnd};
 use crate::control::node::Node;
 use crate::control::protocol::{AgentId, Command};
+use crate::control::protocol::{KeptWorkers, WorkerEnd};
 use crate::control::worker_table::WorkerTable;
 use crate::job::Job;
 use crate::report::text::ranks;
-
-/// The time to wait for the nodes of the last round, once another node leads.
-pub(super) const REJOINING: Duration = Duration::from_secs(5);
 
 impl Coordinator {
     /// Makes the coordinator of a job that has come so far, and whose leading node is lost. Its workers

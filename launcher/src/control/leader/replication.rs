@@ -5,27 +5,10 @@
 
 use std::time::Instant;
 
-use flow_store::Server;
-
 use super::Leader;
+use super::round::{ReplicaState, WORKERS_KEY};
 use crate::control::job_record::{MemberId, Progress};
 use crate::control::protocol::{AgentId, Command};
-use crate::control::worker_table::WorkerTable;
-
-/// The key under which the store has the coordinator's table of workers.
-const WORKERS_KEY: &str = "launcher/workers";
-
-/// The replica of the round's store.
-pub enum ReplicaState {
-    /// Nobody is asked to keep one.
-    None,
-    /// This agent is asked since then.
-    Asked(AgentId, MemberId, Instant),
-    /// This agent has all.
-    Complete(AgentId, MemberId),
-    /// Not all know that there is none any more.
-    Lost,
-}
 
 impl Leader {
     /// Returns what another agent must know to go on in this one's place.
@@ -99,10 +82,4 @@ impl Leader {
             self.replica = ReplicaState::Lost;
         }
     }
-}
-
-/// Returns the table of workers in a store.
-pub fn table_in(store: &Server) -> anyhow::Result<Option<WorkerTable>> {
-    let Some(text) = store.get(WORKERS_KEY)? else { return Ok(None) };
-    Ok(Some(serde_json::from_slice(&text)?))
 }

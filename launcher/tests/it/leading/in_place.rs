@@ -92,7 +92,7 @@ fn the_workers_go_on_when_the_leading_agent_is_killed() {
 
 #[test]
 fn the_workers_go_on_when_the_leading_node_is_without_power() {
-    without_leader(|net, leader| net.power_off(0));
+    without_leader(|net, _| net.power_off(0));
 }
 
 /// The node that comes back is a spare, and has the ranks of the next leader that is lost.
