@@ -14,6 +14,8 @@ use crate::trace::activity;
 const REPORT: &str = "FLOW_REPORT_STALLS";
 /// The interval at which a stall checks whether it waits for other ranks than before.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval at which a report is repeated: another agent may lead the job by then.
+const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Reports this rank's long waits to flow-launch.
 pub struct StallReporter {
@@ -65,12 +67,13 @@ pub struct Stall<'a> {
     id: u64,
     /// The time that the wait has lasted when it next checks.
     next: Duration,
-    /// The ranks that were missing in the last report.
-    reported: Option<Vec<usize>>,
+    /// The ranks that were missing in the last report, and the time that the wait had lasted.
+    reported: Option<(Vec<usize>, Duration)>,
 }
 
 impl Stall<'_> {
-    /// Reports the wait if it has become long, and again when it is for other ranks than before.
+    /// Reports the wait if it has become long, and again from time to time, or when it is for other ranks
+    /// than before.
     pub fn check(
         &mut self,
         waited: Duration,
@@ -82,7 +85,10 @@ impl Stall<'_> {
         }
         self.next = waited + CHECK_INTERVAL;
         let missing = missing();
-        if self.reported.as_ref() == Some(&missing) {
+        if let Some((before, at)) = &self.reported
+            && *before == missing
+            && waited < *at + REPEAT_INTERVAL
+        {
             return;
         }
         self.report(serde_json::json!({
@@ -94,7 +100,7 @@ impl Stall<'_> {
             "missing": missing,
             "activity": activity(),
         }));
-        self.reported = Some(missing);
+        self.reported = Some((missing, waited));
     }
 
     fn report(&self, message: serde_json::Value) {

@@ -43,6 +43,12 @@ struct Stall {
 }
 
 impl Stall {
+    /// Whether both are the same wait.
+    fn is_same(&self, other: &Stall) -> bool {
+        (self.replacement, &self.operation, &self.missing)
+            == (other.replacement, &other.operation, &other.missing)
+    }
+
     /// Whether a report says the same of both.
     fn is_like(&self, other: &Stall) -> bool {
         (&self.operation, &self.missing, &self.activity)
@@ -107,8 +113,12 @@ impl StallTracker {
         }
         let StallUpdate { rank, replacement, id, missing, activity, .. } = wait;
         let stall = Stall { replacement, operation, since, missing, activity };
-        self.waiting.insert((rank, id), stall);
-        self.report_at.get_or_insert(now + COALESCE_WINDOW);
+        // Workers repeat their reports.
+        let is_known = self.waiting.get(&(rank, id)).is_some_and(|known| known.is_same(&stall));
+        if !is_known {
+            self.waiting.insert((rank, id), stall);
+            self.report_at.get_or_insert(now + COALESCE_WINDOW);
+        }
     }
 
     /// Notes that a worker has ended, which was started in place of so many others: it no longer waits.
@@ -290,6 +300,17 @@ mod tests {
         stalls.update(wait(1, "barrier #1", &[0]), now);
         stalls.rank_exited(1, 0);
         assert_eq!(stalls.elapsed(now + Duration::from_secs(60)), None);
+    }
+
+    #[test]
+    fn a_report_that_is_repeated_says_nothing_new() {
+        let (mut stalls, now) = (StallTracker::new(None), Instant::now());
+        stalls.update(wait(0, "barrier #1", &[1]), now);
+        assert!(stalls.elapsed(now + COALESCE_WINDOW).is_some());
+        stalls.update(wait(0, "barrier #1", &[1]), now + Duration::from_secs(30));
+        assert_eq!(stalls.deadline(), None);
+        stalls.update(wait(0, "barrier #1", &[2]), now + Duration::from_secs(31));
+        assert!(stalls.deadline().is_some());
     }
 
     #[test]
