@@ -325,7 +325,8 @@ impl Agent {
     /// Ends the work of a leader that may lead no more.
     fn step_down(&mut self, why: &str) {
         self.stop();
-        self.sinks.note(&format!("{why}; stopping the workers and joining again"));
+        let next = if self.signalled.is_some() { "another one leads" } else { "joining again" };
+        self.sinks.note(&format!("{why}; stopping the workers, and {next}"));
         self.must_rejoin = true;
         self.rejoin();
     }

@@ -335,12 +335,8 @@ impl Coordinator {
     }
 
     fn leaving(&mut self, agent: AgentId, signal: i32, now: Instant) {
-        let enough_left =
-            self.members().iter().filter(|other| **other != agent).count() >= self.min;
-        if agent != LEADER
-            && !self.is_static
-            && (enough_left || self.agents[&agent].state != AgentState::Running)
-        {
+        let is_idle = self.agents[&agent].state != AgentState::Running;
+        if agent != LEADER && !self.is_static && (is_idle || self.has_enough_without(agent)) {
             return self.gone(agent, "has left, as it was stopped by a signal", now);
         }
         let cause =
@@ -359,6 +355,16 @@ impl Coordinator {
             JobPhase::Stopping { why, .. } => *why = signalled,
             JobPhase::Over => {}
         }
+    }
+
+    /// Whether the round has enough nodes without this agent's.
+    fn has_enough_without(&self, agent: AgentId) -> bool {
+        self.members().iter().filter(|other| **other != agent).count() >= self.min
+    }
+
+    /// Whether the job goes on under another leader when this one leaves.
+    pub fn can_leave(&self) -> bool {
+        self.phase == JobPhase::Running && !self.is_static && self.has_enough_without(LEADER)
     }
 
     /// Notes that an agent is gone; `how` follows its description in messages.

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use flow_store::net::secret;
 use flow_store::{Address, Server};
+use rustix::process::Signal;
 
 use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
@@ -198,11 +199,19 @@ impl Leader {
     /// Handles an event of this node's agent.
     pub fn send(&mut self, event: AgentEvent) {
         self.notice_pause();
-        let is_stopped = matches!(event, AgentEvent::Leaving { .. }) && !self.may_act();
-        self.handle(LEADER, event);
-        if is_stopped {
-            self.step_down("this node is stopped by a signal");
+        if let AgentEvent::Leaving { signal } = event
+            && (!self.may_act() || self.can_leave(signal))
+        {
+            return self.step_down("this node, which led the job, is stopped by a signal");
         }
+        self.handle(LEADER, event);
+    }
+
+    /// Whether the others elect another leader, and the job goes on, when this one leaves. Ctrl-C is
+    /// the wish to end the job.
+    fn can_leave(&self, signal: i32) -> bool {
+        let ends_job = signal == Signal::INT.as_raw();
+        !ends_job && self.candidate.election.can_leave() && self.coordinator.can_leave()
     }
 
     /// Takes the next message for this node's agent. Handles what other agents and workers have sent.

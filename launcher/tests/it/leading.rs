@@ -208,6 +208,27 @@ fn one_leader_after_the_other_is_lost() {
     end_well(&net, &gate, agents);
 }
 
+/// Its machine may be taken away. Ctrl-C is the wish to end the job.
+#[test]
+fn a_leading_agent_that_is_stopped_by_a_signal_leaves_the_job_to_the_others() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let Some(net) = Net::new(3) else { return };
+        let gate = Gate::new();
+        let agents = start(&net, 0..3, &flags("1:3", ""), &gate);
+        let [agent_0, agent_1, agent_2] = agents.try_into().ok().unwrap();
+        until_started(&[&agent_0, &agent_1, &agent_2], 6, 0);
+        until_electing([&agent_1, &agent_2], 3);
+        agent_0.signal(signal);
+        assert_eq!(agent_0.finish().code, Some(code));
+        if signal == Signal::TERM {
+            until_started(&[&agent_1, &agent_2], 4, 0);
+            end_well(&net, &gate, [agent_1, agent_2]);
+        } else {
+            assert_eq!([agent_1, agent_2].map(|agent| agent.finish().code), [Some(code); 2]);
+        }
+    }
+}
+
 /// It is there before the others have stopped their workers, and would begin another job.
 #[test]
 fn an_agent_that_is_started_again_at_once_joins_its_job() {

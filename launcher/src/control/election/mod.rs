@@ -427,6 +427,12 @@ impl Election {
         true
     }
 
+    /// Whether the others that follow this leader can elect another one.
+    pub fn can_leave(&self) -> bool {
+        let Role::Leading(leadership) = &self.role else { return false };
+        self.record.has_majority(|id| id != self.me && leadership.has(id, leadership.first))
+    }
+
     /// Whether this agent leads, and a majority has the record as it is.
     pub fn is_known(&self) -> bool {
         let Role::Leading(leadership) = &self.role else { return false };

@@ -95,6 +95,32 @@ fn the_workers_go_on_when_the_leading_node_is_without_power() {
     without_leader(|net, _| net.power_off(0));
 }
 
+/// It leads no more while its workers stop.
+#[test]
+fn the_workers_of_others_go_on_when_the_leading_agent_is_stopped_by_a_signal() {
+    let Some(net) = Net::new(4) else { return };
+    let gate = Gate::new();
+    let flags = flags("2:3", "--elastic in-place --max-restarts 6 --min-workers 2");
+    let text = format!("trap 'echo stopping >&2; sleep 1; exit' TERM; {PLACE}; {}", gate.wait());
+    let command = telling(&flags, &text);
+    let mut agents: Vec<Agent> = (0..3).map(|node| net.start(node, &command)).collect();
+    until("all have started", || agents.iter().all(|agent| workers(agent).len() == 2));
+    until_replicated(&agents[1..], 3);
+    let leader = agents.remove(0);
+    leader.signal(Signal::TERM);
+    let leads = |agent: &Agent| agent.stderr().contains("this one leads the job from now on");
+    until("another one leads", || agents.iter().any(leads));
+    let end = leader.finish();
+    assert_eq!((end.code, end.stderr.matches("stopping\n").count()), (Some(143), 2), "{end:?}");
+    until("it goes on smaller", || {
+        agents.iter().all(|agent| agent.stderr().contains("the job goes on with 4 workers"))
+    });
+    for agent in &agents {
+        assert_eq!(workers(agent).len(), 2, "{}", agent.stdout());
+    }
+    end_well(&net, &gate, agents);
+}
+
 /// The node that comes back is a spare, and has the ranks of the next leader that is lost.
 #[test]
 fn one_leader_after_the_other_is_lost_in_place() {
