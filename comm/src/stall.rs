@@ -42,8 +42,14 @@ impl StallReporter {
         }
     }
 
-    /// Reports whether this process, which was started in place of others, waits to join.
+    /// Reports whether this process, which was started in place of others, waits to join. The next leader
+    /// of the job finds this in the store.
     pub fn newcomer(&self, store: &Store, waits: bool) {
+        let Seat { number, replacement } = self.seat;
+        let said: &[u8] = if waits { b"waits" } else { b"joined" };
+        if let Err(error) = store.set(&format!("newcomer/{number}.{replacement}"), said) {
+            log::debug!("rank {number}: cannot say whether it waits: {error}");
+        }
         let report = serde_json::json!({
             "rank": self.seat.number,
             "replacement": self.seat.replacement,

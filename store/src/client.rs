@@ -1,5 +1,6 @@
 //! The client's side of the store.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -19,9 +20,9 @@ const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 const FIRST_WARNING: Duration = Duration::from_secs(30);
 /// The time that an answer may be late, after which a wait for it asks whether it is to go on.
 const OVERDUE: Duration = Duration::from_millis(500);
-/// The time in which another server must take the place of one that is lost.
-const FAILOVER_TIMEOUT: Duration = Duration::from_secs(60);
-/// The time between two looks for it.
+/// The time in which another server must take the place of one that is lost, if the address answers.
+const FAILOVER_TIMEOUT: Duration = Duration::from_secs(600);
+/// The time before each look for it.
 const FAILOVER_PAUSE: Duration = Duration::from_millis(10);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
@@ -312,6 +313,7 @@ impl Store {
         let reply_timeout = Duration::from_micros(self.reply_timeout.load(Ordering::Relaxed));
         let wait_of_server = timeout.min(MAX_TIMEOUT);
         let patience = Patience::new(self.is_interrupted, Instant::now() + 2 * MAX_TIMEOUT);
+        let mut deadline = None;
         loop {
             let mut impatient = Impatient {
                 socket: connection.socket.as_mut(),
@@ -322,23 +324,31 @@ impl Store {
             match exchange(&mut impatient, frame) {
                 Ok(reply) => return Ok(reply),
                 Err(_) if patience.was_interrupted() => return Err(Failure::Interrupted),
-                Err(error) if !connection.may_move() => {
+                Err(error)
+                    if !connection.may_move() || error.kind() == io::ErrorKind::InvalidData =>
+                {
                     return Err(Failure::Lost(describe(&error)));
                 }
                 Err(error) => {
                     let address = &self.address;
                     log::info!("store {address}: {}; asking there again", describe(&error));
-                    self.reconnect(connection)?;
+                    let deadline =
+                        *deadline.get_or_insert_with(|| Instant::now() + FAILOVER_TIMEOUT);
+                    self.reconnect(connection, deadline)?;
                 }
             }
         }
     }
 
     /// Connects to the server that has taken the place of a lost one, once the address names it.
-    fn reconnect(&self, connection: &mut Connection) -> std::result::Result<(), Failure> {
-        let deadline = Instant::now() + FAILOVER_TIMEOUT;
+    fn reconnect(
+        &self,
+        connection: &mut Connection,
+        deadline: Instant,
+    ) -> std::result::Result<(), Failure> {
         let patience = Patience::new(self.is_interrupted, deadline);
         loop {
+            thread::sleep(FAILOVER_PAUSE);
             let error = match reach(&self.address, &self.token, &patience) {
                 Ok(Reached::Store(Connection { socket, .. })) => {
                     connection.socket = socket;
@@ -355,7 +365,6 @@ impl Store {
             if Instant::now() >= deadline {
                 return Err(Failure::Lost(describe(&error)));
             }
-            thread::sleep(FAILOVER_PAUSE);
         }
     }
 }

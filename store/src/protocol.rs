@@ -34,8 +34,9 @@
 //! A client sends *once* what may not be done twice, if it can be that it sends it again: after its
 //! server is lost, to the one that has the replica. A number counts a client's requests of this kind.
 //!
-//! A replica asks for *changes* beyond those that it has. [`ALL_CHANGES`] asks for all that there ever
-//! were. They are set and delete, and answered: a client, a number, and the reply to that request.
+//! A replica asks for *changes* beyond those up to a number. [`ALL_CHANGES`] asks for all that there
+//! ever were. They are set and delete, and 12 answered: the client (u64), the number (u64), and the
+//! reply to that request.
 //!
 //! The first request is hello, the second proof, and each follows the reply to the last: whoever
 //! sends anything else is cut off. The token itself is never sent. All else is, in clear. Who can
@@ -57,7 +58,7 @@ pub const MAX_WILL: usize = 64 << 10;
 /// No wait is longer: it keeps sums of times from overflowing.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// The number of changes that a new replica has.
+/// In place of a number, what a new replica asks with.
 pub const ALL_CHANGES: u64 = u64::MAX;
 
 const MAGIC: &[u8] = b"FLOW";

@@ -26,8 +26,8 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Makes `server`, which sends its clients elsewhere, a replica of the store at `address`. The two
-    /// are told apart as lost if they hear nothing of each other for `silence`.
+    /// Makes `server`, which sends its clients elsewhere, a replica of the store at `address`. Each
+    /// counts as lost for the other if nothing is heard of it for `silence`.
     ///
     /// # Errors
     /// No thread can be started.
@@ -65,7 +65,7 @@ fn follow(
     token: &str,
     messages: &ReplicaMessages,
     silence: Duration,
-    is_over: &AtomicBool,
+    is_over: &Arc<AtomicBool>,
 ) -> Result<()> {
     let store = Store::connect(address, token, silence)?;
     store.set_reply_timeout(silence);
@@ -76,7 +76,7 @@ fn follow(
         // Each request acknowledges what came before it.
         let changes = store.changes(number, silence / 4)?;
         let Some(server) = server.upgrade() else { break };
-        let taken = server.take_changes(number == ALL_CHANGES, changes.changes);
+        let taken = server.take_changes(number == ALL_CHANGES, changes.changes, is_over);
         let taken = taken.map_err(|error| Error::Lost {
             address: server.address().clone(),
             operation: "keep a replica".into(),

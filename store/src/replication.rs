@@ -40,8 +40,8 @@ impl Replication {
     }
 
     /// Begins anew with the replica at this connection, which has asked for `all` changes.
-    pub fn start(&mut self, id: usize, all: Vec<Vec<u8>>, now: Instant, outbox: &mut Outbox) {
-        self.replica = Some(Replica { connection: id, waits_until: Some(now) });
+    pub fn start(&mut self, id: usize, all: Vec<Vec<u8>>, until: Instant, outbox: &mut Outbox) {
+        self.replica = Some(Replica { connection: id, waits_until: Some(until) });
         self.is_on = true;
         self.number += all.len() as u64;
         self.log = all.into();
@@ -103,7 +103,9 @@ impl Replication {
         let mut changes: Vec<&[u8]> = Vec::new();
         for change in &self.log {
             bytes += change.len();
-            if bytes > BATCH && !changes.is_empty() {
+            // A change and the reply to it belong together.
+            let is_answer = matches!(Request::decode(change), Some(Request::Answered { .. }));
+            if bytes > BATCH && !changes.is_empty() && !is_answer {
                 break;
             }
             changes.push(change);
@@ -132,6 +134,8 @@ impl Replication {
 
     /// Goes on without a replica: nobody takes the one that is lost for one any more.
     pub fn go_alone(&mut self, outbox: &mut Outbox) {
+        // It learns so when it asks again.
+        self.answer(outbox);
         self.replica = None;
         self.is_on = false;
         self.log.clear();

@@ -2,6 +2,7 @@
 
 use std::io::{self, ErrorKind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -177,11 +178,19 @@ impl Server {
         self.act(|store, outbox| store.go_alone(outbox));
     }
 
-    /// Takes changes of the store that this one is a replica of. Returns false if it is none.
-    pub(crate) fn take_changes(&self, all: bool, changes: Vec<Vec<u8>>) -> io::Result<bool> {
+    /// Takes changes of the store that this one is a replica of. Returns false if it is none, or if the
+    /// sender `is_over`: another replica may have begun.
+    pub(crate) fn take_changes(
+        &self,
+        all: bool,
+        changes: Vec<Vec<u8>>,
+        is_over: &Arc<AtomicBool>,
+    ) -> io::Result<bool> {
+        let is_over = Arc::clone(is_over);
         let (answer, taken) = mpsc::channel();
         self.act(move |store, outbox| {
-            let _ = answer.send(store.take_changes(all, &changes, outbox));
+            let is_over = is_over.load(Ordering::SeqCst);
+            let _ = answer.send(!is_over && store.take_changes(all, &changes, outbox));
         });
         wait_for_thread(&taken)
     }

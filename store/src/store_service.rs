@@ -19,7 +19,7 @@ pub struct StoreService {
     inbox: Arc<Inbox>,
     values: Values,
     clients: HashMap<usize, StoreClient>,
-    /// By client, the number of the last request that must not be done twice, and the reply to it.
+    /// By client, the number of the last request that has changed something, and the reply to it.
     answered: HashMap<u64, (u64, Arc<Vec<u8>>)>,
     replication: Replication,
     /// Of a replica, the address to which clients are sent; empty if it is not known.
@@ -146,9 +146,14 @@ impl StoreService {
             }
             Request::Once { client, number, request } => match self.answered.get(&client) {
                 Some((last, reply)) if *last == number => Arc::clone(reply),
+                // It has come late, by a connection that the client has given up.
+                Some((last, _)) if *last > number => return None,
                 _ => {
                     let reply = self.execute(id, Request::decode(request)?, outbox)?;
-                    self.note_answer(client, number, Arc::clone(&reply));
+                    // Else nothing was done.
+                    if let Reply::Done | Reply::Number(_) = Reply::decode(&reply[4..])? {
+                        self.note_answer(client, number, Arc::clone(&reply));
+                    }
                     reply
                 }
             },

@@ -5,8 +5,7 @@ use crate::agent::Agent;
 use crate::agent::worker::Console;
 use crate::agent::worker_group::WorkerGroup;
 use crate::control::assignment::RendezvousStoreInfo;
-use crate::control::protocol::KeptWorkers;
-use crate::control::protocol::Verdict;
+use crate::control::protocol::{KeptWorkers, Verdict};
 use crate::report::events::JobEvent;
 use crate::report::failure::Outcome;
 

@@ -58,8 +58,9 @@ use crate::agent::worker_group::{WorkerGroup, WorkerReady};
 use crate::control::ControlPlane;
 use crate::control::assignment::RankAssignment;
 use crate::control::job_record::JobResult;
-use crate::control::protocol::KeptWorkers;
-use crate::control::protocol::{AgentEvent, ClusterEvent, Command, ControlMessage, Failure, Loss};
+use crate::control::protocol::{
+    AgentEvent, ClusterEvent, Command, ControlMessage, Failure, KeptWorkers, Loss,
+};
 use crate::job::Job;
 use crate::output::log_files::LogFiles;
 use crate::output::remainder::Remainder;

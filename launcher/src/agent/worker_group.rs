@@ -12,8 +12,7 @@ use crate::agent::exit_status::ExitStatus;
 use crate::agent::reaper::Reaper;
 use crate::agent::stop_policy::{Action, Cause, Ended, StopPolicy};
 use crate::agent::worker::{Console, STDERR, Worker, WorkerStream, is_readable};
-use crate::control::protocol::Failure;
-use crate::control::protocol::{KeptWorker, KeptWorkers, WorkerEnd};
+use crate::control::protocol::{Failure, KeptWorker, KeptWorkers, WorkerEnd};
 use crate::control::status::WorkerStatus;
 use crate::output::log_file::Filter;
 use crate::output::pty;
@@ -146,7 +145,7 @@ impl WorkerGroup {
                     let summary = failure::summary(&worker.outcome(), host);
                     Some(WorkerEnd::Failed(Failure { summary, end }))
                 }
-                Some(_) => Some(WorkerEnd::Lost),
+                Some(end) => Some(WorkerEnd::Lost(end)),
             };
             let WorkerSpec { rank, replacement, .. } = worker.spec;
             workers.push(KeptWorker { rank, replacement, end });

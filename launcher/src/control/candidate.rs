@@ -18,6 +18,9 @@ use crate::control::protocol::{AgentEvent, AgentId};
 /// The time that another member has for its answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// The longest time that a replica may be silent: the replies to workers wait for it.
+const MAX_SILENCE: Duration = Duration::from_secs(5);
+
 /// The key under which every agent that serves a store says who leads.
 pub const LEADER_KEY: &str = "leader";
 
@@ -54,6 +57,8 @@ pub struct Candidate {
     pub address: Option<String>,
     /// The store for the workers of this node, if they may outlive the leader.
     pub local: Option<LocalStore>,
+    /// The time after which a replica counts as lost.
+    silence: Duration,
     token: Arc<str>,
     /// The number of requests that this agent has sent.
     asked: u64,
@@ -78,6 +83,7 @@ impl Candidate {
             election: Election::new(u64::from_ne_bytes(id), lease, grace, Instant::now()),
             address: None,
             local: None,
+            silence: (lease / 2).min(MAX_SILENCE),
             token: token.into(),
             asked: 0,
             votes,
@@ -113,12 +119,11 @@ impl Candidate {
     }
 
     /// Makes the store for the workers of a round a replica of the leader's.
-    pub fn replicate(&mut self, round: u32, silence: Duration) -> anyhow::Result<()> {
-        let member = self.election.id();
+    pub fn replicate(&mut self, round: u32, number: u64) -> anyhow::Result<()> {
         match self.local.as_mut().filter(|local| local.round == round) {
             Some(local) => {
                 log::info!("this node keeps a copy of the workers' store");
-                local.replicate(member, silence)
+                local.replicate(number, self.silence)
             }
             None => Ok(()),
         }

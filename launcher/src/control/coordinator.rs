@@ -19,8 +19,7 @@ use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::job_record::JobResult;
 use crate::control::job_record::Progress;
 use crate::control::node::{Node, range};
-use crate::control::protocol::KeptWorkers;
-use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, LEADER};
+use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, KeptWorkers, LEADER};
 use crate::control::worker_table::WorkerTable;
 use crate::job::{Job, Rendezvous, RendezvousTimeouts};
 
@@ -104,8 +103,28 @@ impl Coordinator {
             restarts: self.in_place.as_ref().map_or(self.failures, WorkerTable::restarts),
             nodes: self.nodes,
             replica: None,
-            result: self.result.clone(),
+            result: self.result.clone().or_else(|| self.coming_result()),
         }
+    }
+
+    /// Returns the end of the job that follows once all workers are stopped.
+    fn coming_result(&self) -> Option<JobResult> {
+        let JobPhase::Stopping { why, .. } = &self.phase else { return None };
+        let has_restarts = self.failures < self.max_restarts;
+        let (code, cause) = match why {
+            StopReason::Done => (0, None),
+            StopReason::Signal { signal, cause } => {
+                (ExitStatus::Signal(*signal).code(), cause.clone())
+            }
+            StopReason::Failure { failure, .. } if !has_restarts => {
+                (failure.end.code(), Some(failure.summary.clone()))
+            }
+            StopReason::Lost { summary } if !has_restarts => (1, Some(summary.clone())),
+            StopReason::Change | StopReason::Failure { .. } | StopReason::Lost { .. } => {
+                return None;
+            }
+        };
+        Some(JobResult { code, cause })
     }
 
     /// Returns the agents but the leader's.
@@ -126,6 +145,12 @@ impl Coordinator {
             AgentEvent::Stopped { .. } if self.stopping.contains_key(&agent) => {
                 if let Some(node) = self.stopping.remove(&agent) {
                     self.joined(agent, node, None, now);
+                }
+            }
+            AgentEvent::Leaving { signal } if self.stopping.contains_key(&agent) => {
+                if let Some(node) = self.stopping.remove(&agent) {
+                    self.joined(agent, node, None, now);
+                    self.leaving(agent, signal, now);
                 }
             }
             _ if !self.agents.contains_key(&agent) => {}
@@ -237,11 +262,18 @@ impl Coordinator {
 
     /// Whether all agents but the leader's have gone, and none may come to hear of the end.
     pub fn is_alone(&self) -> bool {
-        self.awaited.is_none() && self.agents.keys().all(|agent| *agent == LEADER)
+        let mut agents = self.agents.keys().chain(self.stopping.keys());
+        self.awaited.is_none() && agents.all(|agent| *agent == LEADER)
     }
 
     fn joined(&mut self, agent: AgentId, node: Node, kept: Option<KeptWorkers>, now: Instant) {
-        if let Some(kept) = kept {
+        if agent == LEADER && self.awaited_until.is_some() {
+            // From now on this agent acts as the leader.
+            self.awaited_until = Some(now + REJOINING);
+        }
+        // One that has done its part hears of the end.
+        let is_done = |kept: &KeptWorkers| kept.is_finished && self.phase == JobPhase::Over;
+        if let Some(kept) = kept.filter(|kept| !is_done(kept)) {
             return self.rejoined(agent, node, kept, now);
         }
         let own = (self.min as u32, self.max as u32);
@@ -406,9 +438,7 @@ impl Coordinator {
         if self.phase == JobPhase::Running {
             let members = self.members();
             let is_finished = |agent: &AgentId| self.agents[agent].state == AgentState::Finished;
-            let are_awaited =
-                self.in_place.as_ref().is_some_and(|in_place| !in_place.awaited().is_empty());
-            if !members.is_empty() && members.iter().all(is_finished) && !are_awaited {
+            if !members.is_empty() && members.iter().all(is_finished) && !self.is_incomplete() {
                 self.end_all(0, None);
             }
         }
@@ -431,10 +461,11 @@ impl Coordinator {
             self.phase = JobPhase::Gathering { since, enough, notice };
             let is_complete = self.awaited.is_some_and(|awaited| present >= awaited.max(self.min));
             let last_call = self.last_call();
-            if present >= self.max
+            let is_time = present >= self.max
                 || is_complete
-                || enough.is_some_and(|enough| now >= enough + last_call)
-            {
+                || enough.is_some_and(|enough| now >= enough + last_call);
+            // The leader has rank 0.
+            if is_time && !self.stopping.contains_key(&LEADER) {
                 self.start();
             } else if enough.is_none() && now >= since + self.timeouts.join {
                 self.end_all(1, Some(self.missing(self.timeouts.join)));
@@ -543,7 +574,8 @@ impl Coordinator {
     }
 
     fn end_all(&mut self, code: u8, cause: Option<String>) {
-        for agent in self.agents.keys().copied().collect::<Vec<_>>() {
+        let agents = self.agents.keys().chain(self.stopping.keys());
+        for agent in agents.copied().collect::<Vec<_>>() {
             self.end(agent, code, cause.clone());
         }
         self.result = Some(JobResult { code, cause });
@@ -601,5 +633,7 @@ impl Coordinator {
     }
 }
 
+#[cfg(test)]
+mod simulation;
 #[cfg(test)]
 mod tests;

@@ -18,8 +18,9 @@ use crate::control::job_record::{JobRecord, Member};
 use crate::control::local_store::LocalStore;
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::node::Node;
-use crate::control::protocol::KeptWorkers;
-use crate::control::protocol::{AgentEvent, AgentId, Command, ControlMessage, Loss, command_key};
+use crate::control::protocol::{
+    AgentEvent, AgentId, Command, ControlMessage, KeptWorkers, Loss, command_key,
+};
 use crate::control::search::{RETRY_INTERVAL, leader_at, open};
 use crate::control::token::token;
 use crate::job::Job;
@@ -68,10 +69,10 @@ pub struct Follower {
     pub candidate: Option<Candidate>,
     /// The workers that this agent has kept when it lost the last leader.
     kept: Option<KeptWorkers>,
-    /// What it has sent since then, until it has found a leader.
+    /// What it has sent since then, until it follows a leader.
     unsent: Vec<AgentEvent>,
+    follows: bool,
     is_in_place: bool,
-    heartbeat: Duration,
 }
 
 /// What an agent takes along that is elected as the leader.
@@ -129,8 +130,8 @@ impl Follower {
             candidate,
             kept,
             unsent: Vec::new(),
+            follows: false,
             is_in_place: job.is_in_place,
-            heartbeat: job.nodes.timeouts.heartbeat,
         };
         follower.refresh_search();
         thread::Builder::new()
@@ -146,7 +147,7 @@ impl Follower {
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
     pub fn send(&mut self, event: AgentEvent) {
-        if !self.connected.load(Ordering::SeqCst) {
+        if !self.follows {
             self.unsent.push(event.clone());
         }
         if let Some(events) = &self.events {
@@ -176,6 +177,8 @@ impl Follower {
                     };
                     log::info!("{} nodes elect the next leader{copy}", record.members.len());
                     if candidate.election.follow(record, Instant::now()) {
+                        self.follows = true;
+                        self.unsent.clear();
                         candidate.announce(&leader.map_or(LeaderPlace::Unknown, LeaderPlace::At));
                         self.send(AgentEvent::Has { age });
                     } else {
@@ -184,7 +187,7 @@ impl Follower {
                     }
                 }
                 (ControlMessage::Command(command), Some(candidate)) if self.is_in_place => {
-                    let command = adapt(command, candidate, self.heartbeat);
+                    let command = adapt(command, candidate);
                     return Some(ControlMessage::Command(command));
                 }
                 (ControlMessage::Disconnected(loss), Some(candidate)) => {
@@ -471,14 +474,13 @@ impl FollowerThread {
 
 /// Does what a command says about the store of this node's workers. Returns the command with the
 /// address of that store in it.
-fn adapt(command: Command, candidate: &mut Candidate, silence: Duration) -> Command {
-    let mut command = command;
+fn adapt(mut command: Command, candidate: &mut Candidate) -> Command {
     let done = match &mut command {
         Command::Start { round, assignment } => {
             candidate.open_local(*round, &mut assignment.stores)
         }
         Command::Keep { round, stores } => candidate.open_local(*round, stores),
-        Command::Replicate { round } => candidate.replicate(*round, silence),
+        Command::Replicate { round, number } => candidate.replicate(*round, *number),
         _ => Ok(()),
     };
     if let Err(error) = done {

@@ -34,9 +34,9 @@ use crate::control::job_record::MemberId;
 use crate::control::local_store::LocalStore;
 use crate::control::node::Node;
 use crate::control::protocol::{
-    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, LEADER, OVER_KEY, command_key,
+    AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, KeptWorkers, LEADER, OVER_KEY,
+    command_key,
 };
-use crate::control::protocol::{KeptWorkers, WorkerEnd};
 use crate::control::stall::{StallAction, StallTracker};
 use crate::control::token::token;
 use crate::control::watchers::{self, Watchers};
@@ -75,6 +75,9 @@ pub struct Leader {
     round: Option<Round>,
     /// Of a job that goes on in place: the member that keeps a copy of the round's store.
     replica: ReplicaState,
+    /// The number of replicas that were asked for, and the member that was asked last.
+    replicas_asked: u64,
+    last_asked: Option<MemberId>,
     /// The address at which all reach this node.
     address: String,
     port: u16,
@@ -174,6 +177,8 @@ impl Leader {
             commands_sent: HashMap::new(),
             round: None,
             replica: ReplicaState::None,
+            replicas_asked: 0,
+            last_asked: None,
             address: node.address.clone(),
             port,
             has_agent_store: job.nodes.has_agent_store,
@@ -348,8 +353,8 @@ impl Leader {
                         round.stalls.update(update, now);
                     }
                 }
-                Ok(WorkerReport::Replica { member, is_complete }) => {
-                    self.note_replica(member, is_complete)
+                Ok(WorkerReport::Replica { number, is_complete }) => {
+                    self.note_replica(number, is_complete)
                 }
                 Ok(WorkerReport::Newcomer { rank, replacement, waits }) => {
                     let commands = self.coordinator.newcomer(rank, replacement, waits, now);
@@ -473,16 +478,10 @@ impl Leader {
         {
             present.exited(*rank, *replacement, end);
         }
-        if let AgentEvent::Joined { kept: Some(kept), .. } = &event
-            && let Some(present) =
-                self.round.as_mut().filter(|present| present.number == kept.round)
-        {
-            for worker in &kept.workers {
-                if let Some(WorkerEnd::Failed(failure)) = &worker.end {
-                    present.exited(worker.rank, worker.replacement, &failure.end.to_string());
-                }
-            }
-        }
+        let kept = match &event {
+            AgentEvent::Joined { kept, .. } => kept.clone(),
+            _ => None,
+        };
         match event {
             AgentEvent::Trace { round, piece } => {
                 if self.round.as_ref().is_some_and(|present| present.number == round) {
@@ -495,6 +494,9 @@ impl Leader {
             }
             AgentEvent::Gone { .. } if self.forget_watcher(agent) => {}
             event => self.decide(agent, event),
+        }
+        if let Some(kept) = kept {
+            self.note_kept(&kept);
         }
     }
 
@@ -617,7 +619,7 @@ impl Leader {
             _tcp_store: tcp_store,
             stores: stores.clone(),
             stalls,
-            table: Vec::new(),
+            table: None,
         });
         Ok(stores)
     }

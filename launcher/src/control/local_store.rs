@@ -7,7 +7,6 @@ use std::time::Duration;
 use flow_store::{Address, Replica, ReplicaMessages, Server};
 
 use crate::control::assignment::RendezvousStoreInfo;
-use crate::control::job_record::MemberId;
 use crate::control::worker_report::WorkerReport;
 
 /// A node's store for the workers of a round.
@@ -45,11 +44,13 @@ impl LocalStore {
         Ok(())
     }
 
-    /// Makes it a replica of the leader's, on behalf of this member.
-    pub fn replicate(&mut self, member: MemberId, silence: Duration) -> anyhow::Result<()> {
+    /// Makes it a replica of the leader's, which has asked for it by this number.
+    pub fn replicate(&mut self, number: u64, silence: Duration) -> anyhow::Result<()> {
+        // It takes no change of the one before any more.
+        self.replica = None;
         let message = |is_complete| {
             // Plain data: it cannot fail.
-            serde_json::to_vec(&WorkerReport::Replica { member, is_complete }).unwrap_or_default()
+            serde_json::to_vec(&WorkerReport::Replica { number, is_complete }).unwrap_or_default()
         };
         let messages = ReplicaMessages { complete: message(true), lost: message(false) };
         let leader: Address = self.stores.store.parse()?;

@@ -80,7 +80,18 @@ pub enum WorkerEnd {
     /// The coordinator has yet to say what follows.
     Failed(Failure),
     /// The others go on without it.
-    Lost,
+    Lost(ExitStatus),
+}
+
+impl WorkerEnd {
+    /// Returns how the process has ended.
+    pub fn status(&self) -> ExitStatus {
+        match self {
+            WorkerEnd::Succeeded => ExitStatus::Exit(0),
+            WorkerEnd::Failed(failure) => failure.end,
+            WorkerEnd::Lost(end) => *end,
+        }
+    }
 }
 
 /// The failure of a worker, or the first one on a node.
@@ -114,9 +125,10 @@ pub enum Command {
         round: u32,
         stores: RendezvousStoreInfo,
     },
-    /// Keep a copy of the store of the round.
+    /// Keep a copy of the store of the round, with this number.
     Replicate {
         round: u32,
+        number: u64,
     },
     /// Stop the workers; `why` is for the user.
     Stop {

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::assignment::RankAssignment;
 use crate::control::node::Node;
-use crate::control::protocol::{AgentId, LEADER, Verdict};
-use crate::control::protocol::{KeptWorkers, WorkerEnd};
+use crate::control::protocol::{AgentId, KeptWorkers, LEADER, Verdict, WorkerEnd};
 use crate::job::Job;
 
 /// The workers of a job that goes on when some of them are lost.
@@ -39,6 +38,11 @@ struct Place {
 }
 
 impl Place {
+    fn ranks(&self) -> impl Iterator<Item = u32> {
+        let first = self.assignment.first_rank;
+        first..first + self.assignment.local_world_size
+    }
+
     /// Whether a node has as many workers, of the same role.
     fn fits(&self, node: &Node) -> bool {
         self.assignment.local_world_size == node.local_world_size && self.role == node.role
@@ -96,15 +100,15 @@ impl WorkerTable {
     /// are lost: returns them, as [`WorkerTable::lost`] does. The other nodes have yet to come.
     pub fn resume(&mut self) -> Vec<(u32, u32)> {
         let lost = self.lost(LEADER);
-        for (agent, place) in std::mem::take(&mut self.places) {
-            // Agents are counted from 0.
-            let awaited = AgentId::MAX - agent;
-            for worker in self.workers.values_mut().filter(|worker| worker.agent == agent) {
-                worker.agent = awaited;
-            }
-            self.places.insert(awaited, place);
-            self.awaited.insert(awaited);
+        let places = std::mem::take(&mut self.places);
+        // Agents are counted from 0.
+        let numbers = (0..).map(|number| AgentId::MAX - number);
+        let awaited: BTreeMap<AgentId, AgentId> = places.keys().copied().zip(numbers).collect();
+        for worker in self.workers.values_mut() {
+            worker.agent = awaited.get(&worker.agent).copied().unwrap_or(worker.agent);
         }
+        self.places = places.into_iter().map(|(agent, place)| (awaited[&agent], place)).collect();
+        self.awaited = awaited.into_values().collect();
         lost
     }
 
@@ -121,8 +125,10 @@ impl WorkerTable {
         self.places.extend(place.map(|place| (agent, place)));
         for kept in &kept.workers {
             let Some(worker) = self.workers.get_mut(&kept.rank) else { continue };
-            // The last leader has had it replaced, and was lost before the agent knew.
-            self.restarts -= worker.replacement.saturating_sub(kept.replacement).min(self.restarts);
+            // One was replaced that this table does not know, or the agent does not.
+            let restarts = i64::from(self.restarts) + i64::from(kept.replacement)
+                - i64::from(worker.replacement);
+            self.restarts = restarts.clamp(0, self.max_restarts.into()) as u32;
             if worker.replacement != kept.replacement || kept.end.is_none() && !worker.state.runs()
             {
                 worker.state = WorkerState::Running;
@@ -131,21 +137,17 @@ impl WorkerTable {
             worker.replacement = kept.replacement;
             match kept.end {
                 Some(WorkerEnd::Succeeded) => worker.state = WorkerState::Succeeded,
-                Some(WorkerEnd::Lost) => worker.state = WorkerState::Lost,
+                Some(WorkerEnd::Lost(_)) => worker.state = WorkerState::Lost,
                 Some(WorkerEnd::Failed(_)) | None => {}
             }
         }
         true
     }
 
-    /// Returns the places whose agents have yet to come, by their numbers, with the first rank and the
-    /// number of ranks.
-    pub fn awaited(&self) -> Vec<(AgentId, u32, u32)> {
+    /// Returns the places whose agents have yet to come, by their numbers, with their ranks.
+    pub fn awaited(&self) -> Vec<(AgentId, Vec<u32>)> {
         let places = self.places.iter().filter(|(agent, _)| self.awaited.contains(agent));
-        let ranks = places.map(|(agent, place)| {
-            (*agent, place.assignment.first_rank, place.assignment.local_world_size)
-        });
-        ranks.collect()
+        places.map(|(agent, place)| (*agent, place.ranks().collect())).collect()
     }
 
     /// Whether the ranks of a lost node are free.
@@ -238,7 +240,7 @@ impl WorkerTable {
     /// Notes that a node is lost. Returns the ranks of its workers that ran, each with the number of
     /// those before it.
     pub fn lost(&mut self, agent: AgentId) -> Vec<(u32, u32)> {
-        self.vacant.extend(self.places.remove(&agent));
+        let place = self.places.remove(&agent);
         self.awaited.remove(&agent);
         let mut lost = Vec::new();
         for (rank, worker) in &mut self.workers {
@@ -247,6 +249,11 @@ impl WorkerTable {
                 lost.push((*rank, worker.replacement));
             }
         }
+        // A place whose workers have all ended well is not filled again.
+        self.vacant.extend(place.filter(|place| {
+            let mut workers = place.ranks().filter_map(|rank| self.workers.get(&rank));
+            workers.any(|worker| worker.state != WorkerState::Succeeded)
+        }));
         lost
     }
 

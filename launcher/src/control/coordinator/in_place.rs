@@ -36,9 +36,14 @@ impl Coordinator {
         std::mem::take(&mut self.commands)
     }
 
-    /// Returns the workers of all nodes.
+    /// Whether the job goes on in place.
+    pub fn is_in_place(&self) -> bool {
+        self.in_place.is_some()
+    }
+
+    /// Returns the workers of all nodes, if they may go on under another leader.
     pub fn worker_table(&self) -> Option<&WorkerTable> {
-        self.in_place.as_ref()
+        self.in_place.as_ref().filter(|_| self.phase == JobPhase::Running)
     }
 
     /// Whether a worker runs that was started in place of so many others with its rank.
@@ -145,7 +150,7 @@ impl Coordinator {
     }
 
     /// Ends the job if all workers that run wait to join it.
-    fn check_members(&mut self, now: Instant) {
+    pub(super) fn check_members(&mut self, now: Instant) {
         let waiting = self.in_place.as_ref().map(WorkerTable::waiting).unwrap_or_default();
         if !waiting.is_empty() {
             self.end_without_members(waiting, now);

@@ -6,8 +6,7 @@ use crate::control::coordinator::{Coordinator, REJOINING};
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
 use crate::control::job_record::{JobResult, Progress};
 use crate::control::node::Node;
-use crate::control::protocol::{AgentId, Command};
-use crate::control::protocol::{KeptWorkers, WorkerEnd};
+use crate::control::protocol::{AgentId, Command, KeptWorkers, WorkerEnd};
 use crate::control::worker_table::WorkerTable;
 use crate::job::Job;
 use crate::report::text::ranks;
@@ -77,6 +76,13 @@ impl Coordinator {
                 self.exited(agent, worker.rank, Some(failure), now);
             }
         }
+        self.check_members(now);
+    }
+
+    /// Whether the last leader's workers, or those of nodes that have yet to come, may start again.
+    pub(super) fn is_incomplete(&self) -> bool {
+        let in_place = self.in_place.as_ref().filter(|_| self.awaited_until.is_some());
+        in_place.is_some_and(|in_place| !in_place.awaited().is_empty() || in_place.has_vacancy())
     }
 
     /// Gives up waiting for nodes whose agents have not come to this leader.
@@ -87,12 +93,12 @@ impl Coordinator {
         self.awaited = None;
         let Some(in_place) = &mut self.in_place else { return };
         let mut absent = Vec::new();
-        for (place, first, count) in in_place.awaited() {
-            absent.extend(first..first + count);
+        for (place, ranks) in in_place.awaited() {
+            absent.extend(ranks);
             self.lost_workers.extend(in_place.lost(place));
         }
         if self.phase != JobPhase::Running || !in_place.has_vacancy() {
-            return;
+            return self.check_members(now);
         }
         let mut summary = "the leading node is lost".to_string();
         if !absent.is_empty() {

@@ -24,6 +24,9 @@ use crate::control::job_record::{JobRecord, Member, MemberId, Progress};
 /// The time between the candidacies of two members, so that one is elected before the next stands.
 const STAGGER: Duration = Duration::from_millis(300);
 
+/// The member that has a copy of the store stands so long before the others.
+const HEAD_START: Duration = Duration::from_secs(2);
+
 /// A candidate's request for a vote.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct VoteRequest {
@@ -46,9 +49,6 @@ pub struct Vote {
     /// The voter's record, if it is newer than the candidate's.
     pub record: Option<JobRecord>,
 }
-
-/// The member that has a copy of the store stands so long before the others.
-const HEAD_START: Duration = Duration::from_secs(2);
 
 /// What follows from a vote.
 #[derive(Debug, PartialEq)]
@@ -269,8 +269,12 @@ impl Election {
 
     fn stand(&mut self, trial: bool) -> VoteRequest {
         if let Role::Searching { is_trial, votes, .. } = &mut self.role {
+            // A trial that is repeated keeps the answers to the one before.
+            if !trial || !*is_trial {
+                votes.clear();
+            }
             *is_trial = trial;
-            *votes = BTreeSet::from([self.me]);
+            votes.insert(self.me);
         }
         if !trial {
             self.term += 1;
@@ -326,7 +330,12 @@ impl Election {
             return Outcome::Open;
         }
         if *is_trial {
-            return Outcome::Ask(self.stand(false));
+            let request = self.stand(false);
+            let pause = self.turn().unwrap_or_default() + self.record.members.len() as u32 + 1;
+            if let Role::Searching { stand_at, .. } = &mut self.role {
+                *stand_at = stand_at.map(|_| now + pause * STAGGER);
+            }
+            return Outcome::Ask(request);
         }
         let Some(place) = self.record.members.iter().position(|member| member.id == self.me) else {
             return Outcome::Open;

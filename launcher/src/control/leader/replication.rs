@@ -6,67 +6,100 @@
 use std::time::Instant;
 
 use super::Leader;
-use super::round::{ReplicaState, WORKERS_KEY};
-use crate::control::job_record::{MemberId, Progress};
-use crate::control::protocol::{AgentId, Command};
+use super::round::{ReplicaRequest, ReplicaState, WORKERS_KEY};
+use crate::control::job_record::Progress;
+use crate::control::protocol::{AgentId, Command, KeptWorker, KeptWorkers};
 
 impl Leader {
     /// Returns what another agent must know to go on in this one's place.
     pub(super) fn progress(&self) -> Progress {
         let mut progress = self.coordinator.progress();
-        if let ReplicaState::Complete(_, member) = self.replica {
-            progress.replica = Some(member);
+        if let ReplicaState::Complete(request) = self.replica {
+            progress.replica = Some(request.member);
         }
         progress
     }
 
     /// Sees to it that a member has a copy of the store, with the table of workers.
     pub(super) fn replicate(&mut self) {
-        let Some(table) = self.coordinator.worker_table() else { return };
-        let Some(round) = self.round.as_mut().filter(|_| self.linger_until.is_none()) else {
+        let is_over = self.linger_until.is_some();
+        let has_followers = self.candidate.election.has_followers();
+        if is_over || !has_followers || !self.coordinator.is_in_place() {
             return;
-        };
-        // Plain data: it cannot fail.
-        let table = serde_json::to_vec(table).unwrap_or_default();
-        if round.table != table {
-            round.store.set(WORKERS_KEY, &table);
-            round.table = table;
         }
-        if let ReplicaState::Asked(_, _, since) = self.replica
-            && since.elapsed() >= self.lease
-        {
-            self.replica = ReplicaState::Lost;
-        }
+        self.keep_table();
+        self.drop_replica();
         self.update_record();
-        let election = &self.candidate.election;
-        let Some(round) = self.round.as_ref().filter(|_| election.is_known()) else { return };
+        if !self.candidate.election.is_known() {
+            return;
+        }
         if let ReplicaState::Lost = self.replica {
-            round.store.go_alone();
+            self.round.iter().for_each(|round| round.store.go_alone());
             self.replica = ReplicaState::None;
         }
         if let ReplicaState::None = self.replica {
-            let number = round.number;
-            let members = &election.record().members;
-            // In the order in which they stand for election.
-            let connected = members.iter().find_map(|member| {
-                let (agent, _) = self.members.iter().find(|(_, id)| **id == member.id)?;
-                Some((*agent, member.id))
-            });
-            if let Some((agent, member)) = connected {
-                self.replica = ReplicaState::Asked(agent, member, Instant::now());
-                self.command(agent, Command::Replicate { round: number });
-            }
+            self.ask_for_replica();
         }
     }
 
-    /// Notes that the replica of a member has everything, or is lost.
-    pub(super) fn note_replica(&mut self, of: MemberId, is_complete: bool) {
-        match self.replica {
-            ReplicaState::Asked(agent, member, _) if member == of && is_complete => {
-                self.replica = ReplicaState::Complete(agent, member);
+    /// Puts the table of workers into the store.
+    fn keep_table(&mut self) {
+        let Some(round) = &mut self.round else { return };
+        let table = self.coordinator.worker_table();
+        if round.table.as_ref() != table {
+            // Plain data: it cannot fail.
+            round.store.set(WORKERS_KEY, &serde_json::to_vec(&table).unwrap_or_default());
+            round.table = table.cloned();
+        }
+    }
+
+    /// Drops a replica that is late, or whose member cannot be elected any more.
+    fn drop_replica(&mut self) {
+        let record = self.candidate.election.record();
+        let is_lost = match &self.replica {
+            ReplicaState::Asked(request) => {
+                request.since.elapsed() >= self.lease || !record.has(request.member)
             }
-            ReplicaState::Asked(_, member, _) | ReplicaState::Complete(_, member)
-                if member == of && !is_complete =>
+            ReplicaState::Complete(request) => !record.has(request.member),
+            ReplicaState::None | ReplicaState::Lost => false,
+        };
+        if is_lost {
+            self.replica = ReplicaState::Lost;
+        }
+    }
+
+    /// Asks the first member that has workers, in the order in which they stand for election. Another one
+    /// than the last time, if there is one.
+    fn ask_for_replica(&mut self) {
+        let Some(round) = self.round.as_ref().map(|round| round.number) else { return };
+        let mut able = Vec::new();
+        for member in &self.candidate.election.record().members {
+            let agent = self.members.iter().find(|(_, id)| **id == member.id);
+            if let Some((agent, _)) = agent
+                && self.coordinator.has_workers(*agent)
+            {
+                able.push((*agent, member.id));
+            }
+        }
+        let other = able.iter().find(|(_, member)| Some(*member) != self.last_asked);
+        let Some((agent, member)) = other.or(able.first()).copied() else { return };
+        self.replicas_asked += 1;
+        self.last_asked = Some(member);
+        let number = self.replicas_asked;
+        let request = ReplicaRequest { agent, member, number, since: Instant::now() };
+        self.replica = ReplicaState::Asked(request);
+        self.command(agent, Command::Replicate { round, number });
+    }
+
+    /// Notes that the replica with this number has everything, or is lost.
+    pub(super) fn note_replica(&mut self, number: u64, is_complete: bool) {
+        match self.replica {
+            ReplicaState::Asked(request) if request.number == number && is_complete => {
+                self.replica = ReplicaState::Complete(request);
+                self.last_asked = None;
+            }
+            ReplicaState::Asked(request) | ReplicaState::Complete(request)
+                if request.number == number && !is_complete =>
             {
                 self.replica = ReplicaState::Lost;
             }
@@ -75,11 +108,34 @@ impl Leader {
     }
 
     /// Notes that an agent is gone, with its replica if it had one.
-    pub(super) fn lose_replica(&mut self, of: AgentId) {
-        if let ReplicaState::Asked(agent, ..) | ReplicaState::Complete(agent, _) = self.replica
-            && agent == of
+    pub(super) fn lose_replica(&mut self, agent: AgentId) {
+        if let ReplicaState::Asked(request) | ReplicaState::Complete(request) = self.replica
+            && request.agent == agent
         {
             self.replica = ReplicaState::Lost;
+        }
+    }
+
+    /// Tells the workers how others of a node have ended, which the last leader may not have done. Takes
+    /// from the store which of those that run wait to join the job.
+    pub(super) fn note_kept(&mut self, kept: &KeptWorkers) {
+        let Some(round) = self.round.as_mut().filter(|round| round.number == kept.round) else {
+            return;
+        };
+        let mut newcomers = Vec::new();
+        for KeptWorker { rank, replacement, end } in &kept.workers {
+            if let Some(end) = end {
+                round.exited(*rank, *replacement, &end.status().to_string());
+            } else if *replacement > 0 {
+                round.was_replaced(*rank, *replacement - 1);
+                newcomers.push((*rank, *replacement, round.waits(*rank, *replacement)));
+            }
+        }
+        for (rank, replacement, waits) in newcomers {
+            if let Some(waits) = waits {
+                let commands = self.coordinator.newcomer(rank, replacement, waits, Instant::now());
+                self.dispatch(commands);
+            }
         }
     }
 }

@@ -23,35 +23,62 @@ pub struct Round {
     pub stores: RendezvousStoreInfo,
     pub stalls: StallTracker,
     /// The coordinator's table of workers, as it was put in the store.
-    pub table: Vec<u8>,
+    pub table: Option<WorkerTable>,
 }
 
 impl Round {
     /// Tells the workers how one of them has ended.
     pub fn exited(&mut self, rank: u32, replacement: u32, end: &str) {
         self.stalls.rank_exited(rank, replacement);
-        let key = match replacement {
-            0 => format!("exit/{rank}"),
-            count => format!("exit/{rank}.{count}"),
-        };
-        self.store.set(&key, end.as_bytes());
+        self.store.set(&exit_key(rank, replacement), end.as_bytes());
     }
+
+    /// Tells the workers that one of them was replaced, if they were not told how it ended.
+    pub fn was_replaced(&mut self, rank: u32, replacement: u32) {
+        if let Ok(None) = self.store.get(&exit_key(rank, replacement)) {
+            self.exited(rank, replacement, "a failure");
+        }
+    }
+
+    /// Returns whether a worker that was started in place of others waits to join the job, as it has
+    /// said.
+    pub fn waits(&self, rank: u32, replacement: u32) -> Option<bool> {
+        let said = self.store.get(&format!("newcomer/{rank}.{replacement}")).ok()??;
+        Some(said == b"waits")
+    }
+}
+
+/// Returns the key under which the workers find how one of them has ended.
+fn exit_key(rank: u32, replacement: u32) -> String {
+    match replacement {
+        0 => format!("exit/{rank}"),
+        count => format!("exit/{rank}.{count}"),
+    }
+}
+
+/// The replica of the round's store that a member is asked to keep.
+#[derive(Clone, Copy)]
+pub struct ReplicaRequest {
+    pub agent: AgentId,
+    pub member: MemberId,
+    /// Tells it from others.
+    pub number: u64,
+    pub since: Instant,
 }
 
 /// The replica of the round's store.
 pub enum ReplicaState {
     /// Nobody is asked to keep one.
     None,
-    /// This agent is asked since then.
-    Asked(AgentId, MemberId, Instant),
-    /// This agent has all.
-    Complete(AgentId, MemberId),
+    Asked(ReplicaRequest),
+    /// It has all.
+    Complete(ReplicaRequest),
     /// Not all know that there is none any more.
     Lost,
 }
 
-/// Returns the table of workers in a store.
+/// Returns the table of workers in a store, if they may go on.
 pub fn table_in(store: &Server) -> anyhow::Result<Option<WorkerTable>> {
     let Some(text) = store.get(WORKERS_KEY)? else { return Ok(None) };
-    Ok(Some(serde_json::from_slice(&text)?))
+    Ok(serde_json::from_slice(&text)?)
 }
