@@ -314,6 +314,11 @@ pub struct Agent {
 }
 
 impl Agent {
+    /// The number of the node.
+    pub fn node(&self) -> usize {
+        self.node
+    }
+
     /// Sends the program a signal.
     pub fn signal(&self, signal: Signal) {
         let sent = Pid::from_raw(self.pid).is_some_and(|pid| kill_process(pid, signal).is_ok());
