@@ -1,25 +1,17 @@
 //! One process' part in agreeing on the next members.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flow_store::{Error as StoreError, Store};
+use flow_store::Error as StoreError;
 
 use super::decision::next_members;
-use super::membership::{OPERATION, join_members, own_process};
+use super::membership::OPERATION;
+use super::runtime::Runtime;
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
 use crate::bootstrap::{JoinError, info_key, join_failed};
-use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
-use crate::interrupt::{ends_call, is_interrupted};
 use crate::json::{from_json, to_json};
-use crate::settings;
-use crate::shm::arena::Arena;
-use crate::stall::StallReporter;
-use crate::trace::ranks_have_changed;
-use crate::world::World;
 
 /// The interval between looks who has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,133 +21,55 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 const MAX_ATTEMPTS: usize = 16;
 
 /// The part of one process.
-pub struct Agreement {
-    store: Store,
+pub struct Agreement<R> {
+    runtime: R,
     lineage: Lineage,
     own: Process,
-    /// This process' memory; None of a newcomer.
-    arena: Option<Arc<Arena>>,
     begin: Instant,
     timeout: Duration,
-    /// The timeout of the group to be.
-    group_timeout: Duration,
-    waits: Option<StallReporter>,
 }
 
-impl Agreement {
-    /// Begins the part of a member of `world`.
-    pub fn new(
-        world: &World,
-        lineage: &Lineage,
-        own: Process,
-        timeout: Duration,
-        group_timeout: Duration,
-    ) -> Result<Self> {
-        Ok(Self {
-            group_timeout,
-            store: connect(&lineage.membership, timeout)
-                .map_err(|reason| system(world.seat(), reason))?,
-            lineage: lineage.clone(),
-            arena: Some(Arc::clone(&world.arena)),
-            waits: StallReporter::from_env(own.seat).filter(|_| lineage.launched),
-            own,
-            begin: Instant::now(),
-            timeout,
-        })
-    }
-
-    /// Joins a running job as a newcomer.
-    pub fn join_running(membership: &Membership, timeout: Duration) -> Result<ProcessGroup> {
-        let seat = Seat { number: membership.rank, replacement: settings::replacement() };
-        let prefix = "world/0/".to_owned();
-        let nobody = Members { epoch: 0, processes: vec![], newcomers: 0, refused: vec![] };
-        let lineage = Lineage {
-            membership: membership.clone(),
-            launched: settings::has_place(seat.number, membership.world_size),
-            prefix,
-            members: nobody,
-        };
-        if !membership.rendezvous.outlives_ranks() {
-            let reason = "the job has no store that survives its ranks: start it with flow-launch";
-            return Err(system(seat.number, reason.into()));
-        }
-        let agreement = Self {
-            store: connect(membership, timeout).map_err(|reason| system(seat.number, reason))?,
-            own: own_process(&lineage, seat, None),
-            waits: StallReporter::from_env(seat).filter(|_| lineage.launched),
-            lineage,
-            arena: None,
-            begin: Instant::now(),
-            timeout,
-            group_timeout: timeout,
-        };
-        agreement.report_newcomer(true);
-        let members = agreement.apply()?;
-        agreement.meet(members, membership.local_rank)
+impl<R: Runtime> Agreement<R> {
+    /// Begins the part of this process.
+    pub fn new(runtime: R, lineage: Lineage, own: Process, timeout: Duration) -> Self {
+        Self { begin: runtime.now(), runtime, lineage, own, timeout }
     }
 
     /// Goes on from the members of before: returns the group of the next ones.
-    pub fn go_on(self, before: Members, local_rank: usize) -> Result<ProcessGroup> {
-        let members = self.agree(&before)?;
-        self.meet(members, local_rank)
+    pub fn go_on(self) -> Result<R::Group> {
+        let members = self.agree(&self.lineage.members)?;
+        self.meet(members)
+    }
+
+    /// Joins a running job as a newcomer.
+    pub fn join_running(self) -> Result<R::Group> {
+        let members = self.apply()?;
+        self.meet(members)
     }
 
     /// Meets the members, and the next ones if some of these end meanwhile.
-    fn meet(mut self, mut members: Members, local_rank: usize) -> Result<ProcessGroup> {
-        self.begin = Instant::now();
+    fn meet(mut self, mut members: Members) -> Result<R::Group> {
+        self.begin = self.runtime.now();
         let deadline = self.begin + self.timeout;
         let mut attempts = 0;
         loop {
             self.check_state_is_left(&members)?;
-            let arena = self.arena.as_ref();
-            let joined = join_members(&self.lineage, &members, &self.own, arena, deadline);
-            let reason = match joined {
-                Ok(world) => match self.group_of(world, deadline, local_rank) {
-                    Ok(group) => {
-                        // All ranks have come so far: nothing of the groups of before is under way.
-                        if let Some(arena) = &self.arena {
-                            arena.lift_quarantine();
-                        }
-                        ranks_have_changed();
-                        return Ok(group);
-                    }
-                    Err(error @ Error::Interrupted { .. }) => return Err(error),
-                    Err(error) => error.to_string(),
-                },
+            let reason = match self.runtime.meet(&self.lineage, &members, &self.own, deadline) {
+                Ok(group) => return Ok(group),
                 Err(JoinError::Interrupted) => {
                     return Err(join_failed(self.seat(), JoinError::Interrupted));
                 }
                 Err(JoinError::Failed(reason)) => reason,
             };
             // For those that still wait.
-            let key = self.key(members.epoch, "failure");
-            let _ = self.store.compare_and_set(&key, None, reason.as_bytes());
+            let _ = self.runtime.set_first(&self.key(members.epoch, "failure"), reason.as_bytes());
             attempts += 1;
-            if attempts == MAX_ATTEMPTS || Instant::now() >= deadline {
+            if attempts == MAX_ATTEMPTS || self.runtime.now() >= deadline {
                 return Err(system(self.seat(), reason));
             }
             log::info!("rank {}: reconfigure once more: {reason}", self.seat());
             members = self.agree(&members)?;
         }
-    }
-
-    /// Tells flow-launch whether this newcomer waits to be taken in.
-    fn report_newcomer(&self, waits: bool) {
-        if let Some(reporter) = &self.waits {
-            reporter.newcomer(&self.store, waits);
-        }
-    }
-
-    /// Returns the group of all ranks, when all have it.
-    fn group_of(&self, world: World, deadline: Instant, local_rank: usize) -> Result<ProcessGroup> {
-        world.join_trace();
-        let group = ProcessGroup::of_world(Arc::new(world), self.group_timeout, local_rank)?;
-        // Before the others can go on, and end.
-        if self.arena.is_none() {
-            self.report_newcomer(false);
-        }
-        group.with_timeout(deadline.saturating_duration_since(Instant::now())).barrier()?;
-        Ok(group)
     }
 
     /// Checks that one of the members has been one before: else nothing is left of what the job has
@@ -173,7 +87,7 @@ impl Agreement {
         let epoch = before.epoch + 1;
         let members_key = self.key(epoch, "membership");
         self.set(&self.present_key(epoch, self.seat()), &to_json(&self.own))?;
-        let mut stall = self.waits.as_ref().map(|waits| waits.begin(&self.store));
+        let mut stall = self.runtime.begin_wait();
         let mut lost = BTreeSet::new();
         loop {
             if let Some(members) = self.read::<Members>(&members_key)? {
@@ -210,11 +124,11 @@ impl Agreement {
                 continue;
             }
             lost.extend(self.ended(&absent, epoch)?);
-            if is_interrupted() {
+            if self.runtime.is_interrupted() {
                 let operation = OPERATION.to_owned();
                 return Err(Error::Interrupted { rank: self.seat(), operation });
             }
-            let waited = self.begin.elapsed();
+            let waited = self.runtime.now().saturating_duration_since(self.begin);
             if let Some(stall) = &mut stall {
                 stall.check(waited, &OPERATION, || {
                     absent.iter().map(|process| process.seat.number).collect()
@@ -247,7 +161,7 @@ impl Agreement {
         let newcomers = self.newcomers(before.newcomers)?;
         let next = next_members(before, present, &newcomers);
         let key = self.key(epoch, "membership");
-        self.store.compare_and_set(&key, None, &to_json(&next)).map_err(|e| self.failed(e))?.ok();
+        self.runtime.set_first(&key, &to_json(&next)).map_err(|error| self.failed(error))?;
         Ok(())
     }
 
@@ -264,16 +178,16 @@ impl Agreement {
     fn apply(&self) -> Result<Members> {
         let own = to_json(&self.own);
         let mut number = 0;
-        while let Err(_taken) = self
-            .store
-            .compare_and_set(&self.newcomer_key(number), None, &own)
+        while !self
+            .runtime
+            .set_first(&self.newcomer_key(number), &own)
             .map_err(|error| self.failed(error))?
         {
             number += 1;
         }
         let mut epoch = 1;
         let mut last: Option<Members> = None;
-        let mut next_look = Instant::now() + LOOK_INTERVAL;
+        let mut next_look = self.runtime.now() + LOOK_INTERVAL;
         loop {
             if let Some(members) = self.read::<Members>(&self.key(epoch, "membership"))? {
                 let refused = members.refused.iter().find(|(refused, _)| *refused == number);
@@ -290,17 +204,17 @@ impl Agreement {
             if self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?.is_empty() {
                 continue;
             }
-            if is_interrupted() {
+            if self.runtime.is_interrupted() {
                 return Err(join_failed(self.seat(), JoinError::Interrupted));
             }
-            if Instant::now() >= next_look {
+            if self.runtime.now() >= next_look {
                 if self.is_over(last.as_ref())? {
                     let reason = "cannot join the job: all its ranks have ended".into();
                     return Err(system(self.seat(), reason));
                 }
-                next_look = Instant::now() + LOOK_INTERVAL;
+                next_look = self.runtime.now() + LOOK_INTERVAL;
             }
-            let waited = self.begin.elapsed();
+            let waited = self.runtime.now().saturating_duration_since(self.begin);
             if waited >= self.timeout {
                 let reason = format!(
                     "the job has not taken this process in within {:?}: its ranks call \
@@ -357,7 +271,7 @@ impl Agreement {
     /// that started it.
     fn has_ended(&self, process: &Process, epoch: u64) -> Result<bool> {
         if process.host_id == self.own.host_id {
-            return Ok(process.has_ended());
+            return Ok(self.runtime.has_ended(process));
         }
         let is_lost = self.is_set(&self.lost_key(epoch, process.seat.number))?;
         Ok(is_lost || self.lineage.launched && self.is_set(&process.seat.exit_key())?)
@@ -385,17 +299,17 @@ impl Agreement {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.store.set(key, value).map_err(|error| self.failed(error))
+        self.runtime.set(key, value).map_err(|error| self.failed(error))
     }
 
     fn is_set(&self, key: &str) -> Result<bool> {
-        let value = self.store.try_get(key).map_err(|error| self.failed(error))?;
+        let value = self.runtime.try_get(key).map_err(|error| self.failed(error))?;
         Ok(value.is_some())
     }
 
     /// Returns the keys that are not set within `time`.
     fn missing(&self, keys: &[String], time: Duration) -> Result<Vec<String>> {
-        match self.store.wait(keys, time) {
+        match self.runtime.wait(keys, time) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Timeout { missing, .. }) => Ok(missing),
             Err(error) => Err(self.failed(error)),
@@ -403,7 +317,7 @@ impl Agreement {
     }
 
     fn read<T: serde::de::DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
-        let value = self.store.try_get(key).map_err(|error| self.failed(error))?;
+        let value = self.runtime.try_get(key).map_err(|error| self.failed(error))?;
         let Some(value) = value else { return Ok(None) };
         from_json(&value, key).map(Some).map_err(|reason| system(self.seat(), reason))
     }
@@ -419,13 +333,6 @@ pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
 
 pub fn newcomer_key(lineage: &Lineage, number: usize) -> String {
     format!("{}newcomer/{number}", lineage.prefix)
-}
-
-fn connect(membership: &Membership, timeout: Duration) -> std::result::Result<Store, String> {
-    let Rendezvous::Server { address, token } = &membership.rendezvous else {
-        return Err("there is no store".into());
-    };
-    Store::connect_unless(ends_call, address, token, timeout).map_err(|error| error.to_string())
 }
 
 pub fn system(seat: usize, reason: String) -> Error {

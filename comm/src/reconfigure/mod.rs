@@ -19,17 +19,21 @@ mod agreement;
 mod changes;
 mod decision;
 mod membership;
+mod process_runtime;
+mod runtime;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::bootstrap::lineage::Lineage;
+use crate::bootstrap::lineage::{Lineage, Members, Seat};
 use crate::env::Membership;
 use crate::error::Result;
 use crate::group::ProcessGroup;
+use crate::settings;
 use crate::world::World;
-use agreement::Agreement;
+use agreement::{Agreement, system};
 use membership::{OPERATION, own_process};
+use process_runtime::ProcessRuntime;
 
 impl ProcessGroup {
     /// Makes a group of those ranks of this one that are left, and of processes that have come
@@ -64,8 +68,11 @@ impl ProcessGroup {
         world.end_groups("it reconfigures the job");
         let timeout = self.timeout();
         let own = own_process(&lineage, world.seats[world.rank], Some(&world.arena));
-        let agreement = Agreement::new(&world, &lineage, own, timeout, self.core().timeout())?;
-        agreement.go_on(lineage.members.clone(), self.local_rank())
+        let group_timeout = self.core().timeout();
+        let runtime =
+            ProcessRuntime::of_member(&world, &lineage, timeout, group_timeout, self.local_rank())
+                .map_err(|reason| system(world.seat(), reason))?;
+        Agreement::new(runtime, lineage, own, timeout).go_on()
     }
 
     /// Joins a job that runs already, when its ranks call [`ProcessGroup::reconfigure`] next. Where
@@ -78,7 +85,21 @@ impl ProcessGroup {
     /// The rank with this number lives, the job does not take this process in within the timeout, or
     /// there is no store.
     pub fn join_running(membership: &Membership, timeout: Duration) -> Result<Self> {
-        Agreement::join_running(membership, timeout)
+        let seat = Seat { number: membership.rank, replacement: settings::replacement() };
+        let lineage = Lineage {
+            membership: membership.clone(),
+            launched: settings::has_place(seat.number, membership.world_size),
+            prefix: "world/0/".to_owned(),
+            members: Members { epoch: 0, processes: vec![], newcomers: 0, refused: vec![] },
+        };
+        if !membership.rendezvous.outlives_ranks() {
+            let reason = "the job has no store that survives its ranks: start it with flow-launch";
+            return Err(system(seat.number, reason.into()));
+        }
+        let own = own_process(&lineage, seat, None);
+        let runtime = ProcessRuntime::of_newcomer(&lineage, seat, timeout)
+            .map_err(|reason| system(seat.number, reason))?;
+        Agreement::new(runtime, lineage, own, timeout).join_running()
     }
 
     /// Returns how many processes wait to join: call [`ProcessGroup::reconfigure`] on all ranks to
