@@ -11,6 +11,7 @@ use super::runtime::Runtime;
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
 use crate::bootstrap::{JoinError, info_key, join_failed};
 use crate::error::{Error, Result};
+use crate::interrupt::has_ended_call;
 use crate::json::{from_json, to_json};
 
 /// The interval between looks who has ended.
@@ -323,7 +324,7 @@ impl<R: Runtime> Agreement<R> {
     }
 
     fn failed(&self, error: StoreError) -> Error {
-        system(self.seat(), format!("the rendezvous store does not answer: {error}"))
+        store_failed(self.seat(), error)
     }
 }
 
@@ -333,6 +334,16 @@ pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
 
 pub fn newcomer_key(lineage: &Lineage, number: usize) -> String {
     format!("{}newcomer/{number}", lineage.prefix)
+}
+
+/// Returns the error of a process whose store does not answer, or that was interrupted meanwhile.
+pub fn store_failed(seat: usize, error: StoreError) -> Error {
+    if let StoreError::Interrupted { .. } = error {
+        // This error says so: the thread's next wait does not.
+        has_ended_call();
+        return Error::Interrupted { rank: seat, operation: OPERATION.into() };
+    }
+    system(seat, format!("the rendezvous store does not answer: {error}"))
 }
 
 pub fn system(seat: usize, reason: String) -> Error {

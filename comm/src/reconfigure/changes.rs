@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use flow_store::{Error as StoreError, Store};
 
-use super::agreement::{epoch_key, newcomer_key, system};
+use super::agreement::{epoch_key, newcomer_key, store_failed};
 use crate::bootstrap::lineage::Lineage;
 use crate::error::Result;
 use crate::world::World;
@@ -25,7 +25,7 @@ pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
 pub fn begin(world: &World, lineage: &Lineage) -> Result<()> {
     let Some(store) = world.store() else { return Ok(()) };
     let key = epoch_key(lineage, lineage.members.epoch + 1, "begun");
-    store.set(&key, b"").map_err(|error| system(world.seat(), error.to_string()))
+    store.set(&key, b"").map_err(|error| store_failed(world.seat(), error))
 }
 
 /// Whether another rank reconfigures already, or one has ended, as far as this rank can tell.
@@ -51,11 +51,11 @@ pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     match store.wait(&ends, Duration::ZERO) {
         Ok(()) => Ok(true),
         Err(StoreError::Timeout { missing, .. }) => Ok(missing.len() < ends.len()),
-        Err(error) => Err(system(world.seat(), error.to_string())),
+        Err(error) => Err(store_failed(world.seat(), error)),
     }
 }
 
 fn is_set(world: &World, store: &Store, key: &str) -> Result<bool> {
     let value = store.try_get(key);
-    Ok(value.map_err(|error| system(world.seat(), error.to_string()))?.is_some())
+    Ok(value.map_err(|error| store_failed(world.seat(), error))?.is_some())
 }

@@ -70,8 +70,7 @@ impl ProcessGroup {
         let own = own_process(&lineage, world.seats[world.rank], Some(&world.arena));
         let group_timeout = self.core().timeout();
         let runtime =
-            ProcessRuntime::of_member(&world, &lineage, timeout, group_timeout, self.local_rank())
-                .map_err(|reason| system(world.seat(), reason))?;
+            ProcessRuntime::of_member(&world, &lineage, timeout, group_timeout, self.local_rank())?;
         Agreement::new(runtime, lineage, own, timeout).go_on()
     }
 
@@ -97,8 +96,7 @@ impl ProcessGroup {
             return Err(system(seat.number, reason.into()));
         }
         let own = own_process(&lineage, seat, None);
-        let runtime = ProcessRuntime::of_newcomer(&lineage, seat, timeout)
-            .map_err(|reason| system(seat.number, reason))?;
+        let runtime = ProcessRuntime::of_newcomer(&lineage, seat, timeout)?;
         Agreement::new(runtime, lineage, own, timeout).join_running()
     }
 

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use flow_store::{Result as StoreResult, Store};
 
+use super::agreement::{store_failed, system};
 use super::membership::join_members;
 use super::runtime::Runtime;
 use crate::bootstrap::JoinError;
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
 use crate::env::{Membership, Rendezvous};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::interrupt::{ends_call, is_interrupted};
 use crate::shm::arena::Arena;
@@ -37,9 +38,9 @@ impl ProcessRuntime {
         timeout: Duration,
         group_timeout: Duration,
         local_rank: usize,
-    ) -> Result<Self, String> {
+    ) -> Result<Self> {
         Ok(Self {
-            store: connect(&lineage.membership, timeout)?,
+            store: connect(&lineage.membership, world.seat(), timeout)?,
             arena: Some(Arc::clone(&world.arena)),
             group_timeout,
             local_rank,
@@ -48,9 +49,9 @@ impl ProcessRuntime {
     }
 
     /// Connects a newcomer, and tells flow-launch that it waits to be taken in.
-    pub fn of_newcomer(lineage: &Lineage, seat: Seat, timeout: Duration) -> Result<Self, String> {
+    pub fn of_newcomer(lineage: &Lineage, seat: Seat, timeout: Duration) -> Result<Self> {
         let runtime = Self {
-            store: connect(&lineage.membership, timeout)?,
+            store: connect(&lineage.membership, seat.number, timeout)?,
             arena: None,
             group_timeout: timeout,
             local_rank: lineage.membership.local_rank,
@@ -67,7 +68,7 @@ impl ProcessRuntime {
     }
 
     /// Returns the group of all ranks, when all have it.
-    fn group_of(&self, world: World, deadline: Instant) -> Result<ProcessGroup, Error> {
+    fn group_of(&self, world: World, deadline: Instant) -> Result<ProcessGroup> {
         world.join_trace();
         let group = ProcessGroup::of_world(Arc::new(world), self.group_timeout, self.local_rank)?;
         // Before the others can go on, and end.
@@ -135,9 +136,10 @@ impl Runtime for ProcessRuntime {
     }
 }
 
-fn connect(membership: &Membership, timeout: Duration) -> Result<Store, String> {
+fn connect(membership: &Membership, seat: usize, timeout: Duration) -> Result<Store> {
     let Rendezvous::Server { address, token } = &membership.rendezvous else {
-        return Err("there is no store".into());
+        return Err(system(seat, "there is no store".into()));
     };
-    Store::connect_unless(ends_call, address, token, timeout).map_err(|error| error.to_string())
+    Store::connect_unless(ends_call, address, token, timeout)
+        .map_err(|error| store_failed(seat, error))
 }
