@@ -108,13 +108,13 @@ impl<R: Runtime> Agreement<R> {
                 .filter(|(_, key)| missing.contains(key))
                 .map(|(process, _)| *process)
                 .collect();
+            // One that has come may have ended since.
+            let ended = self.ended(if absent.is_empty() { &here } else { &absent }, epoch)?;
+            if !ended.is_empty() {
+                lost.extend(ended);
+                continue;
+            }
             if absent.is_empty() {
-                // It may have ended since it came.
-                let ended = self.ended(&here, epoch)?;
-                if !ended.is_empty() {
-                    lost.extend(ended);
-                    continue;
-                }
                 // One proposal is enough, unless the first process ends just now.
                 let is_first = here.first().is_some_and(|process| process.is(&self.own));
                 if is_first
@@ -124,7 +124,6 @@ impl<R: Runtime> Agreement<R> {
                 }
                 continue;
             }
-            lost.extend(self.ended(&absent, epoch)?);
             if self.runtime.is_interrupted() {
                 let operation = OPERATION.to_owned();
                 return Err(Error::Interrupted { rank: self.seat(), operation });
