@@ -21,6 +21,8 @@ mod decision;
 mod membership;
 mod process_runtime;
 mod runtime;
+#[cfg(test)]
+mod simulation;
 
 use std::sync::Arc;
 use std::time::Duration;

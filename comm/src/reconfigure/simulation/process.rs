@@ -1,0 +1,206 @@
+//! A process of the job: a thread that runs while the cluster lets it, and its program.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::cluster::{Cluster, PREFIX, Phase};
+use crate::bootstrap::info_key;
+use crate::bootstrap::lineage::{Lineage, Members, MemoryPlace, Process, Seat};
+use crate::env::{Membership, Rendezvous};
+use crate::error::{Error, Result};
+use crate::json::to_json;
+use crate::peer_info::PeerInfo;
+use crate::reconfigure::agreement::Agreement;
+
+/// What a thread unwinds with when its process has ended.
+struct Ended;
+
+#[derive(Clone)]
+pub struct SimulatedProcess {
+    cluster: Arc<Mutex<Cluster>>,
+    pub index: usize,
+}
+
+impl SimulatedProcess {
+    /// Starts the processes of a job, which then runs until it is over.
+    pub fn start_job(cluster: &Arc<Mutex<Cluster>>) {
+        let mut locked = lock(cluster);
+        let mut processes = Vec::new();
+        for rank in 0..locked.faults.size {
+            let index = locked.add(Seat::first(rank));
+            locked.slots[index].has_state = true;
+            let process = locked.slots[index].process.clone();
+            let Process { pid, host_id, node, host, .. } = process.clone();
+            let info = PeerInfo { pid, host_id, node, host, address: Vec::new() };
+            locked.values.insert(info_key(PREFIX, rank), to_json(&info));
+            processes.push(process);
+        }
+        let members = Members { processes, ..nobody() };
+        locked.begin_with(&members);
+        for index in 0..members.processes.len() {
+            locked.slots[index].phase = Phase::Trains(members.clone());
+            Self::spawn(cluster, &mut locked, index, Some(members.clone()));
+        }
+        Self::go_on(cluster, &mut locked);
+    }
+
+    fn spawn(
+        cluster: &Arc<Mutex<Cluster>>,
+        locked: &mut Cluster,
+        index: usize,
+        members: Option<Members>,
+    ) {
+        let this = Self { cluster: Arc::clone(cluster), index };
+        locked.wake_after(Duration::ZERO, index);
+        locked.threads.push(thread::spawn(move || {
+            let program = AssertUnwindSafe(|| {
+                drop(this.alive(this.resume(this.cluster())));
+                this.run(members);
+            });
+            if let Err(cause) = catch_unwind(program)
+                && !cause.is::<Ended>()
+            {
+                this.cluster().fail(format!("process {} panics", this.index));
+            }
+            let mut cluster = this.cluster();
+            cluster.end(this.index);
+            // Nothing wakes it any more.
+            cluster.slots[this.index].suspensions += 1;
+            Self::go_on(&this.cluster, &mut cluster);
+        }));
+    }
+
+    /// Lets the cluster go on until a process runs, and starts those that it wants.
+    fn go_on(cluster: &Arc<Mutex<Cluster>>, locked: &mut Cluster) {
+        locked.running = None;
+        while locked.running.is_none() && !locked.is_over {
+            locked.go_on();
+            while let Some(seat) = locked.next_start() {
+                let index = locked.add(seat);
+                Self::spawn(cluster, locked, index, None);
+            }
+        }
+    }
+
+    pub fn cluster(&self) -> MutexGuard<'_, Cluster> {
+        lock(&self.cluster)
+    }
+
+    /// Waits until the cluster lets this process run.
+    fn resume<'a>(&self, mut cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
+        let wakes = Arc::clone(&cluster.slots[self.index].wakes);
+        while cluster.running != Some(self.index) && !cluster.is_over {
+            cluster = wakes.wait(cluster).unwrap_or_else(PoisonError::into_inner);
+        }
+        cluster.slots[self.index].suspensions += 1;
+        cluster
+    }
+
+    /// Lets others run until something wakes this process.
+    pub fn suspend<'a>(&self, mut cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
+        Self::go_on(&self.cluster, &mut cluster);
+        self.resume(cluster)
+    }
+
+    /// Lets others run for `time`; shorter if the process ends.
+    pub fn pause<'a>(
+        &self,
+        mut cluster: MutexGuard<'a, Cluster>,
+        time: Duration,
+    ) -> MutexGuard<'a, Cluster> {
+        cluster.wake_after(time, self.index);
+        self.suspend(cluster)
+    }
+
+    /// Ends the thread if the process has ended.
+    pub fn alive<'a>(&self, cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
+        if cluster.is_over || !cluster.slots[self.index].is_alive {
+            drop(cluster);
+            resume_unwind(Box::new(Ended));
+        }
+        cluster
+    }
+
+    /// The program: trains, and reconfigures when something has changed, until an error.
+    fn run(&self, first: Option<Members>) {
+        let mut members = first;
+        loop {
+            if let Some(members) = &members {
+                self.train(members);
+            }
+            let mut changed = self.change(members.as_ref());
+            // A program may try once more when others have not come in time.
+            if matches!(changed, Err(Error::Timeout { .. })) && self.cluster().random.bool() {
+                changed = self.change(members.as_ref());
+            }
+            match changed {
+                Ok(next) => members = Some(next),
+                Err(_) => break,
+            }
+        }
+        let mut cluster = self.cluster();
+        cluster.set_phase(self.index, Phase::GivesUp);
+        let rest = cluster.up_to(Duration::from_secs(1));
+        drop(self.alive(self.pause(cluster, rest)));
+    }
+
+    fn train(&self, members: &Members) {
+        let mut cluster = self.cluster();
+        cluster.set_phase(self.index, Phase::Trains(members.clone()));
+        cluster.take_interrupt(self.index);
+        while !cluster.is_disturbed(self.index) {
+            cluster = self.alive(self.suspend(cluster));
+        }
+        cluster.set_phase(self.index, Phase::Calls);
+    }
+
+    /// Goes on from the members of before, or joins as a newcomer.
+    fn change(&self, before: Option<&Members>) -> Result<Members> {
+        let cluster = self.cluster();
+        let begin = cluster.now;
+        let mut own = cluster.slots[self.index].process.clone();
+        let timeout = cluster.faults.timeout;
+        let lineage = Lineage {
+            membership: Membership {
+                rank: own.seat.number,
+                world_size: cluster.faults.size,
+                local_rank: 0,
+                local_world_size: 1,
+                node: None,
+                rendezvous: Rendezvous::None,
+            },
+            launched: cluster.faults.launched,
+            prefix: PREFIX.into(),
+            members: before.cloned().unwrap_or_else(nobody),
+        };
+        drop(cluster);
+        own.memory = before.map(|_| memory(own.seat.number));
+        let agreement = Agreement::new(self.clone(), lineage, own, timeout);
+        let changed = match before {
+            Some(_) => agreement.go_on(),
+            None => agreement.join_running(),
+        };
+        let mut cluster = self.cluster();
+        let took = cluster.now - begin;
+        match &changed {
+            Ok(members) => cluster.check_returned(self.index, members, took),
+            Err(error) => cluster.check_error(self.index, error, took),
+        }
+        changed
+    }
+}
+
+pub fn lock(cluster: &Mutex<Cluster>) -> MutexGuard<'_, Cluster> {
+    cluster.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn nobody() -> Members {
+    Members { epoch: 0, processes: Vec::new(), newcomers: 0, refused: Vec::new() }
+}
+
+fn memory(region: usize) -> MemoryPlace {
+    let roomy = (0..6).collect();
+    MemoryPlace { inode: 1, fd: 3, regions: 6, region_bytes: 1 << 30, own_region: region, roomy }
+}
