@@ -44,7 +44,11 @@ impl<R: Runtime> Agreement<R> {
 
     /// Joins a running job as a newcomer.
     pub fn join_running(self) -> Result<R::Group> {
-        let members = self.apply()?;
+        let number = self.apply()?;
+        let members = self.wait_for_membership(number).inspect_err(|_| {
+            // Or the members would wait for it. A store that does not answer has nothing to tell them.
+            let _ = self.set(&self.newcomer_key(number), &to_json(&None::<Process>));
+        })?;
         self.meet(members)
     }
 
@@ -165,8 +169,8 @@ impl<R: Runtime> Agreement<R> {
         Ok(())
     }
 
-    /// Returns the newcomers from a number on.
-    fn newcomers(&self, first: usize) -> Result<Vec<Process>> {
+    /// Returns the newcomers from a number on; None for those that have given up.
+    fn newcomers(&self, first: usize) -> Result<Vec<Option<Process>>> {
         let mut newcomers = Vec::new();
         while let Some(newcomer) = self.read(&self.newcomer_key(first + newcomers.len()))? {
             newcomers.push(newcomer);
@@ -174,8 +178,8 @@ impl<R: Runtime> Agreement<R> {
         Ok(newcomers)
     }
 
-    /// Asks to join, and returns the members when this process is one.
-    fn apply(&self) -> Result<Members> {
+    /// Asks to join; returns this newcomer's number.
+    fn apply(&self) -> Result<usize> {
         let own = to_json(&self.own);
         let mut number = 0;
         while !self
@@ -185,6 +189,11 @@ impl<R: Runtime> Agreement<R> {
         {
             number += 1;
         }
+        Ok(number)
+    }
+
+    /// Returns the members when this newcomer is one.
+    fn wait_for_membership(&self, number: usize) -> Result<Members> {
         let mut epoch = 1;
         let mut last: Option<Members> = None;
         let mut next_look = self.runtime.now() + LOOK_INTERVAL;

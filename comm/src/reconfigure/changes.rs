@@ -6,19 +6,21 @@ use std::time::Duration;
 use flow_store::{Error as StoreError, Store};
 
 use super::agreement::{epoch_key, newcomer_key, store_failed};
-use crate::bootstrap::lineage::Lineage;
+use crate::bootstrap::lineage::{Lineage, Process};
 use crate::error::Result;
+use crate::json::to_json;
 use crate::world::World;
 
 /// Returns how many newcomers wait.
 pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
     let Some(store) = world.store() else { return Ok(0) };
-    let first = lineage.members.newcomers;
-    let mut number = first;
-    while is_set(world, store, &newcomer_key(lineage, number))? {
+    let mut number = lineage.members.newcomers;
+    let mut waiting = 0;
+    while let Some(newcomer) = get(world, store, &newcomer_key(lineage, number))? {
+        waiting += (newcomer != to_json(&None::<Process>)) as usize;
         number += 1;
     }
-    Ok(number - first)
+    Ok(waiting)
 }
 
 /// Tells the other ranks that this one reconfigures.
@@ -35,7 +37,7 @@ pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     if world.has_failed.load(Ordering::Relaxed) {
         return Ok(true);
     }
-    if is_set(world, store, &epoch_key(lineage, members.epoch + 1, "begun"))? {
+    if get(world, store, &epoch_key(lineage, members.epoch + 1, "begun"))?.is_some() {
         return Ok(true);
     }
     let Some(own) = members.processes.get(world.rank) else { return Ok(false) };
@@ -55,7 +57,6 @@ pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     }
 }
 
-fn is_set(world: &World, store: &Store, key: &str) -> Result<bool> {
-    let value = store.try_get(key);
-    Ok(value.map_err(|error| store_failed(world.seat(), error))?.is_some())
+fn get(world: &World, store: &Store, key: &str) -> Result<Option<Vec<u8>>> {
+    store.try_get(key).map_err(|error| store_failed(world.seat(), error))
 }

@@ -4,14 +4,20 @@ use crate::bootstrap::lineage::{Members, Process};
 
 /// Returns the next members: those of before that are present, and the newcomers, in the order of
 /// their seats. A newcomer has the seat of a process that has ended, or a new one. Of several for one
-/// seat the last one counts, as a launcher starts it when the one before has ended.
-pub fn next_members(before: &Members, present: Vec<Process>, newcomers: &[Process]) -> Members {
+/// seat the last one counts, as a launcher starts it when the one before has ended. None is one that
+/// has given up.
+pub fn next_members(
+    before: &Members,
+    present: Vec<Process>,
+    newcomers: &[Option<Process>],
+) -> Members {
     let mut processes = present;
     let mut refused = Vec::new();
     for (index, newcomer) in newcomers.iter().enumerate() {
+        let Some(newcomer) = newcomer else { continue };
         let number = before.newcomers + index;
-        let is_last =
-            newcomers[index + 1..].iter().all(|later| later.seat.number != newcomer.seat.number);
+        let mut later = newcomers[index + 1..].iter().flatten();
+        let is_last = later.all(|later| later.seat.number != newcomer.seat.number);
         // Its launcher knows that the one before has ended.
         processes.retain(|member| {
             member.seat.number != newcomer.seat.number
@@ -66,8 +72,9 @@ mod tests {
     #[test]
     fn a_newcomer_has_the_place_of_the_one_that_has_ended() {
         let present = vec![process(0, 100), process(2, 102)];
-        let next = next_members(&before(), present, &[process(1, 7), process(3, 8)]);
-        assert_eq!((pids(&next), next.newcomers), (vec![100, 7, 102, 8], 7));
+        let next =
+            next_members(&before(), present, &[Some(process(1, 7)), None, Some(process(3, 8))]);
+        assert_eq!((pids(&next), next.newcomers), (vec![100, 7, 102, 8], 8));
     }
 
     #[test]
@@ -75,14 +82,14 @@ mod tests {
         let present = vec![process(0, 100), process(1, 101), process(2, 102)];
         let mut newcomer = process(1, 7);
         newcomer.seat.replacement = 1;
-        let next = next_members(&before(), present, &[newcomer]);
+        let next = next_members(&before(), present, &[Some(newcomer)]);
         assert_eq!((pids(&next), next.refused.len()), (vec![100, 7, 102], 0));
     }
 
     #[test]
     fn no_two_members_have_one_seat() {
         let present = vec![process(0, 100), process(2, 102)];
-        let newcomers = [process(2, 7), process(1, 8), process(1, 9)];
+        let newcomers = [process(2, 7), process(1, 8), process(1, 9)].map(Some);
         let next = next_members(&before(), present, &newcomers);
         assert_eq!(pids(&next), [100, 9, 102]);
         let refused = [

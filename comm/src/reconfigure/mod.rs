@@ -9,7 +9,7 @@
 //! | `epoch/N/present/SEAT` | this member of the epoch before is there |
 //! | `epoch/N/lost/SEAT` | a rank has seen that it has ended |
 //! | `epoch/N/membership` | the members: the first such list counts |
-//! | `newcomer/I` | a process that wants to join |
+//! | `newcomer/I` | a process that wants to join; null when it has given up |
 //!
 //! A member proposes the next members when each of those before is present or has ended. Then all of
 //! them join as a program's ranks do at its start (`bootstrap`). If one ends meanwhile, they go on to

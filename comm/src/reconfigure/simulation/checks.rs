@@ -20,21 +20,37 @@ impl Cluster {
         let living: Vec<&Process> =
             before.iter().filter(|process| self.slot_of(process).is_alive).collect();
         let mut left_out = Vec::new();
-        if let Some(seat) = what.strip_prefix("lost/") {
+        if what.starts_with("present/") {
+            self.came.entry(epoch).or_insert(self.now);
+        } else if let Some(seat) = what.strip_prefix("lost/") {
             let is_lost = |process: &&&Process| process.seat.number.to_string() == seat;
             left_out = living.iter().filter(is_lost).map(|process| process.describe()).collect();
         } else if what == "membership" {
             let members: Members = from_json(value, key).unwrap();
             let is_member = |process: &Process| members.processes.iter().any(|m| m.is(process));
             left_out = living.iter().filter(|p| !is_member(p)).map(|p| p.describe()).collect();
+            // One that knows the store does not answer cannot say that it has given up.
+            let is_gone = |process: &&Process| {
+                let slot = self.slot_of(process);
+                let is_new = !before.iter().any(|member| member.is(process));
+                is_new
+                    && slot.has_store
+                    && slot.gave_up.is_some_and(|time| time < self.came[&epoch])
+            };
+            if let Some(gone) = members.processes.iter().find(is_gone) {
+                let gone = gone.describe();
+                self.fail(format!("the members of epoch {epoch} wait for {gone}, which gave up"));
+            }
             let seats: Vec<usize> = members.processes.iter().map(|p| p.seat.number).collect();
             if !seats.is_sorted_by(|one, other| one < other) {
                 self.fail(format!("the members of epoch {epoch} are in disorder: {seats:?}"));
             }
             for (number, reason) in &members.refused {
                 let value = &self.values[&format!("{PREFIX}newcomer/{number}")];
-                let process: Process = from_json(value, key).unwrap();
-                self.slots[process.pid as usize - 100].refusal = Some(reason.clone());
+                let process: Option<Process> = from_json(value, key).unwrap();
+                if let Some(process) = process {
+                    self.slots[process.pid as usize - 100].refusal = Some(reason.clone());
+                }
             }
             self.decided.insert(epoch, members);
         }

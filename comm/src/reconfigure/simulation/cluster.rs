@@ -45,6 +45,8 @@ pub struct Slot {
     pub is_interrupted: bool,
     /// When it was interrupted.
     pub interrupted: Option<Duration>,
+    /// When it gave up.
+    pub gave_up: Option<Duration>,
     /// Its messages take so many times as long.
     pub slowness: u32,
     /// The keys that it waits for.
@@ -109,6 +111,8 @@ pub struct Cluster {
     /// What the store has, and what processes have returned, for each epoch.
     pub decided: BTreeMap<u64, Members>,
     pub returned: BTreeMap<u64, Members>,
+    /// When the first member of before came.
+    pub came: BTreeMap<u64, Duration>,
     /// The epochs whose members have met.
     met: BTreeSet<u64>,
     pub errors: usize,
@@ -133,6 +137,7 @@ impl Cluster {
             failure: None,
             decided: BTreeMap::new(),
             returned: BTreeMap::new(),
+            came: BTreeMap::new(),
             met: BTreeSet::new(),
             errors: 0,
             is_verbose,
@@ -225,6 +230,7 @@ impl Cluster {
             refusal: None,
             is_interrupted: false,
             interrupted: None,
+            gave_up: None,
             slowness: if self.random.u8(..6) == 0 { 10 } else { 1 },
             waits_for: Vec::new(),
             suspensions: 0,
@@ -386,8 +392,14 @@ impl Cluster {
     pub fn is_disturbed(&self, process: usize) -> bool {
         let Phase::Trains(members) = &self.slots[process].phase else { return false };
         let is_first = members.processes[0].is(&self.slots[process].process);
-        is_first && self.values.contains_key(&format!("{PREFIX}newcomer/{}", members.newcomers))
+        is_first && self.has_newcomers(members)
             || members.processes.iter().any(|member| !self.slot_of(member).is_with(members.epoch))
+    }
+
+    fn has_newcomers(&self, members: &Members) -> bool {
+        (members.newcomers..)
+            .map_while(|number| self.values.get(&format!("{PREFIX}newcomer/{number}")))
+            .any(|newcomer| newcomer != b"null")
     }
 
     pub fn set_phase(&mut self, process: usize, phase: Phase) {

@@ -142,6 +142,7 @@ impl SimulatedProcess {
         }
         let mut cluster = self.cluster();
         cluster.set_phase(self.index, Phase::GivesUp);
+        cluster.slots[self.index].gave_up = Some(cluster.now);
         let rest = cluster.up_to(Duration::from_secs(1));
         drop(self.alive(self.pause(cluster, rest)));
     }

@@ -177,7 +177,9 @@ impl SimulatedProcess {
         }
         let delay = cluster.message_delay(self.index);
         cluster = self.check_connection(self.alive(self.pause(cluster, delay)))?;
-        if delay > OVERDUE && cluster.slots[self.index].is_interrupted {
+        let slot = &mut cluster.slots[self.index];
+        if delay > OVERDUE && slot.is_interrupted {
+            slot.has_store = false;
             return Err(StoreError::Interrupted { address: address(), operation: "call".into() });
         }
         Ok(())
