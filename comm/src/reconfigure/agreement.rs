@@ -73,6 +73,8 @@ impl<R: Runtime> Agreement<R> {
                 return Err(system(self.seat(), reason));
             }
             log::info!("rank {}: reconfigure once more: {reason}", self.seat());
+            // Members that have the group may ask whether the ranks change.
+            self.set(&self.key(members.epoch + 1, "begun"), b"")?;
             members = self.agree(&members)?;
         }
     }

@@ -22,6 +22,9 @@ impl Cluster {
         let mut left_out = Vec::new();
         if what.starts_with("present/") {
             self.came.entry(epoch).or_insert(self.now);
+            if !self.values.contains_key(&format!("{PREFIX}epoch/{epoch}/begun")) {
+                self.fail(format!("{key} waits for others, which cannot know that"));
+            }
         } else if let Some(seat) = what.strip_prefix("lost/") {
             let is_lost = |process: &&&Process| process.seat.number.to_string() == seat;
             left_out = living.iter().filter(is_lost).map(|process| process.describe()).collect();

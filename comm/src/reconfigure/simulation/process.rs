@@ -12,7 +12,8 @@ use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::json::to_json;
 use crate::peer_info::PeerInfo;
-use crate::reconfigure::agreement::Agreement;
+use crate::reconfigure::agreement::{Agreement, epoch_key, store_failed};
+use crate::reconfigure::runtime::Runtime;
 
 /// What a thread unwinds with when its process has ended.
 struct Ended;
@@ -178,9 +179,12 @@ impl SimulatedProcess {
         };
         drop(cluster);
         own.memory = before.map(|_| memory(own.seat.number));
-        let agreement = Agreement::new(self.clone(), lineage, own, timeout);
+        let agreement = Agreement::new(self.clone(), lineage.clone(), own.clone(), timeout);
         let changed = match before {
-            Some(_) => agreement.go_on(),
+            Some(members) => self
+                .set(&epoch_key(&lineage, members.epoch + 1, "begun"), b"")
+                .map_err(|error| store_failed(own.seat.number, error))
+                .and_then(|()| agreement.go_on()),
             None => agreement.join_running(),
         };
         let mut cluster = self.cluster();
