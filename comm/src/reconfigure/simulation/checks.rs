@@ -100,7 +100,7 @@ impl Cluster {
         let is_refused = refusal.is_some_and(|reason| text.contains(reason));
         if all_ended && !with_state.is_empty() {
             self.fail(format!("{text}; but {with_state:?} live"));
-        } else if self.faults.are_gentle && !all_ended && !is_refused {
+        } else if self.faults.are_gentle && !all_ended && !is_refused && !is_interrupted {
             self.fail(format!("{} gives up without a reason: {text}", self.name(process)));
         } else if is_interrupted && self.slots[process].interrupted.is_none() {
             self.fail(format!("{} was not interrupted: {text}", self.name(process)));

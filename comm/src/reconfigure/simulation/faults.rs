@@ -6,7 +6,7 @@ use fastrand::Rng;
 
 /// What goes wrong in a job, and how often.
 pub struct Faults {
-    /// What goes wrong can be seen in time, so nobody has a reason to give up.
+    /// What goes wrong can be seen in time, so only those that are interrupted give up.
     pub are_gentle: bool,
     /// Whether a launcher says who has ended.
     pub launched: bool,
@@ -40,7 +40,7 @@ impl Faults {
             notice: if are_gentle { seconds(2.0) } else { seconds(8.0 * random.f64()) },
             crashes: random.usize(..=6),
             crash_rate: random.f64().powi(2) * 0.1,
-            interrupts: if are_gentle { 0 } else { random.usize(..3) },
+            interrupts: random.usize(..3),
             loss_rate: if are_gentle || random.bool() { 0.0 } else { 0.003 },
         }
     }
