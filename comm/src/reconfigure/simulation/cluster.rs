@@ -1,11 +1,11 @@
 //! What the processes share: virtual time, the store, the launcher.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Condvar};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use rustix::thread::{CpuSet, sched_getcpu};
 
 use super::faults::Faults;
 use crate::bootstrap::lineage::{Members, Process, Seat};
@@ -53,7 +53,7 @@ pub struct Slot {
     pub waits_for: Vec<String>,
     /// The number of times that it has been suspended: an older wake-up is void.
     pub suspensions: u64,
-    pub wakes: Arc<Condvar>,
+    pub thread: Option<Thread>,
 }
 
 impl Slot {
@@ -100,6 +100,8 @@ pub struct Cluster {
     pub values: BTreeMap<String, Vec<u8>>,
     pub slots: Vec<Slot>,
     pub threads: Vec<JoinHandle<()>>,
+    /// The processor on which they run.
+    pub processor: CpuSet,
     /// The process that runs.
     pub running: Option<usize>,
     /// Processes that are to be started now.
@@ -122,6 +124,8 @@ pub struct Cluster {
 impl Cluster {
     pub fn new(mut random: Rng, faults: Faults, is_verbose: bool) -> Self {
         let crashes = random.usize(..=faults.crashes);
+        let mut processor = CpuSet::new();
+        processor.set(sched_getcpu());
         let mut cluster = Self {
             begin: Instant::now(),
             now: Duration::ZERO,
@@ -130,6 +134,7 @@ impl Cluster {
             values: BTreeMap::new(),
             slots: Vec::new(),
             threads: Vec::new(),
+            processor,
             running: None,
             starting: Vec::new(),
             starts: 0,
@@ -234,7 +239,7 @@ impl Cluster {
             slowness: if self.random.u8(..6) == 0 { 10 } else { 1 },
             waits_for: Vec::new(),
             suspensions: 0,
-            wakes: Arc::default(),
+            thread: None,
         });
         index
     }
@@ -255,10 +260,8 @@ impl Cluster {
             self.now = time;
             match event {
                 Event::Wake { process, suspension } => {
-                    let slot = &self.slots[process];
-                    if slot.suspensions == suspension {
+                    if self.slots[process].suspensions == suspension {
                         self.running = Some(process);
-                        slot.wakes.notify_one();
                         return;
                     }
                 }
@@ -291,8 +294,6 @@ impl Cluster {
             }
         }
         self.is_over = true;
-        self.running = None;
-        self.slots.iter().for_each(|slot| slot.wakes.notify_one());
     }
 
     fn any(&mut self, is_candidate: impl Fn(&Slot) -> bool) -> Option<usize> {

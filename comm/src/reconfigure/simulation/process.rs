@@ -2,8 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::thread::{self, Thread};
 use std::time::Duration;
+
+use rustix::thread::sched_setaffinity;
 
 use super::cluster::{Cluster, PREFIX, Phase};
 use crate::bootstrap::info_key;
@@ -44,7 +46,7 @@ impl SimulatedProcess {
             locked.slots[index].phase = Phase::Trains(members.clone());
             Self::spawn(cluster, &mut locked, index, Some(members.clone()));
         }
-        Self::go_on(cluster, &mut locked);
+        Self::go_on(cluster, locked);
     }
 
     fn spawn(
@@ -55,9 +57,12 @@ impl SimulatedProcess {
     ) {
         let this = Self { cluster: Arc::clone(cluster), index };
         locked.wake_after(Duration::ZERO, index);
-        locked.threads.push(thread::spawn(move || {
+        let processor = locked.processor;
+        let thread = thread::spawn(move || {
+            // Only one thread runs at a time, and the next one is sooner there on the same processor.
+            let _ = sched_setaffinity(None, &processor);
             let program = AssertUnwindSafe(|| {
-                drop(this.alive(this.resume(this.cluster())));
+                drop(this.alive(this.resume()));
                 this.run(members);
             });
             if let Err(cause) = catch_unwind(program)
@@ -69,20 +74,29 @@ impl SimulatedProcess {
             cluster.end(this.index);
             // Nothing wakes it any more.
             cluster.slots[this.index].suspensions += 1;
-            Self::go_on(&this.cluster, &mut cluster);
-        }));
+            Self::go_on(&this.cluster, cluster);
+        });
+        locked.slots[index].thread = Some(thread.thread().clone());
+        locked.threads.push(thread);
     }
 
     /// Lets the cluster go on until a process runs, and starts those that it wants.
-    fn go_on(cluster: &Arc<Mutex<Cluster>>, locked: &mut Cluster) {
+    fn go_on(cluster: &Arc<Mutex<Cluster>>, mut locked: MutexGuard<'_, Cluster>) {
         locked.running = None;
         while locked.running.is_none() && !locked.is_over {
             locked.go_on();
             while let Some(seat) = locked.next_start() {
                 let index = locked.add(seat);
-                Self::spawn(cluster, locked, index, None);
+                Self::spawn(cluster, &mut locked, index, None);
             }
         }
+        let wakes = |index: usize| locked.is_over || locked.running == Some(index);
+        let woken: Vec<Thread> = (0..locked.slots.len())
+            .filter(|&index| wakes(index))
+            .filter_map(|index| locked.slots[index].thread.clone())
+            .collect();
+        drop(locked);
+        woken.iter().for_each(Thread::unpark);
     }
 
     pub fn cluster(&self) -> MutexGuard<'_, Cluster> {
@@ -90,24 +104,26 @@ impl SimulatedProcess {
     }
 
     /// Waits until the cluster lets this process run.
-    fn resume<'a>(&self, mut cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
-        let wakes = Arc::clone(&cluster.slots[self.index].wakes);
+    fn resume(&self) -> MutexGuard<'_, Cluster> {
+        let mut cluster = self.cluster();
         while cluster.running != Some(self.index) && !cluster.is_over {
-            cluster = wakes.wait(cluster).unwrap_or_else(PoisonError::into_inner);
+            drop(cluster);
+            thread::park();
+            cluster = self.cluster();
         }
         cluster.slots[self.index].suspensions += 1;
         cluster
     }
 
     /// Lets others run until something wakes this process.
-    pub fn suspend<'a>(&self, mut cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
-        Self::go_on(&self.cluster, &mut cluster);
-        self.resume(cluster)
+    pub fn suspend<'a>(&'a self, cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
+        Self::go_on(&self.cluster, cluster);
+        self.resume()
     }
 
     /// Lets others run for `time`; shorter if the process ends.
     pub fn pause<'a>(
-        &self,
+        &'a self,
         mut cluster: MutexGuard<'a, Cluster>,
         time: Duration,
     ) -> MutexGuard<'a, Cluster> {

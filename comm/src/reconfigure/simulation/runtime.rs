@@ -171,7 +171,7 @@ impl SimulatedProcess {
     }
 
     /// Gets the answer to a request.
-    fn receive(&self, mut cluster: MutexGuard<'_, Cluster>) -> StoreResult<()> {
+    fn receive<'a>(&'a self, mut cluster: MutexGuard<'a, Cluster>) -> StoreResult<()> {
         if cluster.random.bool() {
             return Ok(());
         }
