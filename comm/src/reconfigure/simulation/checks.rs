@@ -26,13 +26,19 @@ impl Cluster {
                 self.fail(format!("{key} waits for others, which cannot know that"));
             }
         } else if let Some(seat) = what.strip_prefix("lost/") {
-            let is_lost = |process: &&&Process| process.seat.number.to_string() == seat;
-            left_out = living.iter().filter(is_lost).map(|process| process.describe()).collect();
+            left_out = living
+                .iter()
+                .filter(|process| process.seat.number.to_string() == seat)
+                .map(|process| process.describe())
+                .collect();
         } else if what == "membership" {
             let members: Members = from_json(value, key).unwrap();
-            let is_member = |process: &Process| members.processes.iter().any(|m| m.is(process));
-            left_out = living.iter().filter(|p| !is_member(p)).map(|p| p.describe()).collect();
-            // One that knows the store does not answer cannot say that it has given up.
+            left_out = living
+                .iter()
+                .filter(|process| !members.processes.iter().any(|member| member.is(process)))
+                .map(|process| process.describe())
+                .collect();
+            // One whose store does not answer cannot say that it has given up.
             let is_gone = |process: &&Process| {
                 let slot = self.slot_of(process);
                 let is_new = !before.iter().any(|member| member.is(process));

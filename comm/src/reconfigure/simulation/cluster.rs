@@ -410,8 +410,7 @@ impl Cluster {
 
     /// Whether all these members have once been there at one time.
     pub fn note_meeting(&mut self, members: &Members) -> bool {
-        let is_there = |process: &Process| self.slot_of(process).is_with(members.epoch);
-        if members.processes.iter().all(is_there) {
+        if members.processes.iter().all(|process| self.slot_of(process).is_with(members.epoch)) {
             self.met.insert(members.epoch);
         }
         self.met.contains(&members.epoch)

@@ -90,9 +90,8 @@ impl SimulatedProcess {
                 Self::spawn(cluster, &mut locked, index, None);
             }
         }
-        let wakes = |index: usize| locked.is_over || locked.running == Some(index);
         let woken: Vec<Thread> = (0..locked.slots.len())
-            .filter(|&index| wakes(index))
+            .filter(|&index| locked.is_over || locked.running == Some(index))
             .filter_map(|index| locked.slots[index].thread.clone())
             .collect();
         drop(locked);
