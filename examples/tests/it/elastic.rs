@@ -33,7 +33,10 @@ impl Training {
         let mut arguments: Vec<&str> = words.split_whitespace().collect();
         arguments.extend(["--text", &text, "--save", &weights, "--losses", &losses]);
         arguments.extend(more);
-        launcher(ranks, flags, "elastic", &arguments)
+        let mut command = launcher(ranks, flags, "elastic", &arguments);
+        // As many on a machine with one rank as on one with two: their sums are ordered alike.
+        command.env("OMP_NUM_THREADS", "1");
+        command
     }
 
     /// The weights and the losses that the last training has left.
