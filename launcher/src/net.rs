@@ -2,7 +2,19 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+
+use flow_store::net::local_address_for;
+
+/// Returns where programs of this host reach a listener, which may listen at all addresses: at that on the
+/// way to `peer`, a host and port. By it others reach them.
+pub fn own_place(listens_at: SocketAddr, peer: &str) -> io::Result<SocketAddr> {
+    let mut place = listens_at;
+    if place.ip().is_unspecified() {
+        place.set_ip(local_address_for(peer)?);
+    }
+    Ok(place)
+}
 
 /// Finds a TCP port that is free on all addresses of this host.
 pub fn free_port() -> io::Result<u16> {
@@ -87,6 +99,14 @@ mod tests {
         assert_eq!(join("fd00::1", 1), "[fd00::1]:1");
         assert!(is_local("127.0.0.1") && is_local("localhost"));
         assert!(!is_local("192.0.2.1") && !is_local("no such host"));
+    }
+
+    #[test]
+    fn programs_of_this_host_learn_the_way_to_others() {
+        let at =
+            |place: &str| own_place(place.parse().unwrap(), "127.0.0.1:9").unwrap().to_string();
+        assert_eq!(at("192.0.2.1:7"), "192.0.2.1:7");
+        assert_eq!((at("0.0.0.0:7"), at("[::]:7")), ("127.0.0.1:7".into(), "127.0.0.1:7".into()));
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::control::job_record::JobRecord;
 use crate::control::local_store::LocalStore;
 use crate::control::mailbox::{MailSender, Mailbox, mailbox};
 use crate::control::protocol::{AgentEvent, AgentId};
+use crate::net;
 
 /// The time that another member has for its answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -100,8 +101,8 @@ impl Candidate {
         self.server.set(LEADER_KEY, &text);
     }
 
-    /// Opens the store for the workers of a round, to which the leader gives these stores. Tells them of
-    /// it instead.
+    /// Opens the store for this node's workers of a round, for which the leader has these stores. Puts its
+    /// address in place of the leader's.
     pub fn open_local(
         &mut self,
         round: u32,
@@ -114,7 +115,9 @@ impl Candidate {
                 self.local = Some(LocalStore::open(&self.server, round, stores)?);
             }
         }
-        stores.store = self.server.address().to_string();
+        let leader = stores.store.trim_start_matches("tcp://");
+        let place = net::own_place(self.bound().parse()?, leader)?;
+        stores.store = Address::Tcp(place.to_string()).to_string();
         Ok(())
     }
 

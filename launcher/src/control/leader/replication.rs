@@ -23,8 +23,8 @@ impl Leader {
     /// Sees to it that a member has a copy of the store, with the table of workers.
     pub(super) fn replicate(&mut self) {
         let is_over = self.linger_until.is_some();
-        let has_followers = self.candidate.election.has_followers();
-        if is_over || !has_followers || !self.coordinator.is_in_place() {
+        let is_alone = self.replicas_asked == 0 && !self.candidate.election.has_followers();
+        if is_over || is_alone || !self.coordinator.is_in_place() {
             return;
         }
         self.keep_table();
