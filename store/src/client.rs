@@ -22,8 +22,6 @@ const FIRST_WARNING: Duration = Duration::from_secs(30);
 const OVERDUE: Duration = Duration::from_millis(500);
 /// The time in which another server must take the place of one that is lost, if the address answers.
 const FAILOVER_TIMEOUT: Duration = Duration::from_secs(600);
-/// The time before each look for it.
-const FAILOVER_PAUSE: Duration = Duration::from_millis(10);
 /// Pauses between attempts to connect grow from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
@@ -234,9 +232,9 @@ impl Store {
     }
 
     /// Returns changes of the store beyond those up to the number `after`, and their last one's number,
-    /// once there are some, or after `timeout`.
-    pub(crate) fn changes(&self, after: u64, timeout: Duration) -> Result<Changes> {
-        let request = Request::Changes { after, timeout };
+    /// once there are some, or after `timeout`. For the replica with this number.
+    pub(crate) fn changes(&self, replica: u64, after: u64, timeout: Duration) -> Result<Changes> {
+        let request = Request::Changes { replica, after, timeout };
         self.call("changes".to_string(), &request, timeout, |reply| match reply {
             Reply::Changes { number, more, changes } => {
                 let changes = changes.into_iter().map(<[u8]>::to_vec).collect();
@@ -347,8 +345,10 @@ impl Store {
         deadline: Instant,
     ) -> std::result::Result<(), Failure> {
         let patience = Patience::new(self.is_interrupted, deadline);
+        let mut pause = PAUSES.0;
         loop {
-            thread::sleep(FAILOVER_PAUSE);
+            thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES.1);
             let error = match reach(&self.address, &self.token, &patience) {
                 Ok(Reached::Store(Connection { socket, .. })) => {
                     connection.socket = socket;
@@ -357,7 +357,14 @@ impl Store {
                 Ok(Reached::Denied(reason)) => return Err(Failure::Lost(reason)),
                 Ok(Reached::NotYet(error)) => error,
                 Err(_) if patience.was_interrupted() => return Err(Failure::Interrupted),
-                Err(error) => return Err(Failure::Lost(describe(&error))),
+                // Nobody is there any more.
+                Err(error)
+                    if !may_pass(error.kind())
+                        || error.kind() == io::ErrorKind::ConnectionRefused =>
+                {
+                    return Err(Failure::Lost(describe(&error)));
+                }
+                Err(error) => error,
             };
             if patience.is_over() {
                 return Err(Failure::Interrupted);

@@ -17,7 +17,7 @@
 //! | 8 proof | HMAC-SHA256 of the challenge with the token as key | done, refused |
 //! | 9 delete | keys | number |
 //! | 10 once | client (u64), number (u64), request | that request's |
-//! | 11 changes | number (u64), timeout in us (u64) | changes |
+//! | 11 changes | replica (u64), number (u64), timeout in us (u64) | changes |
 //!
 //! | reply | fields |
 //! |---|---|
@@ -34,7 +34,7 @@
 //! A client sends *once* what may not be done twice, if it can be that it sends it again: after its
 //! server is lost, to the one that has the replica. A number counts a client's requests of this kind.
 //!
-//! A replica asks for *changes* beyond those up to a number. [`ALL_CHANGES`] asks for all that there
+//! A replica, which has a number itself, asks for *changes* beyond those up to a number. [`ALL_CHANGES`] asks for all that there
 //! ever were. They are set and delete, and 12 answered: the client (u64), the number (u64), and the
 //! reply to that request.
 //!
@@ -92,7 +92,7 @@ pub enum Request<'a> {
     Proof { proof: &'a [u8] },
     Delete { keys: Vec<&'a str> },
     Once { client: u64, number: u64, request: &'a [u8] },
-    Changes { after: u64, timeout: Duration },
+    Changes { replica: u64, after: u64, timeout: Duration },
     Answered { client: u64, number: u64, reply: &'a [u8] },
 }
 
@@ -130,7 +130,9 @@ impl<'a> Request<'a> {
             Request::Once { client, number, request } => {
                 Frame::new(10).number(*client).number(*number).bytes(request)
             }
-            Request::Changes { after, timeout } => Frame::new(11).number(*after).timeout(*timeout),
+            Request::Changes { replica, after, timeout } => {
+                Frame::new(11).number(*replica).number(*after).timeout(*timeout)
+            }
             Request::Answered { client, number, reply } => {
                 Frame::new(12).number(*client).number(*number).bytes(reply)
             }
@@ -167,7 +169,11 @@ impl<'a> Request<'a> {
                 number: fields.u64()?,
                 request: fields.bytes()?,
             },
-            11 => Request::Changes { after: fields.u64()?, timeout: fields.timeout()? },
+            11 => Request::Changes {
+                replica: fields.u64()?,
+                after: fields.u64()?,
+                timeout: fields.timeout()?,
+            },
             12 => Request::Answered {
                 client: fields.u64()?,
                 number: fields.u64()?,

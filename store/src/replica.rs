@@ -26,7 +26,8 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Makes `server`, which sends its clients elsewhere, a replica of the store at `address`. Each
+    /// Makes `server`, which sends its clients elsewhere, a replica of the store at `address`, where the
+    /// replica with this number is admitted ([`Server::admit_replica`]). Each
     /// counts as lost for the other if nothing is heard of it for `silence`.
     ///
     /// # Errors
@@ -35,6 +36,7 @@ impl Replica {
         server: &Arc<Server>,
         address: Address,
         token: &str,
+        number: u64,
         messages: ReplicaMessages,
         silence: Duration,
     ) -> io::Result<Replica> {
@@ -43,7 +45,7 @@ impl Replica {
         let server = Arc::downgrade(server);
         let token = token.to_string();
         thread::Builder::new().name("flow-replica".into()).spawn(move || {
-            let end = follow(&server, &address, &token, &messages, silence, &is_over);
+            let end = follow(&server, &address, &token, number, &messages, silence, &is_over);
             if let Err(error) = end {
                 log::info!("the replica ends: {error}");
             }
@@ -63,6 +65,7 @@ fn follow(
     server: &Weak<Server>,
     address: &Address,
     token: &str,
+    replica: u64,
     messages: &ReplicaMessages,
     silence: Duration,
     is_over: &Arc<AtomicBool>,
@@ -74,7 +77,7 @@ fn follow(
     let mut is_complete = false;
     while !is_over.load(Ordering::SeqCst) {
         // Each request acknowledges what came before it.
-        let changes = store.changes(number, silence / 4)?;
+        let changes = store.changes(replica, number, silence / 4)?;
         let Some(server) = server.upgrade() else { break };
         let taken = server.take_changes(number == ALL_CHANGES, changes.changes, is_over);
         let taken = taken.map_err(|error| Error::Lost {

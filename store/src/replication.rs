@@ -104,8 +104,8 @@ impl Replication {
         for change in &self.log {
             bytes += change.len();
             // A change and the reply to it belong together.
-            let is_answer = matches!(Request::decode(change), Some(Request::Answered { .. }));
-            if bytes > BATCH && !changes.is_empty() && !is_answer {
+            let belongs = is_answer(change) && changes.last().is_some_and(|last| !is_answer(last));
+            if bytes > BATCH && !changes.is_empty() && !belongs {
                 break;
             }
             changes.push(change);
@@ -143,4 +143,8 @@ impl Replication {
             outbox.send(id, reply);
         }
     }
+}
+
+fn is_answer(change: &[u8]) -> bool {
+    matches!(Request::decode(change), Some(Request::Answered { .. }))
 }

@@ -169,6 +169,11 @@ impl Server {
         wait_for_thread(&served)
     }
 
+    /// Lets the replica with this number come, once, and no other. It takes the place of the one before.
+    pub fn admit_replica(&self, number: u64) {
+        self.act(move |store, _| store.admit_replica(number));
+    }
+
     /// Answers the clients whose replies wait for a replica, and goes on without one.
     ///
     /// Once there has been a replica, and it is lost, no client gets a reply until this is called, or

@@ -22,6 +22,8 @@ pub struct StoreService {
     /// By client, the number of the last request that has changed something, and the reply to it.
     answered: HashMap<u64, (u64, Arc<Vec<u8>>)>,
     replication: Replication,
+    /// The number of the replica that may come.
+    admitted_replica: Option<u64>,
     /// Of a replica, the address to which clients are sent; empty if it is not known.
     elsewhere: Option<String>,
 }
@@ -57,6 +59,7 @@ impl StoreService {
             clients: HashMap::new(),
             answered: HashMap::new(),
             replication: Replication::default(),
+            admitted_replica: None,
             elsewhere: None,
         }
     }
@@ -113,8 +116,14 @@ impl StoreService {
         true
     }
 
+    /// Lets the replica with this number come, once, and no other.
+    pub fn admit_replica(&mut self, number: u64) {
+        self.admitted_replica = Some(number);
+    }
+
     /// Sends the replies that wait for a replica, and goes on without one.
     pub fn go_alone(&mut self, outbox: &mut Outbox) {
+        self.admitted_replica = None;
         self.replication.go_alone(outbox);
     }
 
@@ -141,7 +150,10 @@ impl StoreService {
         let reply = match request {
             Request::Get { key, timeout } => return self.wait(id, &[key], timeout, true, outbox),
             Request::Wait { keys, timeout } => return self.wait(id, &keys, timeout, false, outbox),
-            Request::Changes { after, timeout } => {
+            Request::Changes { replica, after, timeout } => {
+                if after == ALL_CHANGES {
+                    self.admitted_replica.take_if(|number| *number == replica)?;
+                }
                 return self.ask(id, after, Instant::now() + timeout, outbox);
             }
             Request::Once { client, number, request } => match self.answered.get(&client) {

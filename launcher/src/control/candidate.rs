@@ -108,7 +108,8 @@ impl Candidate {
         round: u32,
         stores: &mut RendezvousStoreInfo,
     ) -> anyhow::Result<()> {
-        match self.local.as_mut().filter(|local| local.round == round) {
+        let same = |local: &&mut LocalStore| local.round == round && local.is_for(stores);
+        match self.local.as_mut().filter(same) {
             Some(local) => local.follow(stores)?,
             None => {
                 self.local = None;

@@ -148,9 +148,9 @@ impl Coordinator {
                 }
             }
             AgentEvent::Leaving { signal } if self.stopping.contains_key(&agent) => {
-                if let Some(node) = self.stopping.remove(&agent) {
-                    self.joined(agent, node, None, now);
-                    self.leaving(agent, signal, now);
+                self.stopping.remove(&agent);
+                if agent == LEADER {
+                    self.signalled(signal, None, now);
                 }
             }
             _ if !self.agents.contains_key(&agent) => {}
@@ -229,10 +229,11 @@ impl Coordinator {
     /// Returns when to call [`Coordinator::elapsed`].
     pub fn deadline(&self) -> Option<Instant> {
         let phase = match &self.phase {
-            JobPhase::Gathering { since, enough, notice } => Some(match enough {
-                Some(enough) => *enough + self.last_call(),
-                None => (*since + self.timeouts.join).min(*notice),
-            }),
+            JobPhase::Gathering { since, enough, notice } => match enough {
+                Some(_) if self.stopping.contains_key(&LEADER) => None,
+                Some(enough) => Some(*enough + self.last_call()),
+                None => Some((*since + self.timeouts.join).min(*notice)),
+            },
             JobPhase::Stopping { deadline, .. } => Some(*deadline),
             JobPhase::Running | JobPhase::Over => None,
         };
@@ -373,6 +374,11 @@ impl Coordinator {
         }
         let cause =
             (agent != LEADER).then(|| format!("{} was stopped by a signal", self.describe(agent)));
+        self.signalled(signal, cause, now);
+    }
+
+    /// Ends the job as a node was stopped by a signal.
+    fn signalled(&mut self, signal: i32, cause: Option<String>, now: Instant) {
         let signalled = StopReason::Signal { signal, cause };
         let restarts = self.failures < self.max_restarts;
         match &mut self.phase {

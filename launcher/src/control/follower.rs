@@ -147,7 +147,7 @@ impl Follower {
 
     /// Sends an event. It is lost if there is no connection, which [`Follower::poll`] reports.
     pub fn send(&mut self, event: AgentEvent) {
-        if !self.follows {
+        if self.candidate.is_some() && !self.follows {
             self.unsent.push(event.clone());
         }
         if let Some(events) = &self.events {
@@ -192,7 +192,7 @@ impl Follower {
                 }
                 (ControlMessage::Disconnected(loss), Some(candidate)) => {
                     candidate.announce(&LeaderPlace::Unknown);
-                    candidate.local.iter().for_each(LocalStore::lose_leader);
+                    candidate.local.iter_mut().for_each(LocalStore::lose_leader);
                     candidate.election.lost(loss.is_silent, Instant::now());
                     return Some(ControlMessage::Disconnected(loss));
                 }

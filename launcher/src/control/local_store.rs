@@ -31,9 +31,15 @@ impl LocalStore {
         Ok(store)
     }
 
+    /// Whether the workers of these stores are admitted.
+    pub fn is_for(&self, stores: &RendezvousStoreInfo) -> bool {
+        self.stores.token == stores.token
+    }
+
     /// Notes that the leader is lost: the workers wait for the next one.
-    pub fn lose_leader(&self) {
+    pub fn lose_leader(&mut self) {
         self.server.send_elsewhere(None);
+        self.replica = None;
     }
 
     /// Sends the workers to another leader's store.
@@ -55,7 +61,8 @@ impl LocalStore {
         let messages = ReplicaMessages { complete: message(true), lost: message(false) };
         let leader: Address = self.stores.store.parse()?;
         let token = &self.stores.token;
-        self.replica = Some(Replica::start(&self.server, leader, token, messages, silence)?);
+        let replica = Replica::start(&self.server, leader, token, number, messages, silence)?;
+        self.replica = Some(replica);
         Ok(())
     }
 }

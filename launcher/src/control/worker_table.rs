@@ -94,6 +94,7 @@ impl WorkerTable {
         self.places.clear();
         self.vacant.clear();
         self.awaited.clear();
+        self.has_failed = false;
     }
 
     /// Makes this table, which the last leader had, that of the next one. The last leader's own workers
@@ -142,6 +143,17 @@ impl WorkerTable {
             }
         }
         true
+    }
+
+    /// Notes workers that are stopped: others with their ranks have later numbers.
+    pub fn note_refused(&mut self, kept: &KeptWorkers) {
+        for kept in &kept.workers {
+            if let Some(worker) = self.workers.get_mut(&kept.rank)
+                && !worker.state.runs()
+            {
+                worker.replacement = worker.replacement.max(kept.replacement);
+            }
+        }
     }
 
     /// Returns the places whose agents have yet to come, by their numbers, with their ranks.

@@ -62,6 +62,12 @@ impl Coordinator {
         let is_present = self.phase == JobPhase::Running && kept.round == self.round;
         let in_place = self.in_place.as_mut().filter(|_| is_present);
         if !in_place.is_some_and(|in_place| in_place.rejoin(agent, &kept)) {
+            match &mut self.in_place {
+                Some(in_place) if is_present => in_place.note_refused(&kept),
+                // The last leader was lost before all knew of its last round.
+                _ if self.phase != JobPhase::Running => self.round = self.round.max(kept.round),
+                _ => {}
+            }
             let why = Some("the job goes on without the workers of this node".into());
             self.commands.push((agent, Command::Stop { round: kept.round, why }));
             self.stopping.insert(agent, node);

@@ -283,6 +283,22 @@ impl Simulation {
         }
     }
 
+    /// Has an agent that stops workers, before it may start others, end by a signal.
+    fn stop_agent(&mut self, index: usize) {
+        let Some(id) = self.agents[index].id else { return };
+        if id == LEADER || !self.coordinator.stopping.contains_key(&id) {
+            return;
+        }
+        self.note(format!("{} is stopped by a signal", self.agents[index].node.host));
+        let commands = self.coordinator.handle(id, AgentEvent::Leaving { signal: 15 }, self.now);
+        self.send(commands);
+        assert!(!matches!(
+            self.coordinator.phase,
+            JobPhase::Stopping { why: StopReason::Signal { .. }, .. }
+        ));
+        self.lose_agent(index);
+    }
+
     /// Has another agent lead, as the leader is lost.
     fn change_leader(&mut self) {
         if self.agents.is_empty() {
@@ -341,6 +357,7 @@ impl Simulation {
             90..93 if faults => self.end_worker(index, false),
             93..95 if faults && self.ends_early => self.end_worker(index, true),
             95..96 if faults => self.lose_agent(index),
+            97..98 if faults => self.stop_agent(index),
             96..97 if faults && self.agents.len() < 7 => self.add_agent(),
             _ => {}
         }

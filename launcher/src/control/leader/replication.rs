@@ -71,7 +71,7 @@ impl Leader {
     /// Asks the first member that has workers, in the order in which they stand for election. Another one
     /// than the last time, if there is one.
     fn ask_for_replica(&mut self) {
-        let Some(round) = self.round.as_ref().map(|round| round.number) else { return };
+        let Some(round) = &self.round else { return };
         let mut able = Vec::new();
         for member in &self.candidate.election.record().members {
             let agent = self.members.iter().find(|(_, id)| **id == member.id);
@@ -88,6 +88,8 @@ impl Leader {
         let number = self.replicas_asked;
         let request = ReplicaRequest { agent, member, number, since: Instant::now() };
         self.replica = ReplicaState::Asked(request);
+        round.store.admit_replica(number);
+        let round = round.number;
         self.command(agent, Command::Replicate { round, number });
     }
 

@@ -17,8 +17,10 @@ fn standby(address: Option<&Address>) -> Arc<Server> {
 
 /// Makes `standby` a replica of `server`, and waits until it has everything.
 fn replicate(standby: &Arc<Server>, server: &Server) -> Replica {
+    server.admit_replica(7);
     let messages = ReplicaMessages { complete: b"complete".into(), lost: b"lost".into() };
-    let replica = Replica::start(standby, server.address().clone(), TOKEN, messages, LONG).unwrap();
+    let replica =
+        Replica::start(standby, server.address().clone(), TOKEN, 7, messages, LONG).unwrap();
     assert_eq!(next_message(server), "complete");
     replica
 }
