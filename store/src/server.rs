@@ -155,7 +155,7 @@ impl Server {
         self.act(move |store, _| store.send_elsewhere(address));
     }
 
-    /// Serves clients again, with the values that it has. Waits until it does: a [`Replica`] of it
+    /// Serves clients again, with the values that it has. Waits until it does: a [`Replica`](crate::Replica) of it
     /// takes no change any more.
     ///
     /// # Errors
