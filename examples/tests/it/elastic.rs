@@ -112,13 +112,14 @@ fn a_training_goes_on_under_another_leader() {
 
 /// Waits until ranks have done ten more steps together.
 fn until_steps(journal: &str, ranks: usize) {
-    let steps = || {
-        let text = fs::read_to_string(journal).unwrap_or_default();
-        let of_all = |line: &&str| line.split(' ').nth(3) == Some(&ranks.to_string());
-        text.lines().filter(of_all).count()
-    };
-    let before = steps();
-    until("more steps", || steps() >= before + 10 * ranks);
+    let before = steps(journal, ranks);
+    until("more steps", || steps(journal, ranks) >= before + 10 * ranks);
+}
+
+/// The number of steps that ranks have done while there were so many.
+fn steps(journal: &str, ranks: usize) -> usize {
+    let text = fs::read_to_string(journal).unwrap_or_default();
+    text.lines().filter(|line| line.split(' ').nth(3) == Some(&ranks.to_string())).count()
 }
 
 /// Whether an agent has heard last that a member has a copy of the store.

@@ -306,7 +306,8 @@ impl Agent {
             return;
         }
         if loss.was_found && self.keeps_workers() {
-            self.sinks.note(&format!("{reason}; the workers go on until another node leads"));
+            self.sinks
+                .note(&format!("{reason}; the workers go on while this node looks for the leader"));
             return self.join_again(self.kept_workers());
         }
         self.stop();
@@ -316,7 +317,8 @@ impl Agent {
         let may_return =
             (self.has_joined || loss.was_found) && is_awaited && self.signalled.is_none();
         if may_return {
-            self.sinks.note(&format!("{reason}; stopping the workers and joining again"));
+            let first = if self.group.is_some() { "stopping the workers and " } else { "" };
+            self.sinks.note(&format!("{reason}; {first}joining again"));
             self.must_rejoin = true;
             return self.rejoin();
         }

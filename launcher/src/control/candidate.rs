@@ -108,8 +108,8 @@ impl Candidate {
         round: u32,
         stores: &mut RendezvousStoreInfo,
     ) -> anyhow::Result<()> {
-        let same = |local: &&mut LocalStore| local.round == round && local.is_for(stores);
-        match self.local.as_mut().filter(same) {
+        let local = self.local.as_mut();
+        match local.filter(|local| local.round == round && local.is_for(stores)) {
             Some(local) => local.follow(stores)?,
             None => {
                 self.local = None;

@@ -8,6 +8,7 @@
 //! with the nodes that are present and does not count as a restart.
 
 mod in_place;
+mod leaving;
 mod resuming;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,8 +17,7 @@ use std::time::{Duration, Instant};
 use crate::agent::exit_status::ExitStatus;
 use crate::control::assignment;
 use crate::control::job_phase::{AgentRecord, AgentState, JobPhase, StopReason};
-use crate::control::job_record::JobResult;
-use crate::control::job_record::Progress;
+use crate::control::job_record::{JobResult, Progress};
 use crate::control::node::{Node, range};
 use crate::control::protocol::{AgentEvent, AgentId, Command, Failure, KeptWorkers, LEADER};
 use crate::control::worker_table::WorkerTable;
@@ -98,31 +98,34 @@ impl Coordinator {
 
     /// Returns what another agent must know to go on in this one's place.
     pub fn progress(&self) -> Progress {
+        let coming = match &self.phase {
+            JobPhase::Stopping { why, .. } => self.end_after(why),
+            _ => None,
+        };
         Progress {
             round: self.round,
             restarts: self.in_place.as_ref().map_or(self.failures, WorkerTable::restarts),
             nodes: self.nodes,
             replica: None,
-            result: self.result.clone().or_else(|| self.coming_result()),
+            result: self.result.clone().or(coming),
         }
     }
 
-    /// Returns the end of the job that follows once all workers are stopped.
-    fn coming_result(&self) -> Option<JobResult> {
-        let JobPhase::Stopping { why, .. } = &self.phase else { return None };
+    /// Returns the end of the job that follows once all workers are stopped; None if they start again.
+    fn end_after(&self, why: &StopReason) -> Option<JobResult> {
         let has_restarts = self.failures < self.max_restarts;
         let (code, cause) = match why {
+            StopReason::Change => return None,
             StopReason::Done => (0, None),
             StopReason::Signal { signal, cause } => {
                 (ExitStatus::Signal(*signal).code(), cause.clone())
             }
-            StopReason::Failure { failure, .. } if !has_restarts => {
-                (failure.end.code(), Some(failure.summary.clone()))
+            StopReason::Failure { .. } | StopReason::Lost { .. } if has_restarts => return None,
+            StopReason::Failure { agent, failure, .. } => {
+                let report = self.agents.get(agent).and_then(|agent| agent.cause.clone());
+                (failure.end.code(), Some(report.unwrap_or(failure.summary.clone())))
             }
-            StopReason::Lost { summary } if !has_restarts => (1, Some(summary.clone())),
-            StopReason::Change | StopReason::Failure { .. } | StopReason::Lost { .. } => {
-                return None;
-            }
+            StopReason::Lost { summary } => (1, Some(summary.clone())),
         };
         Some(JobResult { code, cause })
     }
@@ -272,9 +275,9 @@ impl Coordinator {
             // From now on this agent acts as the leader.
             self.awaited_until = Some(now + REJOINING);
         }
+        let is_over = self.phase == JobPhase::Over;
         // One that has done its part hears of the end.
-        let is_done = |kept: &KeptWorkers| kept.is_finished && self.phase == JobPhase::Over;
-        if let Some(kept) = kept.filter(|kept| !is_done(kept)) {
+        if let Some(kept) = kept.filter(|kept| !(kept.is_finished && is_over)) {
             return self.rejoined(agent, node, kept, now);
         }
         let own = (self.min as u32, self.max as u32);
@@ -339,18 +342,6 @@ impl Coordinator {
         self.turn_away();
     }
 
-    /// Ends an agent whose host has started another before the loss of this one was noticed. It may
-    /// still be there, with its workers.
-    fn displace(&mut self, agent: AgentId, now: Instant) {
-        let why = "another flow-launch has taken its place";
-        if self.members().contains(&agent) {
-            let stop = Command::Stop { round: self.round, why: Some(why.into()) };
-            self.commands.push((agent, stop));
-        }
-        self.end(agent, 1, Some(why.into()));
-        self.gone(agent, "was lost: it was started again", now);
-    }
-
     fn failed(&mut self, agent: AgentId, failure: Failure, now: Instant) {
         match &mut self.phase {
             JobPhase::Running => {
@@ -364,67 +355,6 @@ impl Coordinator {
                 (*first, *known) = (agent, failure);
             }
             _ => {}
-        }
-    }
-
-    fn leaving(&mut self, agent: AgentId, signal: i32, now: Instant) {
-        let is_idle = self.agents[&agent].state != AgentState::Running;
-        if agent != LEADER && !self.is_static && (is_idle || self.has_enough_without(agent)) {
-            return self.gone(agent, "has left, as it was stopped by a signal", now);
-        }
-        let cause =
-            (agent != LEADER).then(|| format!("{} was stopped by a signal", self.describe(agent)));
-        self.signalled(signal, cause, now);
-    }
-
-    /// Ends the job as a node was stopped by a signal.
-    fn signalled(&mut self, signal: i32, cause: Option<String>, now: Instant) {
-        let signalled = StopReason::Signal { signal, cause };
-        let restarts = self.failures < self.max_restarts;
-        match &mut self.phase {
-            JobPhase::Running => self.stop(signalled, None, now),
-            JobPhase::Gathering { .. } => {
-                self.phase = JobPhase::Stopping { why: signalled, deadline: now }
-            }
-            JobPhase::Stopping {
-                why: StopReason::Failure { .. } | StopReason::Lost { .. },
-                ..
-            } if !restarts => {}
-            JobPhase::Stopping { why, .. } => *why = signalled,
-            JobPhase::Over => {}
-        }
-    }
-
-    /// Whether the round has enough nodes without this agent's.
-    fn has_enough_without(&self, agent: AgentId) -> bool {
-        self.members().iter().filter(|other| **other != agent).count() >= self.min
-    }
-
-    /// Whether the job goes on under another leader when this one leaves.
-    pub fn can_leave(&self) -> bool {
-        self.phase == JobPhase::Running && !self.is_static && self.has_enough_without(LEADER)
-    }
-
-    /// Notes that an agent is gone; `how` follows its description in messages.
-    fn gone(&mut self, agent: AgentId, how: &str, now: Instant) {
-        self.stopping.remove(&agent);
-        let description = self.describe(agent);
-        let Some(lost) = self.agents.remove(&agent) else { return };
-        let interrupts = self.phase == JobPhase::Running && lost.state == AgentState::Running;
-        if self.phase != JobPhase::Over {
-            self.changes.push((format!("{description} {how}"), interrupts));
-        }
-        if !interrupts {
-            return;
-        }
-        let summary = format!("{description} {how}");
-        if self.in_place.is_some() {
-            self.lost(agent, summary, now);
-        } else if self.is_elastic() && self.members().len() >= self.min {
-            self.stop(StopReason::Change, Some(format!("{summary}; going on without it")), now);
-        } else {
-            let notice = self.restart(&summary);
-            self.stop(StopReason::Lost { summary }, notice, now);
         }
     }
 
@@ -443,8 +373,9 @@ impl Coordinator {
     fn advance(&mut self, now: Instant) {
         if self.phase == JobPhase::Running {
             let members = self.members();
-            let is_finished = |agent: &AgentId| self.agents[agent].state == AgentState::Finished;
-            if !members.is_empty() && members.iter().all(is_finished) && !self.is_incomplete() {
+            let mut states = members.iter().map(|agent| self.agents[agent].state);
+            let are_finished = states.all(|state| state == AgentState::Finished);
+            if !members.is_empty() && are_finished && !self.is_incomplete() {
                 self.end_all(0, None);
             }
         }
@@ -491,23 +422,13 @@ impl Coordinator {
 
     /// Notes that all workers of a round are gone.
     fn stopped(&mut self, why: StopReason, now: Instant) {
-        let (code, cause) = match why {
-            StopReason::Change => return self.gather(now),
-            StopReason::Done => return self.end_all(0, None),
-            StopReason::Signal { signal, cause } => {
-                return self.end_all(ExitStatus::Signal(signal).code(), cause);
-            }
-            StopReason::Failure { agent, failure, .. } => {
-                let report = self.agents.get(&agent).and_then(|agent| agent.cause.clone());
-                (failure.end.code(), report.unwrap_or(failure.summary))
-            }
-            StopReason::Lost { summary } => (1, summary),
-        };
-        if self.failures < self.max_restarts {
-            self.failures += 1;
-            return self.gather(now);
+        if let Some(JobResult { code, cause }) = self.end_after(&why) {
+            return self.end_all(code, cause);
         }
-        self.end_all(code, Some(cause));
+        if why != StopReason::Change {
+            self.failures += 1;
+        }
+        self.gather(now);
     }
 
     fn gather(&mut self, now: Instant) {

@@ -14,11 +14,11 @@
 
 mod replication;
 mod round;
+mod stores;
 mod watching;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -26,7 +26,6 @@ use flow_store::net::secret;
 use flow_store::{Address, Server};
 use rustix::process::Signal;
 
-use crate::control::assignment::RendezvousStoreInfo;
 use crate::control::candidate::{Candidate, LeaderPlace, PeerMessage};
 use crate::control::claim::Claim;
 use crate::control::coordinator::Coordinator;
@@ -37,7 +36,7 @@ use crate::control::protocol::{
     AgentEvent, AgentId, ClusterEvent, Command, ControlMessage, KeptWorkers, LEADER, OVER_KEY,
     command_key,
 };
-use crate::control::stall::{StallAction, StallTracker};
+use crate::control::stall::StallAction;
 use crate::control::token::token;
 use crate::control::watchers::{self, Watchers};
 use crate::control::worker_report::WorkerReport;
@@ -577,51 +576,6 @@ impl Leader {
         let text = serde_json::to_vec(&command).unwrap_or_default();
         self.candidate.server.set(&command_key(agent, *number), &text);
         *number += 1;
-    }
-
-    /// Opens new stores for the workers of a round, in place of the last round's.
-    fn open_stores(&mut self, round: u32) -> anyhow::Result<RendezvousStoreInfo> {
-        if let Some(present) = self.round.as_ref().filter(|present| present.number == round) {
-            return Ok(present.stores.clone());
-        }
-        self.round = None;
-        self.replica = ReplicaState::None;
-        let token = secret()?;
-        let store = Arc::new(self.candidate.server.beside(&token)?);
-        self.serve_round(round, store, token)
-    }
-
-    /// Makes this store, with this token, that of the round's workers.
-    fn serve_round(
-        &mut self,
-        number: u32,
-        store: Arc<Server>,
-        token: String,
-    ) -> anyhow::Result<RendezvousStoreInfo> {
-        let tcp_store =
-            self.has_agent_store.then(|| self.candidate.server.serve_tcp_store()).transpose()?;
-        let master_port = match (self.has_agent_store, self.master_port) {
-            (true, _) => self.port,
-            (false, Some(port)) => port,
-            (false, None) => net::free_port().context("cannot find a free port for MASTER_PORT")?,
-        };
-        let stores = RendezvousStoreInfo {
-            master_addr: self.address.clone(),
-            master_port,
-            has_agent_store: self.has_agent_store,
-            store: Address::Tcp(net::join(&self.address, self.port)).to_string(),
-            token,
-        };
-        let stalls = StallTracker::new(self.hang_timeout);
-        self.round = Some(Round {
-            number,
-            store,
-            _tcp_store: tcp_store,
-            stores: stores.clone(),
-            stalls,
-            table: None,
-        });
-        Ok(stores)
     }
 }
 

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `coordinator.rs`, `job_phase.rs` | who takes part, when rounds start and stop (pure) |
 //! | `coordinator/in_place.rs`, `worker_table.rs` | what follows when a worker fails, in place (pure) |
+//! | `coordinator/leaving.rs` | what follows when an agent is stopped by a signal, or lost (pure) |
 //! | `coordinator/resuming.rs` | what follows when another node leads (pure) |
 //! | `assignment.rs` | the ranks of each node (pure) |
 //! | `stall.rs` | workers that wait long for each other (pure) |
@@ -17,9 +18,11 @@
 //! | `mailbox.rs` | messages of threads to the event loop |
 //! | `watchers.rs`, `status.rs` | what those are told who watch the job (pure) |
 //! | `leader.rs` | the leading agent: runs the coordinator and serves the stores |
-//! | `leader/round.rs`, `leader/replication.rs` | the workers' stores, and the copy that a member keeps |
+//! | `leader/round.rs`, `leader/stores.rs` | the workers' stores |
+//! | `leader/replication.rs` | the copy of them that a member keeps |
 //! | `leader/watching.rs` | what it does for those who watch the job |
 //! | `follower.rs` | any other agent: a client of the leader's store |
+//! | `follower/connection.rs` | its threads, which talk to the leader |
 //! | `protocol.rs`, `node.rs`, `token.rs` | the messages, a node, the job's secret |
 
 pub mod assignment;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::cluster::{Cluster, PREFIX, Phase, Slot};
+use super::cluster::{Cluster, PREFIX, Phase};
 use crate::bootstrap::lineage::{Members, Process};
 use crate::error::Error;
 use crate::json::from_json;
@@ -39,14 +39,15 @@ impl Cluster {
                 .map(|process| process.describe())
                 .collect();
             // One whose store does not answer cannot say that it has given up.
-            let is_gone = |process: &&Process| {
+            let mut new = members
+                .processes
+                .iter()
+                .filter(|process| !before.iter().any(|member| member.is(process)));
+            let gone = new.find(|process| {
                 let slot = self.slot_of(process);
-                let is_new = !before.iter().any(|member| member.is(process));
-                is_new
-                    && slot.has_store
-                    && slot.gave_up.is_some_and(|time| time < self.came[&epoch])
-            };
-            if let Some(gone) = members.processes.iter().find(is_gone) {
+                slot.has_store && slot.gave_up.is_some_and(|time| time < self.came[&epoch])
+            });
+            if let Some(gone) = gone {
                 let gone = gone.describe();
                 self.fail(format!("the members of epoch {epoch} wait for {gone}, which gave up"));
             }
@@ -136,13 +137,13 @@ impl Cluster {
             Phase::Trains(members) => members.processes.iter().map(|p| p.pid).collect(),
             _ => Vec::new(),
         };
-        let is_well = |slot: &&Slot| match (&slot.phase, &first.phase) {
+        let are_together = living.iter().all(|slot| match (&slot.phase, &first.phase) {
             (Phase::Trains(members), Phase::Trains(others)) => members == others,
             _ => false,
-        };
+        });
         let mut pids: Vec<u32> = living.iter().map(|slot| slot.process.pid).collect();
         pids.sort_by_key(|pid| self.slots[*pid as usize - 100].process.seat.number);
-        if !living.iter().all(is_well) || pids != expected {
+        if !are_together || pids != expected {
             let states: Vec<String> = living
                 .iter()
                 .map(|slot| format!("{}: {:?}", slot.process.describe(), slot.phase))

@@ -274,10 +274,10 @@ impl Cluster {
                     }
                 }
                 Event::Interrupt => {
-                    let waits = |slot: &Slot| {
+                    let victim = self.any(|slot| {
                         slot.is_alive && matches!(slot.phase, Phase::Calls | Phase::Meets(_))
-                    };
-                    if let Some(victim) = self.any(waits) {
+                    });
+                    if let Some(victim) = victim {
                         self.slots[victim].is_interrupted = true;
                         self.slots[victim].interrupted = Some(self.now);
                         self.log(|| format!("{} is interrupted", self.name(victim)));

@@ -29,7 +29,7 @@ pub struct Faults {
 impl Faults {
     pub fn random(random: &mut Rng) -> Self {
         let are_gentle = random.bool();
-        let seconds = |most: f64| Duration::from_secs_f64(most);
+        let seconds = Duration::from_secs_f64;
         Self {
             are_gentle,
             launched: random.u8(..4) > 0,

@@ -48,8 +48,8 @@ impl Runtime for SimulatedProcess {
             cluster = self.alive(self.pause(cluster, left));
             cluster.slots[self.index].waits_for.clear();
         }
-        let is_unset = |key: &&String| !cluster.values.contains_key(*key);
-        let missing: Vec<String> = keys.iter().filter(is_unset).cloned().collect();
+        let unset = keys.iter().filter(|key| !cluster.values.contains_key(*key));
+        let missing: Vec<String> = unset.cloned().collect();
         self.receive(cluster)?;
         if missing.is_empty() {
             return Ok(());
@@ -131,12 +131,13 @@ impl SimulatedProcess {
             if has_failed {
                 return Err("another rank has given up".to_owned().into());
             }
-            let is_seen = |process: &&Process| {
-                !cluster.slot_of(process).is_alive
-                    && (process.host_id == own.host_id
-                        || cluster.values.contains_key(&process.seat.exit_key()))
-            };
-            if let Some(process) = members.processes.iter().find(is_seen) {
+            let mut dead =
+                members.processes.iter().filter(|process| !cluster.slot_of(process).is_alive);
+            let seen = dead.find(|process| {
+                let has_notice = cluster.values.contains_key(&process.seat.exit_key());
+                process.host_id == own.host_id || has_notice
+            });
+            if let Some(process) = seen {
                 return Err(format!("{} has ended", process.describe()).into());
             }
             if cluster.instant() >= deadline {

@@ -357,8 +357,8 @@ impl Simulation {
             90..93 if faults => self.end_worker(index, false),
             93..95 if faults && self.ends_early => self.end_worker(index, true),
             95..96 if faults => self.lose_agent(index),
-            97..98 if faults => self.stop_agent(index),
             96..97 if faults && self.agents.len() < 7 => self.add_agent(),
+            97..98 if faults => self.stop_agent(index),
             _ => {}
         }
     }

@@ -219,8 +219,9 @@ impl Election {
     /// Notes that this agent could lead now.
     pub fn may_stand(&mut self, now: Instant) {
         let turn = self.turn();
-        let has_replica = |id| self.record.progress.replica.is_none_or(|replica| replica == id);
-        let head_start = if has_replica(self.me) { Duration::ZERO } else { HEAD_START };
+        let replica = self.record.progress.replica;
+        let is_last = replica.is_some_and(|replica| replica != self.me);
+        let head_start = if is_last { HEAD_START } else { Duration::ZERO };
         if let Role::Following = self.role {
             self.search(now);
         }

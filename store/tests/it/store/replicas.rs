@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::thread::ScopedJoinHandle;
 
 use flow_store::{Replica, ReplicaMessages};
 use proptest::prelude::*;
@@ -180,6 +181,15 @@ fn work(store: &Store, client: usize, operations: &[Operation], progress: &Atomi
     deleted
 }
 
+/// Waits until so much is done, or a worker has failed.
+fn until(progress: &AtomicUsize, count: usize, working: &[ScopedJoinHandle<()>]) {
+    while progress.load(Ordering::SeqCst) < count
+        && !working.iter().all(ScopedJoinHandle::is_finished)
+    {
+        thread::yield_now();
+    }
+}
+
 fn check(store: &Store, all: &[Vec<Operation>]) {
     for key in 0..3u8 {
         let count = |wanted: fn(&Operation, u8) -> bool| {
@@ -217,11 +227,6 @@ proptest! {
         let first = serve();
         let homes = [standby(Some(first.address())), standby(Some(first.address()))];
         let progress = AtomicUsize::new(0);
-        let until = |part: usize| {
-            while progress.load(Ordering::SeqCst) < total * part / 100 {
-                thread::yield_now();
-            }
-        };
         thread::scope(|scope| {
             let mut working = Vec::new();
             for (number, operations) in all.iter().enumerate() {
@@ -235,14 +240,14 @@ proptest! {
                 }));
             }
             let replica = replicate(&homes[0], &first);
-            until(losses[0]);
+            until(&progress, total * losses[0] / 100, &working);
             drop(first);
             homes[1].send_elsewhere(None);
             homes[0].serve().unwrap();
             drop(replica);
             homes[1].send_elsewhere(Some(homes[0].address()));
             let replica = replicate(&homes[1], &homes[0]);
-            until(losses[1]);
+            until(&progress, total * losses[1] / 100, &working);
             // Clients that came to it first have nowhere else to go.
             while !working.iter().step_by(2).all(|worker| worker.is_finished()) {
                 thread::yield_now();
