@@ -39,6 +39,8 @@ pub struct Job {
     pub events: Vec<PathBuf>,
     /// The file for the timeline of all ranks.
     pub trace: Option<PathBuf>,
+    /// Show what the job does at the foot of the terminal.
+    pub top: bool,
     /// Print errors only.
     pub quiet: bool,
     /// Print what would be started, and start nothing.

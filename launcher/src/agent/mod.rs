@@ -72,6 +72,7 @@ use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
 use crate::signal;
+use crate::top::panel::Panel;
 
 /// A descriptor that `poll` has found ready.
 enum AgentReady {
@@ -80,6 +81,7 @@ enum AgentReady {
     Reaper,
     Watchdog,
     Health,
+    Panel,
     Sink(usize),
     WorkerGroup(WorkerReady),
 }
@@ -114,6 +116,8 @@ pub struct Agent {
     health: Option<Health>,
     tracing: Option<Tracing>,
     checkpoint_memory: CheckpointMemory,
+    /// `--top`.
+    panel: Option<Panel>,
     /// When workers that are gone have done first steps: see [`WorkerGroup::resumed`].
     resumed: Vec<Instant>,
     /// By which `flow-launch top` finds the job; None where it cannot be made.
@@ -134,6 +138,9 @@ impl Agent {
                 // All that is left is output that nobody reads.
                 self.group.iter_mut().for_each(WorkerGroup::hang_up);
             }
+        }
+        if self.panel.take().is_some() {
+            self.sinks.erase_footer();
         }
         let code = self.finish();
         let group = self.finished_group.as_mut();
@@ -365,6 +372,7 @@ impl Agent {
                     let complaint = self.watchdog.as_mut().and_then(Watchdog::take);
                     complaint.iter().for_each(|complaint| self.sinks.note(complaint));
                 }
+                (AgentReady::Panel, _) => self.show(),
                 (AgentReady::Sink(sink), _) => self.write_sink(sink),
                 (AgentReady::WorkerGroup(WorkerReady::Output(worker, which)), group) => {
                     let group = group.as_mut().or(self.finished_group.as_mut());
@@ -459,9 +467,7 @@ impl Agent {
             match request {
                 Request::End(signal) => self.terminate(signal),
                 Request::Suspend => self.suspend(),
-                Request::Resize => {
-                    self.group.iter_mut().for_each(|group| group.resize(&self.sinks))
-                }
+                Request::Resize => self.resize(),
             }
         }
     }
@@ -491,6 +497,7 @@ impl Agent {
     /// user continues it.
     fn suspend(&mut self) {
         self.group.iter().for_each(WorkerGroup::pause);
+        self.sinks.leave_terminal();
         let stopped = signals::suspend().unwrap_or_else(|error| {
             log::warn!("cannot stop: {error}");
             Duration::ZERO
@@ -500,9 +507,22 @@ impl Agent {
         if let Some(group) = &mut self.group {
             group.policy.paused(stopped);
             group.resume();
-            group.resize(&self.sinks);
         }
         self.sinks.redraw();
+        self.resize();
+    }
+
+    /// Draws what is at the foot of the terminal for its present size, and tells the workers their part.
+    fn resize(&mut self) {
+        self.panel.iter().for_each(|panel| panel.draw(&mut self.sinks));
+        self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
+    }
+
+    /// Shows what the job does.
+    fn show(&mut self) {
+        let Some(panel) = &mut self.panel else { return };
+        panel.take(&mut self.sinks);
+        self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
     }
 
     fn wait(&self) -> Result<Vec<AgentReady>, Errno> {
@@ -514,6 +534,8 @@ impl Agent {
         watched.extend(watchdog.map(|fd| readable(AgentReady::Watchdog, fd)));
         let health = self.health.iter().flat_map(Health::watch);
         watched.extend(health.map(|fd| readable(AgentReady::Health, fd)));
+        let panel = self.panel.as_ref().map(Panel::watch);
+        watched.extend(panel.map(|fd| readable(AgentReady::Panel, fd)));
         watched.extend(self.sinks.watch().map(|(sink, fd)| writable(AgentReady::Sink(sink), fd)));
         let group = self.group.as_ref();
         // What a finished round has detached still writes.

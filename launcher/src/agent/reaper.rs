@@ -30,12 +30,16 @@ use rustix::process::{Pid, Signal, geteuid, kill_process, kill_process_group};
 
 use crate::agent::named_pipe::remove_unread;
 use crate::control::token::TOKEN;
+use crate::output::footer::Footer;
 use crate::output::terminal::Modes;
 use crate::signal;
 
 /// First argument of a flow-launch process that is a reaper. The second is the job's tag; the
-/// third, if standard error is the user's terminal, its modes at the start.
+/// third, if standard error is the user's terminal, its modes at the start; the fourth [`FOOTER`], if
+/// the terminal may have one.
 pub const HIDDEN_FLAG: &str = "--reaper";
+
+const FOOTER: &str = "footer";
 
 /// The variable with the tag, in the environment of all processes of a round.
 const JOB_TAG: &str = "FLOW_LAUNCHER";
@@ -76,8 +80,8 @@ pub struct Reaper {
 }
 
 impl Reaper {
-    /// Starts the reaper.
-    pub fn start() -> anyhow::Result<Reaper> {
+    /// Starts the reaper. With `has_footer`, it erases what the launcher has left at the foot of the terminal.
+    pub fn start(has_footer: bool) -> anyhow::Result<Reaper> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let job = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
@@ -89,13 +93,16 @@ impl Reaper {
             .env_remove(JOB_TAG)
             .env_remove(TOKEN);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-        if let Some(modes) = Modes::of_input() {
-            let terminal = io::stdin()
+        let modes = Modes::of_input();
+        if modes.is_some() || has_footer {
+            let terminal = io::stderr()
                 .as_fd()
                 .try_clone_to_owned()
                 .context("cannot open the terminal once more")?;
-            command.arg(modes.to_string()).stderr(terminal);
+            command.stderr(terminal);
         }
+        command.arg(modes.map_or(String::new(), |modes| modes.to_string()));
+        command.args(has_footer.then_some(FOOTER));
         let mut process = command.spawn().context("cannot start the reaper process")?;
         let answers = process.stdout.take().context("the reaper process has no standard output")?;
         rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the reaper process")?;
@@ -233,6 +240,7 @@ impl Drop for Reaper {
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let tag = arguments.next();
     let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
+    let has_footer = arguments.next().is_some_and(|argument| argument == FOOTER);
     // A signal for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper before
     // the launcher.
     let tag = tag.and_then(|tag| tag.into_string().ok()).filter(|tag| !tag.contains('/'));
@@ -268,6 +276,10 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
         kill_stragglers(&job_tag(&tag));
     }
     modes.into_iter().for_each(Modes::restore);
+    if has_footer {
+        // It fails only where the terminal has gone.
+        let _ = io::stderr().write_all(Footer::erasure().as_bytes());
+    }
     let folder = temporary_folder(&tag);
     for _ in 0..REMOVALS {
         let is_removed = remove(&folder);

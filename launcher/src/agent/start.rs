@@ -22,6 +22,7 @@ use crate::plan;
 use crate::plan::host::LocalHost;
 use crate::report::events::EventLog;
 use crate::top::local_jobs::LocalJob;
+use crate::top::panel::Panel;
 
 impl Agent {
     /// Joins the job.
@@ -31,9 +32,12 @@ impl Agent {
         // The workers' records are not older.
         flow_store::clock::start();
         let signals = Signals::catch(&job.signals)?;
-        let mut reaper = Reaper::start()?;
         let mut sinks =
             Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+        if job.top {
+            Panel::check_terminal(&sinks)?;
+        }
+        let mut reaper = Reaper::start(job.top)?;
         if let Some(threads) = plan::omp_threads(local_world_size, &local_host) {
             sinks.note(&plan::omp_note(threads, local_world_size, &local_host));
         }
@@ -60,6 +64,8 @@ impl Agent {
             };
             local_job.publish().inspect_err(|error| log::info!("top finds no job: {error:#}")).ok()
         });
+        let panel = control.store().filter(|_| job.top);
+        let panel = panel.map(|(address, token)| Panel::start(address.into(), token.into()));
         let tracing = job.trace.as_deref().map(|to| Tracing::start(to, &control, &reaper));
         Ok(Agent {
             tracing: tracing.transpose()?,
@@ -83,6 +89,7 @@ impl Agent {
             signals,
             watchdog,
             health,
+            panel: panel.transpose().context("cannot show what the job does (--top)")?,
             _local_job: local_job,
             resumed: Vec::new(),
             checkpoint_memory: CheckpointMemory::new(local_world_size),

@@ -249,6 +249,13 @@ flags! {
              it on every node. See [launcher.md](launcher.md#traces)",
         )
         .differs("not in torchrun");
+    Switch TOP = switch(OUTPUT, "top", "Show at the foot of the terminal what the job does")
+        .without_variable()
+        .meaning(
+            "show what the job does, as `flow-launch top` does, at the foot of the terminal; the output \
+             scrolls above. With `--hosts` too",
+        )
+        .differs("not in torchrun");
     Switch QUIET = switch(OUTPUT, "quiet", "Print errors only")
         .short('q')
         .without_variable()

@@ -15,13 +15,14 @@ use crate::job::{HostEntry, Hosts, Processes};
 const SSH: &str = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10";
 
 /// Flags that agents do not get, or not unchanged.
-const OF_THE_HEAD: [&str; 6] = [
+const OF_THE_HEAD: [&str; 7] = [
     table::HOSTS.0.name,
     table::HOSTFILE.0.name,
     table::EXPORT.0.name,
     table::RSH.0.name,
     table::MASTER_ADDR.0.name,
     table::DRY_RUN.0.name,
+    table::TOP.0.name,
 ];
 
 /// Flags that contradict a list of hosts.

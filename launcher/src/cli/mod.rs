@@ -108,6 +108,7 @@ impl Job {
             .flatten()
             .collect(),
             trace: settings.get_path(table::TRACE)?,
+            top: settings.is_on(table::TOP)?,
             quiet: settings.is_on(table::QUIET)?,
             dry_run: settings.is_on(table::DRY_RUN)?,
             warnings: Vec::new(),

@@ -22,14 +22,17 @@ use rustix::process::Signal;
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::process;
 use crate::agent::signals::{self, Request, Signals};
+use crate::cli::rendezvous::MASTER_PORT;
+use crate::cli::usage::Usage;
 use crate::control::token::TOKEN;
 use crate::hosts::agents::{Place, Start};
 use crate::hosts::host_process::{HostProcess, OF_LAUNCHER};
-use crate::job::{Hosts, Job};
+use crate::job::{Hosts, Job, Rendezvous};
 use crate::net;
 use crate::output::lines::{Segment, Source};
 use crate::output::sink::Sinks;
 use crate::poll;
+use crate::top::panel::Panel;
 
 /// The time that other agents may take to end or to stop when one has failed: they learn of it from
 /// each other.
@@ -75,10 +78,19 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         return Ok(0);
     }
     process::allow_descriptors(hosts.list.len() as u32);
+    let signals = Signals::catch(&job.signals)?;
+    let sinks =
+        Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
+    let mut panel = None;
+    if job.top {
+        Panel::check_terminal(&sinks)?;
+        let address = net::join(&hosts.master_addr, meeting_port(job, hosts)?);
+        panel = Some(Panel::start(address, variables[TOKEN].clone())?);
+    }
     let mut head = Head {
-        signals: Signals::catch(&job.signals)?,
-        sinks: Sinks::standard(job.quiet)
-            .context("cannot open standard output and standard error")?,
+        signals,
+        sinks,
+        panel,
         grace: job.grace,
         join_timeout: job.nodes.timeouts.join,
         started: Instant::now(),
@@ -96,6 +108,22 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     }
     head.start(starts, &control_stream::environment(&variables)?);
     head.run()
+}
+
+/// Returns the port at which the agents meet.
+fn meeting_port(job: &Job, hosts: &Hosts) -> Result<u16, Usage> {
+    let given = match &job.nodes.rendezvous {
+        Rendezvous::Alone { master_port, .. } => *master_port,
+        Rendezvous::Static { master_port, .. } => Some(*master_port),
+        Rendezvous::Endpoint { port, .. } => Some(*port),
+    };
+    match given {
+        None if hosts.list.len() == 1 => {
+            let text = "--top with one host needs --master-port: this node finds the job there";
+            Err(Usage(text.into()))
+        }
+        given => Ok(given.unwrap_or(MASTER_PORT)),
+    }
 }
 
 /// Returns the current folder, by the name that the user knows: another host may have it under that
@@ -126,6 +154,7 @@ enum Phase {
 /// A descriptor that `poll` has found ready; agents and their streams by index.
 enum HeadReady {
     Signals,
+    Panel,
     Sink(usize),
     Control(usize),
     Output(usize, usize),
@@ -136,6 +165,8 @@ struct Head {
     agents: Vec<HostProcess>,
     signals: Signals,
     sinks: Sinks,
+    /// `--top`.
+    panel: Option<Panel>,
     grace: Duration,
     /// The time to wait for an agent to start.
     join_timeout: Duration,
@@ -169,6 +200,9 @@ impl Head {
         while !self.agents.iter().all(HostProcess::is_over) {
             let deadline = self.deadline();
             self.poll_once(deadline)?;
+        }
+        if self.panel.take().is_some() {
+            self.sinks.erase_footer();
         }
         // All that is left is to write output; no longer once we were signalled to end.
         while self.sinks.watch().next().is_some() {
@@ -205,12 +239,17 @@ impl Head {
                                 self.stop(signal);
                             }
                             Request::Suspend => {
+                                self.sinks.leave_terminal();
                                 let _stopped_for =
                                     signals::suspend().context("cannot stop for a while")?;
+                                self.draw();
                             }
-                            Request::Resize => {}
+                            Request::Resize => self.draw(),
                         }
                     }
+                }
+                HeadReady::Panel => {
+                    self.panel.iter_mut().for_each(|panel| panel.take(&mut self.sinks));
                 }
                 HeadReady::Sink(sink) => {
                     // If the reader has gone, the agents get SIGPIPE.
@@ -227,8 +266,15 @@ impl Head {
         Ok(!is_idle)
     }
 
+    /// Draws what is at the foot of the terminal for its present size.
+    fn draw(&mut self) {
+        self.panel.iter().for_each(|panel| panel.draw(&mut self.sinks));
+    }
+
     fn watch(&self) -> Vec<(HeadReady, PollFd<'_>)> {
         let mut watched = vec![(HeadReady::Signals, PollFd::new(&self.signals, PollFlags::IN))];
+        let panel = self.panel.as_ref().map(Panel::watch);
+        watched.extend(panel.map(|fd| poll::readable(HeadReady::Panel, fd)));
         let sinks = self.sinks.watch();
         watched.extend(sinks.map(|(sink, fd)| {
             (HeadReady::Sink(sink), PollFd::from_borrowed_fd(fd, PollFlags::OUT))

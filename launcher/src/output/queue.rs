@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::output::footer::Footer;
 use crate::output::lines::{Ending, Source, StreamId};
 use crate::output::screen::Screen;
 
@@ -17,6 +18,7 @@ pub struct OutputQueue {
     bytes: VecDeque<u8>,
     /// If the output is a terminal that can erase: the state of its last line.
     screen: Option<Screen>,
+    footer: Footer,
     /// Otherwise: if the output does not end with a newline, the stream that wrote last and how
     /// its segment ends.
     unfinished: Option<(StreamId, Ending)>,
@@ -108,6 +110,26 @@ impl OutputQueue {
         if let Some(screen) = &mut self.screen {
             screen.redraw(&mut self.bytes);
         }
+    }
+
+    /// Whether the output is a terminal that can erase.
+    pub fn is_screen(&self) -> bool {
+        self.screen.is_some()
+    }
+
+    /// Draws lines at the foot of the terminal, which has so many rows.
+    pub fn draw_footer(&mut self, lines: &[String], rows: usize) {
+        self.footer.draw(lines, rows, &mut self.bytes);
+    }
+
+    /// Erases the lines at the foot of the terminal.
+    pub fn erase_footer(&mut self) {
+        self.footer.erase(&mut self.bytes);
+    }
+
+    /// Returns how many lines are at the foot of the terminal.
+    pub fn footer_height(&self) -> usize {
+        self.footer.height()
     }
 
     /// Appends a message of the launcher, which may have several lines.

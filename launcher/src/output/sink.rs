@@ -92,6 +92,23 @@ impl Sinks {
         self.sinks.iter_mut().for_each(|sink| sink.queue.redraw());
     }
 
+    /// Erases the lines at the foot of the terminal.
+    pub fn erase_footer(&mut self) {
+        self.of_mut(1).queue.erase_footer();
+    }
+
+    /// Writes what the terminal takes at once, before another program has it. The footer is not left there.
+    pub fn leave_terminal(&mut self) {
+        self.erase_footer();
+        for index in 0..self.sinks.len() {
+            let mut before = usize::MAX;
+            while (1..before).contains(&self.sinks[index].queue.len()) {
+                before = self.sinks[index].queue.len();
+                self.write(index);
+            }
+        }
+    }
+
     /// Prints an error to standard error.
     pub fn say(&mut self, message: &str) {
         self.of_mut(1).queue.say(message);
@@ -130,8 +147,15 @@ impl Sink {
     }
 
     /// Returns the size of the terminal, if the sink is one.
-    pub fn window(&self) -> Option<Winsize> {
+    pub fn terminal_size(&self) -> Option<Winsize> {
         tcgetwinsize(self.fd.as_ref().filter(|_| self.is_terminal)?).ok()
+    }
+
+    /// Returns the part of the terminal where output appears, if the sink is one.
+    pub fn window(&self) -> Option<Winsize> {
+        let size = self.terminal_size()?;
+        let footer = self.queue.footer_height() as u16;
+        Some(Winsize { ws_row: size.ws_row.saturating_sub(footer), ..size })
     }
 
     /// Whether its reader has gone.

@@ -1,4 +1,4 @@
-//! `flow-launch top`: shows what a job does, on a screen or as JSON.
+//! `flow-launch top` and `--top`: shows what a job does, on a screen or as JSON.
 //!
 //! | file | subject |
 //! |---|---|
@@ -7,10 +7,12 @@
 //! | `view.rs` | what is shown: who waits for whom, what a change has cost (pure) |
 //! | `table.rs` | the screen's lines (pure) |
 //! | `screen.rs` | the terminal |
+//! | `panel.rs` | `--top`: the foot of the terminal on which the job was started |
 //! | `http.rs`, `page.html` | the page over HTTP |
 
 mod http;
 pub mod local_jobs;
+pub mod panel;
 mod screen;
 mod table;
 mod view;

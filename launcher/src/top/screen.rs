@@ -1,20 +1,17 @@
 //! The terminal on which a job is shown.
 
-use std::io::{self, PipeReader, PipeWriter, Read, Write, stdin, stdout};
+use std::io::{self, Read, Write, stdin, stdout};
 use std::os::fd::AsFd;
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread;
 
 use anyhow::Context;
 use rustix::process::Signal;
 use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr};
 
-use crate::control::status::JobStatus;
 use crate::poll::{readable, ready};
 use crate::signal::{self, SignalReader};
 use crate::top::table::{self, Before};
 use crate::top::view::View;
-use crate::top::watcher::{INTERVAL, Watcher};
+use crate::top::watcher::{self, Watcher};
 
 /// The alternate screen, without a cursor.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
@@ -29,9 +26,6 @@ const END_OF_SCREEN: &str = "\x1b[J";
 const SIGNALS: [Signal; 6] =
     [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT, Signal::TSTP, Signal::WINCH];
 
-/// What a look at the job has brought: None once it is over.
-type Look = anyhow::Result<Option<JobStatus>>;
-
 /// A descriptor that is ready.
 enum Ready {
     Key,
@@ -43,7 +37,7 @@ enum Ready {
 pub fn show(watcher: Watcher) -> anyhow::Result<u8> {
     signal::block(&SIGNALS).context("cannot block signals")?;
     let signals = SignalReader::of(&SIGNALS).context("cannot open a signalfd")?;
-    let (looks, woken) = watch(watcher)?;
+    let (looks, woken) = watcher::watch(watcher)?;
     let keyboard = stdin();
     let mut screen = Screen::enter()?;
     let over = loop {
@@ -84,28 +78,6 @@ pub fn show(watcher: Watcher) -> anyhow::Result<u8> {
         println!("flow-launch: {why}");
     }
     Ok(0)
-}
-
-/// Looks at the job again and again, on a thread of its own: the leader may take long to answer. The pipe
-/// has a byte for each look.
-fn watch(watcher: Watcher) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
-    let (sender, looks) = mpsc::channel();
-    let (woken, wakes) = io::pipe()?;
-    thread::Builder::new()
-        .name("flow-top".into())
-        .spawn(move || look_again(watcher, &sender, &wakes))?;
-    Ok((looks, woken))
-}
-
-fn look_again(mut watcher: Watcher, looks: &Sender<Look>, mut wakes: &PipeWriter) {
-    loop {
-        let look = watcher.look();
-        let is_last = !matches!(look, Ok(Some(_)));
-        if looks.send(look).is_err() || wakes.write_all(b"!").is_err() || is_last {
-            return;
-        }
-        thread::sleep(INTERVAL);
-    }
 }
 
 /// Whether the user has typed q, or the terminal has gone.

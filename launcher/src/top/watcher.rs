@@ -1,5 +1,6 @@
 //! The connection of one who watches a job.
 
+use std::io::{self, PipeReader, PipeWriter, Write};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -28,6 +29,75 @@ const SEARCH_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The leader forgets one who says nothing for so long. Who waits for the end asks again after this time.
 const SILENCE: Duration = Duration::from_secs(60);
+
+/// What a look at the job has brought: None once it is over.
+pub type Look = anyhow::Result<Option<JobStatus>>;
+
+/// Looks at a job again and again, on a thread of its own, as the leader may take long to answer. The pipe has a
+/// byte for each look.
+pub fn watch(watcher: Watcher) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
+    on_a_thread(move |looks| {
+        looks.look_again(watcher);
+    })
+}
+
+/// Like [`watch`], at a job that may not have a leader yet. It goes on after an error.
+pub fn watch_always(
+    address: String,
+    token: String,
+) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
+    on_a_thread(move |looks| {
+        loop {
+            let is_wanted = match Watcher::connect(address.clone(), token.clone()) {
+                Ok(watcher) => looks.look_again(watcher),
+                Err(error) => looks.send(Err(error)),
+            };
+            if !is_wanted {
+                return;
+            }
+            thread::sleep(INTERVAL);
+        }
+    })
+}
+
+fn on_a_thread(
+    look: impl FnOnce(Looks) + Send + 'static,
+) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
+    let (sender, looks) = mpsc::channel();
+    let (woken, wakes) = io::pipe()?;
+    let thread = thread::Builder::new().name("flow-top".into());
+    // Signals are for the main thread.
+    signal::with_all_blocked(|| thread.spawn(move || look(Looks { sender, wakes })))??;
+    Ok((looks, woken))
+}
+
+/// Where looks at a job are sent.
+struct Looks {
+    sender: Sender<Look>,
+    wakes: PipeWriter,
+}
+
+impl Looks {
+    /// Sends a look; false if nobody wants it.
+    fn send(&self, look: Look) -> bool {
+        self.sender.send(look).is_ok() && (&self.wakes).write_all(b"!").is_ok()
+    }
+
+    /// Looks until the job is over, or cannot be looked at; false if nobody wants to know.
+    fn look_again(&self, mut watcher: Watcher) -> bool {
+        loop {
+            let look = watcher.look();
+            let is_last = !matches!(look, Ok(Some(_)));
+            if !self.send(look) {
+                return false;
+            }
+            if is_last {
+                return true;
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+}
 
 /// One who watches a job: a client of its leader's store, but no agent.
 pub struct Watcher {
