@@ -1,8 +1,8 @@
-"""A small training for `scripts/elastic-peers`, which kills its ranks: `elastic.py JOURNAL [CHECKPOINT]`.
+"""A small training for `scripts/elastic-peers`, which kills its ranks: `JOURNAL=FILE elastic.py restart|in-place`.
 
-With a checkpoint it is PyTorch's DistributedDataParallel over gloo: all workers begin anew from the checkpoint, which is of each step.
-Without one it goes on in place, with flow_torch.Elastic. After each step a rank appends the time, the step, its process, and the number
-of ranks to the journal.
+With `restart` it is PyTorch's DistributedDataParallel over gloo: all workers begin anew from the file CHECKPOINT, which is of each step.
+With `in-place` it goes on with flow_torch.Elastic. After each step a rank appends the time, the step, its process, and the number of
+ranks to the journal.
 """
 
 import os
@@ -61,12 +61,11 @@ def main():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     optimizer = torch.optim.Adam(model.parameters())
-    journal, *checkpoint = sys.argv[1:]
-    with open(journal, "a") as file:
-        if checkpoint:
-            from_checkpoint(model, optimizer, file, *checkpoint)
+    with open(os.environ["JOURNAL"], "a") as journal:
+        if sys.argv[1:] == ["in-place"]:
+            in_place(model, optimizer, journal)
         else:
-            in_place(model, optimizer, file)
+            from_checkpoint(model, optimizer, journal, os.environ["CHECKPOINT"])
 
 
 main()
