@@ -300,8 +300,14 @@ fn node(job: &Job, local_world_size: u32, address: String) -> Node {
 
 /// Whether the job goes on when its leading node is lost.
 fn may_change_leader(job: &Job) -> bool {
-    let is_awaited = job.nodes.min < job.nodes.max || job.max_restarts > 0;
-    matches!(job.nodes.rendezvous, Rendezvous::Endpoint { .. }) && is_awaited
+    let goes_on =
+        job.nodes.min < job.nodes.max || job.max_restarts > 0 || job.min_workers.is_some();
+    match job.nodes.rendezvous {
+        Rendezvous::Alone { .. } => false,
+        // Otherwise the others could but wait for node 0.
+        Rendezvous::Static { .. } => goes_on && job.is_in_place,
+        Rendezvous::Endpoint { .. } => goes_on,
+    }
 }
 
 /// Makes this agent one that may lead: it serves a store at a free port.

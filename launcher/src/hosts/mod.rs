@@ -98,6 +98,9 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         agents: Vec::new(),
         shown: HashMap::new(),
         phase: Phase::Running,
+        is_in_place: job.is_in_place,
+        has_succeeded: false,
+        code_of_lost: 0,
         code: 0,
         is_signalled: false,
     };
@@ -177,7 +180,13 @@ struct Head {
     /// concern all.
     shown: HashMap<Vec<u8>, usize>,
     phase: Phase,
-    /// The exit code of the first agent that failed.
+    /// The job goes on without hosts that are lost, as far as its agents can do that.
+    is_in_place: bool,
+    /// An agent has ended well, which none does before the job has.
+    has_succeeded: bool,
+    /// The exit code of the first agent without which the others went on.
+    code_of_lost: u8,
+    /// That of the first other agent that failed.
     code: u8,
     is_signalled: bool,
 }
@@ -211,7 +220,11 @@ impl Head {
                 break;
             }
         }
-        Ok(self.code)
+        Ok(match self.code {
+            _ if self.is_in_place && self.has_succeeded => 0,
+            0 => self.code_of_lost,
+            code => code,
+        })
     }
 
     fn deadline(&self) -> Option<Instant> {
@@ -352,8 +365,13 @@ impl Head {
         for which in 0..2 {
             while self.read(index, which) {}
         }
+        self.has_succeeded |= !end.is_failure();
         let HostProcess { host, starter, is_there, .. } = &self.agents[index];
         let is_first = matches!(self.phase, Phase::Running);
+        // If a worker ended by a signal, the agents' report says so.
+        let has_no_connection = end == OF_SSH && !self.has_shown("exit code 255");
+        let is_lost = has_no_connection || matches!(end, ExitStatus::Signal(_));
+        let others_go_on = self.is_in_place && self.agents.iter().any(|other| !other.has_ended);
         if !is_there && is_first {
             let advice = match end {
                 OF_SSH => format!(
@@ -366,8 +384,12 @@ impl Head {
                 "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
             ));
             self.fail(end.code().max(1));
-        } else if is_first && end == OF_SSH && !self.has_shown("exit code 255") {
-            // If a worker ended by a signal, the agents' report says so.
+        } else if is_first && is_lost && others_go_on {
+            self.sinks.note(&format!("{host} is lost: {starter} ended with {end}"));
+            if self.code_of_lost == 0 {
+                self.code_of_lost = end.code();
+            }
+        } else if is_first && has_no_connection {
             self.sinks
                 .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
             self.fail(end.code());

@@ -2,7 +2,9 @@
 //! that enters the tests' machines; the last test has the real one.
 
 use flow_harness::Finished;
-use flow_harness::cli::{Running, children, is_alive, launcher, run, script, until, until_gone};
+use flow_harness::cli::{
+    Running, children, is_alive, launcher, run, script, until, until_gone, wait,
+};
 use flow_harness::net::{Agent, Gate, Net, ipv4};
 
 use std::fs;
@@ -68,6 +70,46 @@ fn ranks_go_by_the_list() {
     let expected = expected.map(|start| format!("{start}, node0 29600 1 two words INFO"));
     assert_eq!(finished.sorted_lines(), expected);
     site.net.until_nothing_is_left();
+}
+
+fn kill_all(pids: &[i32]) {
+    for pid in pids {
+        // It may have ended with another.
+        let _ = kill_process(Pid::from_raw(*pid).unwrap(), Signal::KILL);
+    }
+}
+
+/// Also without the first, which leads the job. The job ends well without it.
+#[test]
+fn a_job_in_place_goes_on_without_a_host() {
+    for lost in [0, 2] {
+        let Some(net) = Net::new(3) else { return };
+        let (_folder, ssh) = net.remote_shell();
+        let gate = Gate::new();
+        let flags = format!(
+            "--rsh {ssh} --hosts node0,node1,node2 --nproc-per-node 2 --elastic in-place --min-workers 2"
+        );
+        let said = tempfile::NamedTempFile::new().unwrap();
+        let mut command = script(&flags, &format!("echo ready; {}", gate.wait()));
+        command.env("FLOW_LOG", "warn,flow_launch::control=info");
+        command.stdout(said.reopen().unwrap()).stderr(said.reopen().unwrap());
+        let mut head = command.spawn().unwrap();
+        let count = |text: &str| fs::read_to_string(&said).unwrap().matches(text).count();
+        until("all have started", || count("ready\n") == 6);
+        until("the followers would elect another leader", || count("one has a copy") >= 2);
+        match lost {
+            0 => kill_all(&net.processes(0)),
+            _ => net.power_off(lost),
+        }
+        until("the job goes on", || count("the job goes on with 4 workers") > 0);
+        assert_eq!(count("ready\n"), 6);
+        gate.open();
+        let code = wait(&mut head);
+        let said = fs::read_to_string(&said).unwrap();
+        assert_eq!(code, Some(0), "{said}");
+        assert!(said.contains(&format!("flow-launch: node{lost} is lost: ")), "{said}");
+        net.until_nothing_is_left();
+    }
 }
 
 #[test]

@@ -146,6 +146,38 @@ fn one_leader_after_the_other_is_lost_in_place() {
     end_well(&net, &gate, agents);
 }
 
+/// Nodes with ranks that the user has given. The one that comes back has its own again.
+#[test]
+fn the_workers_go_on_when_node_0_is_lost() {
+    let Some(net) = Net::new(3) else { return };
+    let gate = Gate::new();
+    let master = ipv4(0);
+    let text = format!("{PLACE}; {}", gate.wait());
+    let start = |node: usize| {
+        let flags = format!(
+            "--nnodes 3 --node-rank {node} --master-addr {master} --nproc_per_node 2 \
+             --elastic in-place --max-restarts 6 --min-workers 2"
+        );
+        net.start(node, &telling(&flags, &text))
+    };
+    let mut agents: Vec<Agent> = (0..3).map(start).collect();
+    until("all have started", || agents.iter().all(|agent| workers(agent).len() == 2));
+    until_replicated(&agents[1..], 3);
+    let leader = agents.remove(0);
+    assert_eq!(ranks_of(&leader), [0, 1]);
+    leader.signal(Signal::KILL);
+    until("it goes on smaller", || {
+        agents.iter().all(|agent| agent.stderr().contains("the job goes on with 4 workers"))
+    });
+    drop(leader);
+    agents.push(start(0));
+    until_replaced(&agents[2], &[0, 1], 1);
+    for agent in &agents[..2] {
+        assert_eq!(workers(agent).len(), 2, "{}", agent.stdout());
+    }
+    end_well(&net, &gate, agents);
+}
+
 /// Its agent tells the next leader of it.
 #[test]
 fn a_worker_that_fails_while_nobody_leads_is_started_again_alone() {
