@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::join_error::JoinError;
 use super::lineage::MemoryPlace;
-use super::monitor::{BootstrapMonitor, POLL_INTERVAL};
+use super::monitor::BootstrapMonitor;
 use crate::json::{from_json, to_json};
 use crate::liveness::has_ended;
 use crate::shm::arena::{Arena, Block};
@@ -132,7 +132,7 @@ fn make_memory(
 fn place_of(first: usize, monitor: &mut BootstrapMonitor) -> Result<JoinPlace, JoinError> {
     let key = place_key(monitor, first);
     let place = loop {
-        match monitor.store.get(&key, monitor.left(POLL_INTERVAL)) {
+        match monitor.store.get(&key, monitor.left(monitor.poll_interval())) {
             Ok(place) => break place,
             Err(StoreError::Timeout { .. }) => monitor.check(&|| vec![first], &|_| 0)?,
             Err(error) => return Err(format!("rank {first} has not joined: {error}").into()),
@@ -194,7 +194,11 @@ fn wait_attached(
         if missing().is_empty() || header.failure.is_set() {
             break;
         }
-        sleep_on(&header.attached, locals.len() as u32, monitor.left(LIVENESS_INTERVAL));
+        sleep_on(
+            &header.attached,
+            locals.len() as u32,
+            monitor.left(LIVENESS_INTERVAL.min(monitor.poll_interval())),
+        );
         if let Err(error) = monitor.check(&missing, &|rank| pid_of(memory, locals, rank)) {
             // Only if it is the first: what this rank found out may be a consequence of that.
             let own = match &error {

@@ -41,8 +41,8 @@ pub use arena::ArenaSource;
 use arena::attach_arena;
 pub use join_error::JoinError;
 use lineage::{Lineage, Members, Seat};
+use monitor::BootstrapMonitor;
 pub use monitor::info_key;
-use monitor::{BootstrapMonitor, POLL_INTERVAL};
 use store::connect_store;
 
 impl World {
@@ -128,7 +128,7 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         launched,
         begin,
         timeout,
-        next_poll: begin + POLL_INTERVAL,
+        next_poll: begin,
         next_warning: begin + FIRST_WARNING,
         long: waits.as_ref().map(|waits| waits.begin(store)),
     });

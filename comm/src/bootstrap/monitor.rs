@@ -18,7 +18,9 @@ use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 
 /// The interval between looks whether ranks have ended, and the number of missing ranks for which
 /// to ask the store.
-pub const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// That of ranks which have been together before: another one has just ended, and they are to go on.
+const POLL_INTERVAL_OF_MEMBERS: Duration = Duration::from_millis(50);
 const MAX_QUERIES: usize = 4;
 
 /// Watches over one rank's join: how long it may take, and whether the others can still come.
@@ -43,6 +45,11 @@ pub struct BootstrapMonitor<'a> {
 }
 
 impl BootstrapMonitor<'_> {
+    /// Returns the interval between looks whether ranks have ended.
+    pub fn poll_interval(&self) -> Duration {
+        if self.members.is_empty() { POLL_INTERVAL } else { POLL_INTERVAL_OF_MEMBERS }
+    }
+
     /// Returns the time that is left, at most `slice`.
     pub fn left(&self, slice: Duration) -> Duration {
         self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
@@ -87,7 +94,7 @@ impl BootstrapMonitor<'_> {
         if now < self.next_poll {
             return Ok(());
         }
-        self.next_poll = now + POLL_INTERVAL;
+        self.next_poll = now + self.poll_interval();
         if let Some(reason) = self.cancel_reason() {
             return Err(reason.into());
         }
@@ -167,7 +174,7 @@ impl BootstrapMonitor<'_> {
         let key = format!("{}members", self.prefix);
         let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
         let text = loop {
-            let poll_timeout = self.left(POLL_INTERVAL);
+            let poll_timeout = self.left(self.poll_interval());
             let reply = match self.rank {
                 0 => publish_all(store, &keys, &key, poll_timeout),
                 _ => store.get(&key, poll_timeout),
@@ -220,7 +227,7 @@ impl BootstrapMonitor<'_> {
         }
         let mut connections = None;
         while self.rank == 0 {
-            match store.wait(&keys, self.left(POLL_INTERVAL)) {
+            match store.wait(&keys, self.left(self.poll_interval())) {
                 Ok(()) => break,
                 Err(StoreError::Timeout { .. }) => {
                     self.check(&|| unset(store, &keys), &|_| 0)
