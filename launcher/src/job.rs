@@ -134,6 +134,7 @@ pub struct Hosts {
     pub list: Vec<HostEntry>,
     /// The address at which the others reach the first.
     pub master_addr: String,
+    pub master_port: u16,
     /// The command that runs a command on another host; the host and the command are appended.
     pub remote_shell: Vec<String>,
     /// The other flags, which the agents get.

@@ -139,9 +139,8 @@ impl Agent {
                 self.group.iter_mut().for_each(WorkerGroup::hang_up);
             }
         }
-        if self.panel.take().is_some() {
-            self.sinks.erase_footer();
-        }
+        self.panel = None;
+        self.erase_footer();
         let code = self.finish();
         let group = self.finished_group.as_mut();
         let remainders = group.map(WorkerGroup::take_remainders).unwrap_or_default();
@@ -497,7 +496,10 @@ impl Agent {
     /// user continues it.
     fn suspend(&mut self) {
         self.group.iter().for_each(WorkerGroup::pause);
-        self.sinks.leave_terminal();
+        self.erase_footer();
+        while self.sinks.can_write_footer() {
+            self.write_sink(self.sinks.of_footer());
+        }
         let stopped = signals::suspend().unwrap_or_else(|error| {
             log::warn!("cannot stop: {error}");
             Duration::ZERO
@@ -515,13 +517,23 @@ impl Agent {
     /// Draws what is at the foot of the terminal for its present size, and tells the workers their part.
     fn resize(&mut self) {
         self.panel.iter().for_each(|panel| panel.draw(&mut self.sinks));
-        self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
+        self.fit_output();
     }
 
     /// Shows what the job does.
     fn show(&mut self) {
-        let Some(panel) = &mut self.panel else { return };
-        panel.take(&mut self.sinks);
+        self.panel.iter_mut().for_each(|panel| panel.take(&mut self.sinks));
+        self.fit_output();
+    }
+
+    fn erase_footer(&mut self) {
+        self.sinks.erase_footer();
+        self.reaper.set_footer(false);
+    }
+
+    /// Tells the workers which part of the terminal is theirs.
+    fn fit_output(&mut self) {
+        self.reaper.set_footer(self.sinks.has_footer());
         self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
     }
 
@@ -534,7 +546,7 @@ impl Agent {
         watched.extend(watchdog.map(|fd| readable(AgentReady::Watchdog, fd)));
         let health = self.health.iter().flat_map(Health::watch);
         watched.extend(health.map(|fd| readable(AgentReady::Health, fd)));
-        let panel = self.panel.as_ref().map(Panel::watch);
+        let panel = self.panel.as_ref().and_then(Panel::watch);
         watched.extend(panel.map(|fd| readable(AgentReady::Panel, fd)));
         watched.extend(self.sinks.watch().map(|(sink, fd)| writable(AgentReady::Sink(sink), fd)));
         let group = self.group.as_ref();

@@ -17,7 +17,7 @@ use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder};
 use std::io::{self, BufRead, ErrorKind, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -35,11 +35,12 @@ use crate::output::terminal::Modes;
 use crate::signal;
 
 /// First argument of a flow-launch process that is a reaper. The second is the job's tag; the
-/// third, if standard error is the user's terminal, its modes at the start; the fourth [`FOOTER`], if
-/// the terminal may have one.
+/// third, if standard error is the user's terminal, its modes at the start.
 pub const HIDDEN_FLAG: &str = "--reaper";
 
+/// Lines to the reaper: the launcher has drawn a footer on the terminal, or has erased it.
 const FOOTER: &str = "footer";
+const NO_FOOTER: &str = "no-footer";
 
 /// The variable with the tag, in the environment of all processes of a round.
 const JOB_TAG: &str = "FLOW_LAUNCHER";
@@ -77,11 +78,13 @@ pub struct Reaper {
     deadline: Option<Instant>,
     /// A named pipe to remove.
     pipe: Option<PathBuf>,
+    /// What the reaper knows of the terminal.
+    has_footer: bool,
 }
 
 impl Reaper {
-    /// Starts the reaper. With `has_footer`, it erases what the launcher has left at the foot of the terminal.
-    pub fn start(has_footer: bool) -> anyhow::Result<Reaper> {
+    /// Starts the reaper. With `has_footers`, it can erase what the launcher draws at the foot of the terminal.
+    pub fn start(has_footers: bool) -> anyhow::Result<Reaper> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let job = format!("{}.{}", std::process::id(), now.as_nanos());
         let mut command = Command::new("/proc/self/exe");
@@ -94,19 +97,24 @@ impl Reaper {
             .env_remove(TOKEN);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         let modes = Modes::of_input();
-        if modes.is_some() || has_footer {
-            let terminal = io::stderr()
-                .as_fd()
-                .try_clone_to_owned()
-                .context("cannot open the terminal once more")?;
-            command.stderr(terminal);
+        if let Some(modes) = modes {
+            command.arg(modes.to_string()).stderr(again(io::stdin().as_fd())?);
+        } else if has_footers {
+            command.stderr(again(io::stderr().as_fd())?);
         }
-        command.arg(modes.map_or(String::new(), |modes| modes.to_string()));
-        command.args(has_footer.then_some(FOOTER));
         let mut process = command.spawn().context("cannot start the reaper process")?;
         let answers = process.stdout.take().context("the reaper process has no standard output")?;
         rustix::io::ioctl_fionbio(&answers, true).context("cannot listen to the reaper process")?;
-        Ok(Reaper { process, answers, job, round: 0, unanswered: 0, deadline: None, pipe: None })
+        Ok(Reaper {
+            process,
+            answers,
+            job,
+            round: 0,
+            unanswered: 0,
+            deadline: None,
+            pipe: None,
+            has_footer: false,
+        })
     }
 
     /// Returns the tag, which is unique on this host.
@@ -198,6 +206,13 @@ impl Reaper {
         }
     }
 
+    /// Tells whether the launcher has left something at the foot of the terminal.
+    pub fn set_footer(&mut self, is_there: bool) {
+        if std::mem::replace(&mut self.has_footer, is_there) != is_there {
+            self.send(if is_there { FOOTER } else { NO_FOOTER });
+        }
+    }
+
     /// Notes that the job succeeded; processes that it detached on purpose may keep running.
     pub fn dismiss(&mut self) {
         self.send(DISMISSAL);
@@ -236,11 +251,15 @@ impl Drop for Reaper {
     }
 }
 
+/// Opens a terminal once more.
+fn again(terminal: BorrowedFd<'_>) -> anyhow::Result<OwnedFd> {
+    terminal.try_clone_to_owned().context("cannot open the terminal once more")
+}
+
 /// Runs the reaper process itself.
 pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let tag = arguments.next();
     let modes = arguments.next().and_then(|modes| Modes::parse(modes.to_str()?));
-    let has_footer = arguments.next().is_some_and(|argument| argument == FOOTER);
     // A signal for the launcher (Ctrl-C, a hang-up, a kill by name) must not end the reaper before
     // the launcher.
     let tag = tag.and_then(|tag| tag.into_string().ok()).filter(|tag| !tag.contains('/'));
@@ -251,8 +270,10 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let mut groups = HashSet::new();
     let mut pipes: Vec<PathBuf> = Vec::new();
     let mut is_dismissed = false;
+    let mut has_footer = false;
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         is_dismissed |= line == DISMISSAL;
+        has_footer = line == FOOTER || has_footer && line != NO_FOOTER;
         if let Some(round) = line.strip_prefix(KILL_STRAGGLERS) {
             kill_stragglers(&round_tag(&tag, round));
             // Fails only if the launcher has died.
@@ -272,14 +293,14 @@ pub fn main(mut arguments: impl Iterator<Item = OsString>) -> ExitCode {
     for group in groups {
         let _ = kill_process_group(group, Signal::KILL);
     }
-    if !is_dismissed {
-        kill_stragglers(&job_tag(&tag));
-    }
-    modes.into_iter().for_each(Modes::restore);
     if has_footer {
         // It fails only where the terminal has gone.
         let _ = io::stderr().write_all(Footer::erasure().as_bytes());
     }
+    if !is_dismissed {
+        kill_stragglers(&job_tag(&tag));
+    }
+    modes.into_iter().for_each(Modes::restore);
     let folder = temporary_folder(&tag);
     for _ in 0..REMOVALS {
         let is_removed = remove(&folder);

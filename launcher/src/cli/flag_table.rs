@@ -252,8 +252,8 @@ flags! {
     Switch TOP = switch(OUTPUT, "top", "Show at the foot of the terminal what the job does")
         .without_variable()
         .meaning(
-            "show what the job does, as `flow-launch top` does, at the foot of the terminal; the output \
-             scrolls above. With `--hosts` too",
+            "show what the job does, as `flow-launch top` does, at the foot of the terminal, which standard \
+             error must be; the output scrolls above. With `--hosts` too",
         )
         .differs("not in torchrun");
     Switch QUIET = switch(OUTPUT, "quiet", "Print errors only")

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use super::flag::Valued;
 use super::flag_table as table;
+use super::rendezvous::MASTER_PORT;
 use super::settings::{Setting, Settings, host_and_number};
 use super::usage::Usage;
 use crate::job::{HostEntry, Hosts, Processes};
@@ -67,6 +68,9 @@ pub fn hosts(settings: &Settings, processes: Processes) -> Result<Option<Hosts>,
     Ok(Some(Hosts {
         list,
         master_addr,
+        master_port: settings
+            .get_number(table::MASTER_PORT, 1, "a port from 1 to 65535")?
+            .unwrap_or(MASTER_PORT),
         remote_shell: remote_shell(settings)?,
         flags: flags_of_agents(settings),
         exports,

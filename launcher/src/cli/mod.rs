@@ -121,6 +121,10 @@ impl Job {
         };
         job.warnings = settings.warnings.take();
         check_elastic(&job)?;
+        if job.top && job.hosts.as_ref().is_some_and(|hosts| hosts.list.len() == 1) {
+            let text = "--top needs two hosts or more; `flow-launch top` on the host shows the job";
+            return Err(Usage(text.into()));
+        }
         Ok(job)
     }
 }

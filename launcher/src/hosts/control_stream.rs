@@ -4,8 +4,8 @@
 //! The head first writes the variables for the agent's environment, among them the job's secret, as
 //! a line of JSON. Then it writes `signal N` for each signal that it passes on, and an empty line
 //! as a heartbeat. If the stream ends or is silent for too long, the head is gone or cannot be
-//! reached. The agent then ends its job as at SIGTERM. The agent's first output is a line that says
-//! that it has started.
+//! reached. The agent then ends its job as at SIGTERM, or at the signal that `at-end N` has named. The
+//! agent's first output is a line that says that it has started.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -42,10 +42,16 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
 const HEARTBEAT_TIMEOUT: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 const SIGNAL: &str = "signal ";
+const AT_END: &str = "at-end ";
 
 /// Returns the line that passes on a signal.
 pub fn signal(signal: i32) -> String {
     format!("{SIGNAL}{signal}\n")
+}
+
+/// Returns the line that says which signal the agent gets when the stream ends.
+pub fn at_end(signal: Signal) -> String {
+    format!("{AT_END}{}\n", signal.as_raw())
 }
 
 /// Returns the line with the variables.
@@ -104,6 +110,11 @@ pub fn take() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the signal whose number follows this word in a line.
+fn signal_after(line: &str, word: &str) -> Option<Signal> {
+    Signal::from_named_raw(line.strip_prefix(word)?.parse().ok()?)
+}
+
 fn send_to_this_process(signal: Signal) {
     if let Err(error) = kill_process(getpid(), signal) {
         log::warn!("cannot signal this process: {error}");
@@ -128,13 +139,14 @@ impl ControlStream {
         if let Err(error) = signal::block_all() {
             log::warn!("cannot block signals: {error}");
         }
+        let mut at_end = Signal::TERM;
         while let Some(line) = self.line() {
-            let number = line.strip_prefix(SIGNAL).and_then(|number| number.parse().ok());
-            if let Some(signal) = number.and_then(Signal::from_named_raw) {
+            if let Some(signal) = signal_after(&line, SIGNAL) {
                 send_to_this_process(signal);
             }
+            at_end = signal_after(&line, AT_END).unwrap_or(at_end);
         }
-        send_to_this_process(Signal::TERM);
+        send_to_this_process(at_end);
     }
 
     /// Reads the next line, without its end; None when the stream has ended.

@@ -21,13 +21,12 @@ use rustix::process::Signal;
 
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::process;
+use crate::agent::reaper::Reaper;
 use crate::agent::signals::{self, Request, Signals};
-use crate::cli::rendezvous::MASTER_PORT;
-use crate::cli::usage::Usage;
 use crate::control::token::TOKEN;
 use crate::hosts::agents::{Place, Start};
 use crate::hosts::host_process::{HostProcess, OF_LAUNCHER};
-use crate::job::{Hosts, Job, Rendezvous};
+use crate::job::{Hosts, Job};
 use crate::net;
 use crate::output::lines::{Segment, Source};
 use crate::output::sink::Sinks;
@@ -82,15 +81,18 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
     let sinks =
         Sinks::standard(job.quiet).context("cannot open standard output and standard error")?;
     let mut panel = None;
+    let mut reaper = None;
     if job.top {
         Panel::check_terminal(&sinks)?;
-        let address = net::join(&hosts.master_addr, meeting_port(job, hosts)?);
+        reaper = Some(Reaper::start(true)?);
+        let address = net::join(&hosts.master_addr, hosts.master_port);
         panel = Some(Panel::start(address, variables[TOKEN].clone())?);
     }
     let mut head = Head {
         signals,
         sinks,
         panel,
+        reaper,
         grace: job.grace,
         join_timeout: job.nodes.timeouts.join,
         started: Instant::now(),
@@ -98,10 +100,8 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
         agents: Vec::new(),
         shown: HashMap::new(),
         phase: Phase::Running,
-        is_in_place: job.is_in_place,
-        has_succeeded: false,
-        code_of_lost: 0,
-        code: 0,
+        goes_on_without_hosts: goes_on_without_hosts(job),
+        codes: ExitCodes::default(),
         is_signalled: false,
     };
     for name in missing {
@@ -109,24 +109,18 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
             "--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"
         ));
     }
-    head.start(starts, &control_stream::environment(&variables)?);
+    let mut beginning = control_stream::environment(&variables)?;
+    if head.goes_on_without_hosts {
+        // A host that its connection has lost is lost: the others go on without its workers.
+        beginning += &control_stream::at_end(Signal::KILL);
+    }
+    head.start(starts, &beginning);
     head.run()
 }
 
-/// Returns the port at which the agents meet.
-fn meeting_port(job: &Job, hosts: &Hosts) -> Result<u16, Usage> {
-    let given = match &job.nodes.rendezvous {
-        Rendezvous::Alone { master_port, .. } => *master_port,
-        Rendezvous::Static { master_port, .. } => Some(*master_port),
-        Rendezvous::Endpoint { port, .. } => Some(*port),
-    };
-    match given {
-        None if hosts.list.len() == 1 => {
-            let text = "--top with one host needs --master-port: this node finds the job there";
-            Err(Usage(text.into()))
-        }
-        given => Ok(given.unwrap_or(MASTER_PORT)),
-    }
+/// Whether the agents may go on without some of the hosts.
+fn goes_on_without_hosts(job: &Job) -> bool {
+    job.is_in_place && (job.max_restarts > 0 || job.min_workers.is_some())
 }
 
 /// Returns the current folder, by the name that the user knows: another host may have it under that
@@ -154,6 +148,28 @@ enum Phase {
     Killed(Instant),
 }
 
+/// The exit codes of the agents.
+#[derive(Default)]
+struct ExitCodes {
+    /// An agent has ended well, which none does before the job has.
+    has_succeeded: bool,
+    /// That of the first agent without which the others went on.
+    of_lost: Option<u8>,
+    /// That of the first other agent that failed.
+    of_failed: Option<u8>,
+}
+
+impl ExitCodes {
+    /// Returns the exit code of the job.
+    fn of_job(&self) -> u8 {
+        match (self.of_failed, self.has_succeeded) {
+            (Some(code), _) => code,
+            (None, true) => 0,
+            (None, false) => self.of_lost.unwrap_or(0),
+        }
+    }
+}
+
 /// A descriptor that `poll` has found ready; agents and their streams by index.
 enum HeadReady {
     Signals,
@@ -168,8 +184,9 @@ struct Head {
     agents: Vec<HostProcess>,
     signals: Signals,
     sinks: Sinks,
-    /// `--top`.
+    /// `--top`, and who erases what it has drawn.
     panel: Option<Panel>,
+    reaper: Option<Reaper>,
     grace: Duration,
     /// The time to wait for an agent to start.
     join_timeout: Duration,
@@ -180,14 +197,8 @@ struct Head {
     /// concern all.
     shown: HashMap<Vec<u8>, usize>,
     phase: Phase,
-    /// The job goes on without hosts that are lost, as far as its agents can do that.
-    is_in_place: bool,
-    /// An agent has ended well, which none does before the job has.
-    has_succeeded: bool,
-    /// The exit code of the first agent without which the others went on.
-    code_of_lost: u8,
-    /// That of the first other agent that failed.
-    code: u8,
+    goes_on_without_hosts: bool,
+    codes: ExitCodes,
     is_signalled: bool,
 }
 
@@ -210,9 +221,8 @@ impl Head {
             let deadline = self.deadline();
             self.poll_once(deadline)?;
         }
-        if self.panel.take().is_some() {
-            self.sinks.erase_footer();
-        }
+        self.panel = None;
+        self.erase_footer();
         // All that is left is to write output; no longer once we were signalled to end.
         while self.sinks.watch().next().is_some() {
             let deadline = self.is_signalled.then(Instant::now);
@@ -220,11 +230,7 @@ impl Head {
                 break;
             }
         }
-        Ok(match self.code {
-            _ if self.is_in_place && self.has_succeeded => 0,
-            0 => self.code_of_lost,
-            code => code,
-        })
+        Ok(self.codes.of_job())
     }
 
     fn deadline(&self) -> Option<Instant> {
@@ -252,7 +258,10 @@ impl Head {
                                 self.stop(signal);
                             }
                             Request::Suspend => {
-                                self.sinks.leave_terminal();
+                                self.erase_footer();
+                                while self.sinks.can_write_footer() {
+                                    self.write_sink(self.sinks.of_footer());
+                                }
                                 let _stopped_for =
                                     signals::suspend().context("cannot stop for a while")?;
                                 self.draw();
@@ -263,13 +272,9 @@ impl Head {
                 }
                 HeadReady::Panel => {
                     self.panel.iter_mut().for_each(|panel| panel.take(&mut self.sinks));
+                    self.note_footer();
                 }
-                HeadReady::Sink(sink) => {
-                    // If the reader has gone, the agents get SIGPIPE.
-                    for which in self.sinks.write(sink) {
-                        self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
-                    }
-                }
+                HeadReady::Sink(sink) => self.write_sink(sink),
                 HeadReady::Control(agent) => self.agents[agent].write(),
                 HeadReady::Output(agent, which) => drop(self.read(agent, which)),
                 HeadReady::End(agent) => self.note_end(agent)?,
@@ -282,11 +287,29 @@ impl Head {
     /// Draws what is at the foot of the terminal for its present size.
     fn draw(&mut self) {
         self.panel.iter().for_each(|panel| panel.draw(&mut self.sinks));
+        self.note_footer();
+    }
+
+    fn erase_footer(&mut self) {
+        self.sinks.erase_footer();
+        self.note_footer();
+    }
+
+    fn note_footer(&mut self) {
+        let is_there = self.sinks.has_footer();
+        self.reaper.iter_mut().for_each(|reaper| reaper.set_footer(is_there));
+    }
+
+    /// Writes to one of our own outputs. If its reader has gone, the agents get SIGPIPE.
+    fn write_sink(&mut self, sink: usize) {
+        for which in self.sinks.write(sink) {
+            self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
+        }
     }
 
     fn watch(&self) -> Vec<(HeadReady, PollFd<'_>)> {
         let mut watched = vec![(HeadReady::Signals, PollFd::new(&self.signals, PollFlags::IN))];
-        let panel = self.panel.as_ref().map(Panel::watch);
+        let panel = self.panel.as_ref().and_then(Panel::watch);
         watched.extend(panel.map(|fd| poll::readable(HeadReady::Panel, fd)));
         let sinks = self.sinks.watch();
         watched.extend(sinks.map(|(sink, fd)| {
@@ -365,14 +388,18 @@ impl Head {
         for which in 0..2 {
             while self.read(index, which) {}
         }
-        self.has_succeeded |= !end.is_failure();
         let HostProcess { host, starter, is_there, .. } = &self.agents[index];
         let is_first = matches!(self.phase, Phase::Running);
         // If a worker ended by a signal, the agents' report says so.
-        let has_no_connection = end == OF_SSH && !self.has_shown("exit code 255");
-        let is_lost = has_no_connection || matches!(end, ExitStatus::Signal(_));
-        let others_go_on = self.is_in_place && self.agents.iter().any(|other| !other.has_ended);
-        if !is_there && is_first {
+        let has_no_connection = end == OF_SSH && !self.has_shown("failed with exit code 255");
+        // Two cannot elect another leader than the first.
+        let may_be_lost = index > 0 || self.agents.len() > 2;
+        let are_left = self.codes.has_succeeded || self.agents.iter().any(|other| !other.has_ended);
+        let others_go_on = self.goes_on_without_hosts && may_be_lost && are_left;
+        if !is_there {
+            if !is_first {
+                return Ok(());
+            }
             let advice = match end {
                 OF_SSH => format!(
                     "; `{starter} {host} true` must work without a password; `flow-launch doctor \
@@ -384,17 +411,19 @@ impl Head {
                 "cannot start flow-launch on {host}: {starter} ended with {end}{advice}"
             ));
             self.fail(end.code().max(1));
-        } else if is_first && is_lost && others_go_on {
-            self.sinks.note(&format!("{host} is lost: {starter} ended with {end}"));
-            if self.code_of_lost == 0 {
-                self.code_of_lost = end.code();
+        } else if !end.is_failure() {
+            self.codes.has_succeeded = true;
+        } else if is_first && others_go_on {
+            if has_no_connection || matches!(end, ExitStatus::Signal(_)) {
+                self.sinks.note(&format!("{host} is lost: {starter} ended with {end}"));
             }
+            self.codes.of_lost.get_or_insert(end.code());
         } else if is_first && has_no_connection {
             self.sinks
                 .say(&format!("the connection to {host} is lost: {starter} ended with {end}"));
             self.fail(end.code());
-        } else if end.is_failure() && *is_there && self.code == 0 {
-            self.code = end.code();
+        } else {
+            self.codes.of_failed.get_or_insert(end.code());
             if is_first {
                 self.phase = Phase::Ending(Instant::now() + PEER_EXIT_GRACE);
             }
@@ -403,11 +432,11 @@ impl Head {
     }
 
     fn has_shown(&self, words: &str) -> bool {
-        self.shown.keys().any(|line| String::from_utf8_lossy(line).trim_end().ends_with(words))
+        self.shown.keys().any(|line| String::from_utf8_lossy(line).contains(words))
     }
 
     fn fail(&mut self, code: u8) {
-        self.code = code;
+        self.codes.of_failed = Some(code);
         self.stop(Signal::TERM.as_raw());
     }
 
@@ -418,9 +447,7 @@ impl Head {
                 agent.send(&control_stream::signal(signal));
             } else {
                 agent.kill();
-                if self.code == 0 {
-                    self.code = ExitStatus::Signal(signal).code();
-                }
+                self.codes.of_failed.get_or_insert(ExitStatus::Signal(signal).code());
             }
         }
         if let Phase::Running | Phase::Ending(_) = self.phase {

@@ -9,6 +9,11 @@ use std::collections::VecDeque;
 const SAVE: &str = "\x1b7";
 const RESTORE: &str = "\x1b8";
 
+/// What is too wide for a row, as some characters are for one column, is cut off there; or it goes on in the next
+/// row, as at first.
+const CUT_OFF: &str = "\x1b[?7l";
+const WRAP: &str = "\x1b[?7h";
+
 /// All rows scroll, as at first. Setting the rows moves the cursor.
 const ALL_ROWS: &str = "\x1b[r";
 
@@ -28,9 +33,9 @@ const OUTPUT_ROWS: usize = 4;
 /// The footer, as far as it is on the terminal.
 #[derive(Default)]
 pub struct Footer {
-    /// The terminal's rows.
-    rows: usize,
-    /// Those of the footer.
+    /// The terminal's rows and columns.
+    size: (usize, usize),
+    /// The footer's rows. They become no fewer, or the workers' terminals would change with each line.
     height: usize,
 }
 
@@ -40,39 +45,41 @@ impl Footer {
         self.height
     }
 
-    /// Returns how many lines there may be on a terminal with so many rows.
+    /// Returns the most lines on a terminal with so many rows.
     pub fn most_lines(rows: usize) -> usize {
         rows.saturating_sub(OUTPUT_ROWS).min(rows / 2)
     }
 
-    /// Draws lines on a terminal with so many rows, and none where it has no room for them. The terminal
-    /// cuts off what is too wide.
-    pub fn draw(&mut self, lines: &[String], rows: usize, out: &mut VecDeque<u8>) {
-        if rows != self.rows {
+    /// Draws lines on a terminal of so many rows and columns, and none where it has no room for them.
+    pub fn draw(&mut self, lines: &[String], size: (usize, usize), out: &mut VecDeque<u8>) {
+        if size != self.size {
             self.erase(out);
-            self.rows = rows;
+            self.size = size;
         }
+        let (rows, columns) = size;
         let lines = &lines[..lines.len().min(Footer::most_lines(rows))];
-        let before = self.height;
-        self.height = lines.len();
-        if let more @ 1.. = self.height.saturating_sub(before) {
+        let more = lines.len().saturating_sub(self.height);
+        if more > 0 {
             // The output moves up as far as it must: at the last row this scrolls.
             let text = DOWN.repeat(more) + &format!("\x1b[{more}A");
             out.extend(text.as_bytes());
         }
-        let mut text = SAVE.to_string();
-        if self.height != before {
-            text += &format!("\x1b[1;{}r", rows - self.height);
+        self.height += more;
+        if self.height == 0 {
+            return;
         }
-        for row in rows - before.max(self.height)..rows - self.height {
-            text += &format!("\x1b[{};1H{PLAIN}{END_OF_ROW}", row + 1);
-        }
-        for (number, line) in lines.iter().enumerate() {
-            let row = rows - self.height + number + 1;
+        // The size is as it was, or there was no footer.
+        let above = rows - self.height;
+        // Each time: a program may have set other rows, and terminals forget them when their size changes.
+        let mut text = format!("{SAVE}\x1b[1;{above}r{CUT_OFF}");
+        for number in 0..self.height {
             // The first line divides the footer from the output.
             let look = if number == 0 { REVERSE } else { "" };
-            text += &format!("\x1b[{row};1H{PLAIN}{look}{line}{END_OF_ROW}");
+            let line = lines.get(number).map_or("", String::as_str);
+            let line: String = line.chars().take(columns).collect();
+            text += &format!("\x1b[{};1H{PLAIN}{look}{END_OF_ROW}{line}", above + number + 1);
         }
+        text += WRAP;
         text += RESTORE;
         out.extend(text.as_bytes());
     }
@@ -107,6 +114,8 @@ mod tests {
         Draw(usize),
         Erase,
         Resize(u16),
+        /// Something makes all rows scroll.
+        Lose,
     }
 
     fn event() -> impl Strategy<Value = Event> {
@@ -115,6 +124,7 @@ mod tests {
             4 => (0usize..9).prop_map(Event::Draw),
             1 => Just(Event::Erase),
             1 => (1u16..14).prop_map(Event::Resize),
+            1 => Just(Event::Lose),
         ]
     }
 
@@ -154,17 +164,29 @@ mod tests {
             self.parser.process(b"\r\n");
         }
 
-        fn with_footer(&mut self, act: impl FnOnce(&mut Footer, usize, &mut VecDeque<u8>)) {
+        fn with_footer(
+            &mut self,
+            act: impl FnOnce(&mut Footer, (usize, usize), &mut VecDeque<u8>),
+        ) {
             let mut out = VecDeque::new();
-            let rows = self.rows();
-            act(&mut self.footer, rows, &mut out);
+            let size = (self.rows(), COLUMNS.get().into());
+            act(&mut self.footer, size, &mut out);
             self.parser.process(out.make_contiguous());
         }
 
         fn draw(&mut self, count: usize) {
-            self.shown = (0..count).map(|line| format!("foot {line} of {count}")).collect();
-            let lines = self.shown.clone();
-            self.with_footer(|footer, rows, out| footer.draw(&lines, rows, out));
+            let mut lines: Vec<String> =
+                (0..count).map(|line| format!("foot {line} of {count}")).collect();
+            if let Some(last) = lines.last_mut() {
+                *last += ", which is too wide";
+            }
+            self.with_footer(|footer, size, out| footer.draw(&lines, size, out));
+            lines.truncate(Footer::most_lines(self.rows()));
+            lines.resize(self.footer.height(), String::new());
+            for line in &mut lines {
+                line.truncate(COLUMNS.get().into());
+            }
+            self.shown = lines;
         }
 
         fn erase(&mut self) {
@@ -174,9 +196,8 @@ mod tests {
 
         fn check(&self) {
             let rows: Vec<String> = self.parser.screen().rows(0, COLUMNS.get()).collect();
-            let count = self.shown.len().min(Footer::most_lines(self.rows()));
-            let (above, foot) = rows.split_at(rows.len() - count);
-            assert_eq!(foot, &self.shown[..count]);
+            let (above, foot) = rows.split_at(rows.len() - self.shown.len());
+            assert_eq!(foot, self.shown);
             // The cursor is at the end of the output, and above it is the rest of that.
             let (row, column) = self.parser.screen().cursor_position();
             let (output, below) = above.split_at(usize::from(row) + 1);
@@ -224,6 +245,11 @@ mod tests {
                         let count = terminal.shown.len();
                         terminal.draw(count);
                     }
+                    Event::Lose => {
+                        terminal.parser.process(b"\x1b7\x1b[r\x1b8");
+                        let count = terminal.shown.len();
+                        terminal.draw(count);
+                    }
                 }
                 terminal.check();
             }
@@ -237,7 +263,7 @@ mod tests {
         let mut out = VecDeque::new();
         let mut footer = Footer::default();
         for rows in 0..5 {
-            footer.draw(&["foot".into()], rows, &mut out);
+            footer.draw(&["foot".into()], (rows, 80), &mut out);
             assert_eq!(footer.height(), Footer::most_lines(rows), "{rows}");
         }
         assert_eq!([0, 4, 5, 7, 24].map(Footer::most_lines), [0, 0, 1, 3, 12]);

@@ -117,9 +117,9 @@ impl OutputQueue {
         self.screen.is_some()
     }
 
-    /// Draws lines at the foot of the terminal, which has so many rows.
-    pub fn draw_footer(&mut self, lines: &[String], rows: usize) {
-        self.footer.draw(lines, rows, &mut self.bytes);
+    /// Draws lines at the foot of the terminal, which has so many rows and columns.
+    pub fn draw_footer(&mut self, lines: &[String], size: (usize, usize)) {
+        self.footer.draw(lines, size, &mut self.bytes);
     }
 
     /// Erases the lines at the foot of the terminal.

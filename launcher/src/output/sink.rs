@@ -4,6 +4,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::Errno;
 use rustix::termios::{Winsize, isatty, tcgetwinsize};
@@ -97,16 +98,22 @@ impl Sinks {
         self.of_mut(1).queue.erase_footer();
     }
 
-    /// Writes what the terminal takes at once, before another program has it. The footer is not left there.
-    pub fn leave_terminal(&mut self) {
-        self.erase_footer();
-        for index in 0..self.sinks.len() {
-            let mut before = usize::MAX;
-            while (1..before).contains(&self.sinks[index].queue.len()) {
-                before = self.sinks[index].queue.len();
-                self.write(index);
-            }
-        }
+    /// Whether lines are at the foot of the terminal.
+    pub fn has_footer(&self) -> bool {
+        self.of(1).queue.footer_height() > 0
+    }
+
+    /// Returns the sink of the terminal with the lines.
+    pub fn of_footer(&self) -> usize {
+        self.sinks.len() - 1
+    }
+
+    /// Whether something waits for that terminal, which would take it at once.
+    pub fn can_write_footer(&self) -> bool {
+        let Some(fd) = self.of(1).wants_to_write() else { return false };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::OUT)], Some(&now))
+            .is_ok_and(|count| count > 0)
     }
 
     /// Prints an error to standard error.

@@ -2,7 +2,7 @@
 
 use std::io::{PipeReader, Read, stderr};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, TryRecvError};
 
 use rustix::process::getpgrp;
 use rustix::termios::tcgetpgrp;
@@ -15,10 +15,14 @@ use crate::top::table::{self, Before};
 use crate::top::view::View;
 use crate::top::watcher::{self, Look};
 
+/// Beyond so many bytes that the terminal has not taken, nothing is drawn.
+const MAX_QUEUED_BYTES: usize = 1 << 16;
+
 /// The panel, which shows the last look at the job.
 pub struct Panel {
     looks: Receiver<Look>,
-    woken: PipeReader,
+    /// None once nobody looks any more.
+    woken: Option<PipeReader>,
     before: Before,
     shown: Shown,
 }
@@ -31,8 +35,7 @@ enum Shown {
 }
 
 impl Panel {
-    /// # Errors
-    /// There is no terminal for a panel.
+    /// Checks that there is a terminal for a panel.
     pub fn check_terminal(sinks: &Sinks) -> Result<(), Usage> {
         if sinks.of(1).queue.is_screen() {
             return Ok(());
@@ -45,25 +48,32 @@ impl Panel {
     /// Looks again and again at the job whose leading agent is at this address, or known there.
     pub fn start(address: String, token: String) -> anyhow::Result<Panel> {
         let (looks, woken) = watcher::watch_always(address, token)?;
-        Ok(Panel { looks, woken, before: Before::default(), shown: Shown::Nothing })
+        Ok(Panel { looks, woken: Some(woken), before: Before::default(), shown: Shown::Nothing })
     }
 
     /// Returns what is readable when [`Panel::take`] has something to show.
-    pub fn watch(&self) -> BorrowedFd<'_> {
-        self.woken.as_fd()
+    pub fn watch(&self) -> Option<BorrowedFd<'_>> {
+        self.woken.as_ref().map(AsFd::as_fd)
     }
 
     /// Shows a look at the job.
     pub fn take(&mut self, sinks: &mut Sinks) {
-        let _ = (&self.woken).read(&mut [0]);
+        let _ = self.woken.as_ref().map(|mut woken| woken.read(&mut [0]));
         match self.looks.try_recv() {
             Ok(Ok(Some(status))) => {
                 let view = View::of(&status);
                 let cpu_shares = self.before.cpu_shares(&view);
                 self.shown = Shown::Job(view, cpu_shares);
             }
-            Ok(Err(error)) => self.shown = Shown::Error(format!("{error:#}")),
-            Ok(Ok(None)) | Err(_) => return,
+            Ok(Err(error)) => {
+                let what = match self.shown {
+                    Shown::Job(..) => "the job is not seen any more",
+                    Shown::Nothing | Shown::Error(_) => "the job is not seen yet",
+                };
+                self.shown = Shown::Error(format!("{what}: {error:#}"));
+            }
+            Ok(Ok(None)) | Err(TryRecvError::Empty) => return,
+            Err(TryRecvError::Disconnected) => self.woken = None,
         }
         self.draw(sinks);
     }
@@ -74,6 +84,9 @@ impl Panel {
             return;
         }
         let terminal = sinks.of_mut(1);
+        if terminal.queue.len() > MAX_QUEUED_BYTES {
+            return;
+        }
         let Some(size) = terminal.terminal_size() else { return };
         let rows = usize::from(size.ws_row);
         let columns = usize::from(size.ws_col);
@@ -81,8 +94,8 @@ impl Panel {
         let lines = match &self.shown {
             Shown::Nothing => return,
             Shown::Job(view, cpu_shares) => table::lines(view, cpu_shares, most, columns, ""),
-            Shown::Error(error) => vec![printable(error).chars().take(columns).collect()],
+            Shown::Error(error) => vec![printable(error)],
         };
-        terminal.queue.draw_footer(&lines, rows);
+        terminal.queue.draw_footer(&lines, (rows, columns));
     }
 }

@@ -35,9 +35,9 @@ pub type Look = anyhow::Result<Option<JobStatus>>;
 
 /// Looks at a job again and again, on a thread of its own, as the leader may take long to answer. The pipe has a
 /// byte for each look.
-pub fn watch(watcher: Watcher) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
+pub fn watch(mut watcher: Watcher) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
     on_a_thread(move |looks| {
-        looks.look_again(watcher);
+        looks.look_again(&mut watcher);
     })
 }
 
@@ -47,14 +47,19 @@ pub fn watch_always(
     token: String,
 ) -> anyhow::Result<(Receiver<Look>, PipeReader)> {
     on_a_thread(move |looks| {
-        loop {
-            let is_wanted = match Watcher::connect(address.clone(), token.clone()) {
-                Ok(watcher) => looks.look_again(watcher),
-                Err(error) => looks.send(Err(error)),
-            };
-            if !is_wanted {
-                return;
+        let mut watcher = loop {
+            match Watcher::connect(address.clone(), token.clone()) {
+                Ok(watcher) => break watcher,
+                Err(error) => {
+                    if !looks.send(Err(error)) {
+                        return;
+                    }
+                }
             }
+            thread::sleep(INTERVAL);
+        };
+        // It knows who may lead the job, also after an error.
+        while looks.look_again(&mut watcher) {
             thread::sleep(INTERVAL);
         }
     })
@@ -84,7 +89,7 @@ impl Looks {
     }
 
     /// Looks until the job is over, or cannot be looked at; false if nobody wants to know.
-    fn look_again(&self, mut watcher: Watcher) -> bool {
+    fn look_again(&self, watcher: &mut Watcher) -> bool {
         loop {
             let look = watcher.look();
             let is_last = !matches!(look, Ok(Some(_)));

@@ -1,4 +1,4 @@
-//! The screen of `flow-launch top`.
+//! The screen of `flow-launch top`, and what `--top` shows.
 
 use std::num::NonZero;
 use std::process::Command;
@@ -197,10 +197,8 @@ fn a_job_on_several_hosts_is_shown_where_it_was_started() {
 }
 
 #[test]
-fn one_host_is_shown_by_its_port() {
-    let command = script("--hosts localhost --top", "exit 3");
-    let Some(terminal) = Terminal::start(&command) else { return };
-    let (code, shown) = terminal.end();
-    assert_eq!(code, Some(2));
-    assert!(shown.contains("--top with one host needs --master-port"), "{shown:?}");
+fn one_host_alone_is_no_case_for_a_table() {
+    let finished = run(&mut script("--hosts localhost --top", "exit 3"));
+    assert_eq!(finished.code, Some(2));
+    assert!(finished.stderr.contains("--top needs two hosts or more"), "{finished:?}");
 }
