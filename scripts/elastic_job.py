@@ -144,6 +144,11 @@ class Job:
             return [leader.process.pid]
         return [random.choice(sorted({parent(pid) for pid in workers} - {leader.process.pid}))]
 
+    def workers(self):
+        """All that run, also those that have not joined yet."""
+        agents = [agent.process.pid for agent in self.agents if agent.process.poll() is None]
+        return [pid for agent in agents for pid in children(agent) if is_program(pid, self.program[0])]
+
     def workers_of(self, victims, workers):
         """Those of the workers that end with these processes."""
         return {pid for pid in workers if pid in victims or parent(pid) in victims}
@@ -195,6 +200,13 @@ def environment(pid):
         return []
 
 
+def is_program(pid, path):
+    try:
+        return Path(f"/proc/{pid}/exe").readlink() == path
+    except OSError:
+        return False
+
+
 def is_alive(pid):
     """A zombie is not: who has lost its parent is one until the machine's first process has reaped it."""
     return stat(pid)[0] not in "ZX"
@@ -217,7 +229,7 @@ def children(pid):
     found = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += file.read_text().split()
+            found += map(int, file.read_text().split())
         except OSError:
             pass  # The thread has ended.
     return found
