@@ -56,24 +56,59 @@ impl BufferView {
 ///
 /// # Safety
 ///
-/// As for `copy_nonoverlapping`; `to` is aligned to a cache line.
+/// As for `copy_nonoverlapping`.
 pub unsafe fn copy_streaming(from: *const u8, to: *mut u8, count: usize) {
-    let whole = if STREAMS { count / 64 * 64 } else { 0 };
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
-        for start in (0..whole).step_by(size_of::<__m128i>()) {
-            // SAFETY: both are parts of the caller's ranges, and `to` is aligned.
-            unsafe {
-                let value = _mm_loadu_si128(from.add(start).cast());
-                _mm_stream_si128(to.add(start).cast(), value);
+    const CACHE_LINE: usize = 64;
+    let first = to.align_offset(CACHE_LINE).min(count);
+    let whole = if STREAMS { (count - first) / CACHE_LINE * CACHE_LINE } else { 0 };
+    let streamed = first + whole;
+    // SAFETY: all are parts of the caller's ranges. What is streamed begins at a cache line, by AVX where it is
+    // there.
+    unsafe {
+        copy(from, to, first);
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        {
+            if is_x86_feature_detected!("avx") {
+                stream_256(from.add(first), to.add(first), whole);
+            } else {
+                stream_128(from.add(first), to.add(first), whole);
             }
+            // Others must see these stores before what follows.
+            std::arch::x86_64::_mm_sfence();
         }
-        // SAFETY: every x86-64 has it. Others must see these stores before what follows.
-        unsafe { _mm_sfence() };
+        copy(from.add(streamed), to.add(streamed), count - streamed);
     }
-    // SAFETY: the rest of the caller's ranges.
-    unsafe { copy(from.add(whole), to.add(whole), count - whole) };
+}
+
+/// # Safety
+///
+/// As for `copy_nonoverlapping`; the processor has AVX, and `to` is whole cache lines.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[target_feature(enable = "avx")]
+unsafe fn stream_256(from: *const u8, to: *mut u8, count: usize) {
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
+    for start in (0..count).step_by(size_of::<__m256i>()) {
+        // SAFETY: both are parts of the caller's ranges, and `to` is aligned.
+        unsafe {
+            let value = _mm256_loadu_si256(from.add(start).cast());
+            _mm256_stream_si256(to.add(start).cast(), value);
+        }
+    }
+}
+
+/// # Safety
+///
+/// As for `copy_nonoverlapping`; `to` is whole cache lines.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+unsafe fn stream_128(from: *const u8, to: *mut u8, count: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    for start in (0..count).step_by(size_of::<__m128i>()) {
+        // SAFETY: both are parts of the caller's ranges, and `to` is aligned. Every x86-64 has it.
+        unsafe {
+            let value = _mm_loadu_si128(from.add(start).cast());
+            _mm_stream_si128(to.add(start).cast(), value);
+        }
+    }
 }
 
 /// Whether [`copy_streaming`] goes past the caches.
@@ -93,5 +128,28 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, count: usize) {
         unsafe {
             std::ptr::copy_nonoverlapping(from.add(start), to.add(start), PIECE.min(count - start))
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_streamed_comes_from_anywhere_and_goes_anywhere() {
+        let bytes: Vec<u8> = (0..500).map(|at| (at % 251) as u8).collect();
+        let starts = [0, 1, 16, 33, 63, 64];
+        for (from, to) in starts.iter().flat_map(|&from| starts.map(|to| (from, to))) {
+            for length in [0, 5, 63, 64, 65, 127, 128, 400] {
+                let mut copied = vec![255; 600];
+                let mut expected = copied.clone();
+                expected[to..to + length].copy_from_slice(&bytes[from..from + length]);
+                // SAFETY: both have the bytes.
+                unsafe {
+                    copy_streaming(bytes[from..].as_ptr(), copied[to..].as_mut_ptr(), length);
+                }
+                assert!(copied == expected, "{length} bytes from {from} to {to}");
+            }
+        }
     }
 }
