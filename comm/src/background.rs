@@ -31,9 +31,14 @@ thread_local! {
 }
 
 impl Background {
-    /// Makes the rest of this thread part of the work.
+    /// Makes the rest of this thread part of the work. Where all processors are busy, the thread has its share of
+    /// them, but what wakes it stops no other one: the program goes on first.
     pub fn enter(&self) {
         OF_THREAD.set(Some(self.clone()));
+        let priority = libc::sched_param { sched_priority: 0 };
+        // SAFETY: the parameters outlive the call, which changes this thread alone. Where it is refused, the thread
+        // is as any other.
+        let _ = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &priority) };
     }
 
     /// Says that the program waits for the work from now on: so do its operations, like any others, and the
