@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -12,10 +11,10 @@ use flow_comm::ProcessGroup;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
-use super::agree::{agree, from_rank_0};
+use super::agree::agree;
 use super::error::{CheckpointError, Result};
 use super::files::lock_file;
-use super::memory::{Block, Generation, Held, Memory, Record, Stamp};
+use super::memory::{Block, Generation, Held, Memory, Ready, Record, Stamp};
 use super::saved_file::{Extent, SavedFile};
 use super::sharers::{failed_to_receive, send};
 use super::state::FORMAT;
@@ -135,32 +134,27 @@ impl InMemory {
         Err(CheckpointError::Unread(NAME.into()))
     }
 
-    /// Returns the record of what this rank has copied of a checkpoint with the files `names` to `memory`. All
-    /// ranks call this.
+    /// Returns the record of what `rank` has copied of a checkpoint with the files `names`, before which the ranks
+    /// have told each other `all`.
     pub fn record(
         &mut self,
-        memory: &Memory,
-        group: &ProcessGroup,
+        rank: usize,
+        all: &[Ready],
         step: usize,
         names: Vec<String>,
         blocks: Vec<Block>,
-    ) -> Result<Record> {
-        let own = (group.rank() == 0).then(|| Ok(RandomState::new().build_hasher().finish()));
-        let nonce = from_rank_0(group, own)?;
-        let mut all = vec![0_i64; 2 * group.world_size()];
-        let own = [i64::from(!blocks.is_empty()), i64::from(memory.has_kept())];
-        group.all_gather(&own, &mut all)?;
-        let holders = all.chunks(2).map(|of_rank| of_rank[0]).sum::<i64>() as usize;
-        let before =
-            all.chunks(2).take(group.rank()).map(|of_rank| of_rank[0]).sum::<i64>() as usize;
-        let follows = all.chunks(2).any(|of_rank| of_rank[1] > 0);
-        let holder = (!blocks.is_empty()).then_some(before);
+    ) -> Record {
+        let holders = all.iter().filter(|ready| ready.holds).count();
+        let before = all[..rank].iter().filter(|ready| ready.holds).count();
+        let holder = all[rank].holds.then_some(before);
+        let follows = all.iter().any(|ready| ready.follows);
+        let nonce = all[0].nonce;
         self.number += 1;
         self.is_read = true;
         let number = self.number;
         let stamp = Stamp { format: FORMAT, step, number, nonce, holders, follows, names };
         let folder = self.folder.clone();
-        Ok(Record { stamp, folder, holder, start: 0, blocks, sums: Vec::new() })
+        Record { stamp, folder, holder, start: 0, blocks, sums: Vec::new() }
     }
 
     /// Returns a memory's generations of this training.
@@ -351,6 +345,7 @@ fn open_part(
 mod tests {
     use std::thread;
 
+    use super::super::agree::exchange;
     use super::*;
 
     /// A rank's part of what is saved at a step.
@@ -371,7 +366,8 @@ mod tests {
         let length = bytes.len() as u64;
         let blocks: Vec<_> =
             (length > 0).then_some(Block { file: 0, start, length }).into_iter().collect();
-        let record = in_memory.record(memory, group, step, vec!["file".into()], blocks).unwrap();
+        let (_, all) = exchange(group, Ok(()), |()| memory.ready(length)).unwrap();
+        let record = in_memory.record(group.rank(), &all, step, vec!["file".into()], blocks);
         if stage == 0 {
             return;
         }

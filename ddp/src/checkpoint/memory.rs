@@ -9,6 +9,7 @@
 //! header is written last. So it is whole or not there, whenever the process is killed.
 
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
@@ -73,6 +74,19 @@ pub struct Stamp {
     pub follows: bool,
     /// The files.
     pub names: Vec<String>,
+}
+
+/// What a rank tells the others before it copies.
+#[derive(Serialize, Deserialize)]
+pub struct Ready {
+    /// How many bytes larger its memory becomes.
+    pub grows: u64,
+    /// Whether it has something to copy.
+    pub holds: bool,
+    /// Whether its memory has a generation that stays.
+    pub follows: bool,
+    /// No other save has that of rank 0.
+    pub nonce: u64,
 }
 
 /// Bytes of a file, and their place there.
@@ -211,15 +225,15 @@ impl Memory {
         self.kept = generation;
     }
 
-    /// Whether there is a generation that stays.
-    pub fn has_kept(&self) -> bool {
-        self.kept.is_some()
-    }
-
-    /// Returns how much larger the memory becomes by a copy of so many bytes.
-    pub fn needs(&self, bytes: u64) -> u64 {
+    /// Returns what the other ranks are told before so many bytes are copied.
+    pub fn ready(&self, bytes: u64) -> Ready {
         let length = self.file.metadata().map_or(0, |file| file.len());
-        (self.free_place(bytes) + bytes).saturating_sub(length)
+        Ready {
+            grows: (self.free_place(bytes) + bytes).saturating_sub(length),
+            holds: bytes > 0,
+            follows: self.kept.is_some(),
+            nonce: RandomState::new().build_hasher().finish(),
+        }
     }
 
     /// Returns where so many bytes are free.
@@ -240,7 +254,7 @@ impl Memory {
         self.begun.fetch_add(1, Ordering::AcqRel);
         let kept = self.kept.as_ref().map(|kept| kept.slot);
         for slot in (0..SLOTS).filter(|slot| Some(*slot) != kept) {
-            self.file.write_all_at(&[0; 48], (slot * HEADER) as u64)?;
+            self.write(&[0; 48], (slot * HEADER) as u64)?;
         }
         let start = self.free_place(bytes);
         let end = start + bytes;
@@ -260,6 +274,8 @@ impl Memory {
 
     /// Copies bytes behind those before. There is [room](Self::begin) for them.
     pub fn push(&mut self, bytes: &[u8]) {
+        #[cfg(test)]
+        let bytes = tests::until_killed(bytes);
         if let Some(mapped) = &mut self.mapped {
             mapped.write(self.copied.end as usize, bytes);
             self.copied.end += bytes.len() as u64;
@@ -289,7 +305,7 @@ impl Memory {
             }
             _ => end,
         };
-        self.file.write_all_at(&text, place)?;
+        self.write(&text, place)?;
         let mut header = [place.to_le_bytes(), length.to_le_bytes()].concat();
         header.extend(blake3::hash(&text).as_bytes());
         let slot = usize::from(kept.is_some_and(|kept| kept.slot == 0));
@@ -302,7 +318,13 @@ impl Memory {
     /// # Errors
     /// The memory cannot be written.
     pub fn commit(&self, generation: &Generation) -> io::Result<()> {
-        self.file.write_all_at(&generation.header, (generation.slot * HEADER) as u64)
+        self.write(&generation.header, (generation.slot * HEADER) as u64)
+    }
+
+    fn write(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        #[cfg(test)]
+        let bytes = tests::until_killed(bytes);
+        self.file.write_all_at(bytes, at)
     }
 }
 
@@ -315,7 +337,21 @@ impl Record {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
+
+    thread_local! {
+        /// The bytes that this thread writes to memories before it is killed, as it were.
+        static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+
+    /// Returns those of these bytes that are still written.
+    pub fn until_killed(bytes: &[u8]) -> &[u8] {
+        let written = LEFT.get().min(bytes.len());
+        LEFT.set(LEFT.get() - written);
+        &bytes[..written]
+    }
 
     /// The record of `length` bytes that a rank alone has copied at a step.
     pub fn record(step: usize, length: u64) -> Record {
@@ -398,6 +434,34 @@ mod tests {
                 memory.keep(Some(sealed));
             }
         }
+    }
+
+    #[test]
+    fn a_process_that_is_killed_after_any_byte_leaves_this_generation_or_the_one_before() {
+        let all = [(1, 300), (2, 200), (3, 250)];
+        let mut at = 0;
+        let mut is_killed = true;
+        while is_killed {
+            let mut memory = Memory::own().unwrap();
+            save(&mut memory, 1, 300);
+            save(&mut memory, 2, 200);
+            LEFT.set(at);
+            save(&mut memory, 3, 250);
+            is_killed = LEFT.replace(usize::MAX) == 0;
+            // The next process keeps the newest one, and saves beside it.
+            let mut next = reopened(&memory);
+            let found = next.generations().unwrap();
+            let is_there = |step| found.iter().any(|found| found.record.stamp.step == step);
+            assert!(is_there(2) && (is_there(3) || is_killed), "after {at} bytes");
+            let expected: Vec<_> = all.into_iter().filter(|(step, _)| is_there(*step)).collect();
+            finds(&next, &expected);
+            let newest = found.into_iter().max_by_key(|found| found.record.stamp.step);
+            next.keep(newest);
+            save(&mut next, 4, 250);
+            finds(&next, &[expected[expected.len() - 1], (4, 250)]);
+            at += 1;
+        }
+        assert!(at > 48 + 250 + 48, "the last save has written {at} bytes");
     }
 
     #[test]

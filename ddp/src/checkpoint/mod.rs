@@ -13,6 +13,7 @@
 //! | `in_memory.rs` | checkpoints in memory that outlives this process |
 //! | `plan.rs` | all files that are written, and where this rank's parts go; for both kinds |
 //! | `layout.rs` | which file has which tensor; for both kinds |
+//! | `laid_out.rs` | how the tensors of the last checkpoint were laid out |
 //! | `write.rs` | how a rank writes its parts; for both kinds |
 //! | `saved_file.rs` | a file, wherever its bytes are; for both kinds |
 //! | `saved.rs` | the tensors of files, which are read as they are needed; for both kinds |
@@ -30,6 +31,7 @@ mod error;
 pub mod files;
 mod folder;
 mod in_memory;
+mod laid_out;
 pub mod layout;
 mod memory;
 mod model;
@@ -58,13 +60,13 @@ use tch::nn::VarStore;
 
 use crate::data::sampler_state::Stateful;
 pub use crate::model_check::gather_texts;
-use agree::{agree, from_rank_0};
+use agree::{agree, exchange};
 pub use error::{CheckpointError, Result};
 pub use folder::Folder;
-use layout::lay_out;
+use laid_out::{LaidOut, STEMS};
 pub use model::CheckpointModel;
 use model::check_own_parameters;
-use parts::{Part, Whole, divide, gather};
+use parts::{Part, Whole, divide};
 use plan::{Plan, write_sums};
 pub use resume::Checkpoint;
 use saving::{BackgroundWriter, LastFile, Partial, Saving, lock, saved_after};
@@ -123,6 +125,7 @@ pub struct Checkpoints {
     /// How many the folder keeps, if that is chosen.
     keep: Option<usize>,
     file_bytes: u64,
+    laid_out: LaidOut,
     writer: BackgroundWriter,
 }
 
@@ -139,6 +142,7 @@ impl Checkpoints {
             group: group.clone(),
             keep: None,
             file_bytes: FILE_BYTES,
+            laid_out: LaidOut::default(),
             writer: BackgroundWriter::default(),
         })
     }
@@ -166,6 +170,7 @@ impl Checkpoints {
             group: group.clone(),
             keep: None,
             file_bytes: FILE_BYTES,
+            laid_out: LaidOut::default(),
             writer: BackgroundWriter::in_memory(in_memory, memory),
         })
     }
@@ -200,6 +205,7 @@ impl Checkpoints {
     /// Puts tensors of at most so many bytes into a file, but a tensor that has more (default: 5 GB).
     pub fn file_bytes(mut self, most: u64) -> Self {
         self.file_bytes = most;
+        self.laid_out = LaidOut::default();
         self
     }
 
@@ -289,14 +295,40 @@ impl Checkpoints {
         state: &S,
     ) -> Result<Saving> {
         model.synchronize()?;
-        let begun = self.writer.check_read().and_then(|()| self.partial(step));
-        let partial = agree(&self.group, begun)?;
+        let partial = self.partial(step)?;
+        let saving = self.lay_out(step, partial, (model, vs), optimizer, sampler, state);
+        saving.inspect_err(|_| self.folder.iter().for_each(|folder| lock(folder).abandon()))
+    }
+
+    /// Returns where the files of the checkpoint of `step` are to be written, if there is a folder.
+    fn partial(&self, step: usize) -> Result<Option<Partial>> {
+        let Some(folder) = &self.folder else { return Ok(None) };
+        let begun = lock(folder).begin(step);
+        let path = agree(&self.group, begun)?;
+        Ok(Some(Partial { folder: Arc::clone(folder), path }))
+    }
+
+    /// Lays out what the ranks write, and makes the files. Each time that ranks wait for each other stalls the training,
+    /// so they exchange all that they need at once.
+    fn lay_out<S: Serialize + DeserializeOwned>(
+        &mut self,
+        step: usize,
+        partial: Option<Partial>,
+        (model, vs): (&impl CheckpointModel, &VarStore),
+        optimizer: &dyn OptimizerState,
+        sampler: &dyn Stateful,
+        state: &S,
+    ) -> Result<Saving> {
         let writers = match &partial {
-            Some(partial) => sharers::ranks(&self.group, &partial.path),
-            None => Ok(self.group.ranks_on_machine_of(0)),
+            Some(partial) => sharers::ranks(&self.group, &partial.path)?,
+            None => self.group.ranks_on_machine_of(0),
         };
-        let parts = writers.and_then(|writers| self.parts(&writers, step, (model, vs), optimizer));
-        let saving = parts.and_then(|Parts { parameters, files }| {
+        let parts = self.parts(&writers, step, (model, vs), optimizer);
+        let rank = self.group.rank();
+        let own = parts.and_then(|Parts { parameters, of_files }| {
+            if rank > 0 {
+                return Ok((String::new(), of_files));
+            }
             let state = SavedState {
                 format: FORMAT,
                 world_size: self.group.world_size(),
@@ -306,19 +338,30 @@ impl Checkpoints {
                 state,
             };
             let state = json::<SavedState<S>>(&state)
-                .map_err(|reason| self.unfit("the program's state", step, reason));
-            let own = (self.group.rank() == 0).then_some(state);
-            let state = from_rank_0(&self.group, own)?;
-            self.create(step, partial, files, state)
+                .map_err(|reason| self.unfit("the program's state", step, reason))?;
+            Ok((state, of_files))
         });
-        saving.inspect_err(|_| self.folder.iter().for_each(|folder| lock(folder).abandon()))
-    }
-
-    /// Returns where the files of the checkpoint of `step` are to be written, if there is a folder.
-    fn partial(&self, step: usize) -> Result<Option<Partial>> {
-        let Some(folder) = &self.folder else { return Ok(None) };
-        let path = lock(folder).begin(step)?;
-        Ok(Some(Partial { folder: Arc::clone(folder), path }))
+        let ((state, parts), news) = exchange(&self.group, own, |(_, of_files)| {
+            let listed = of_files.each_ref().map(|parts| parts.iter().map(Part::listed).collect());
+            self.laid_out.news(rank, listed)
+        })?;
+        let path = self.path(step);
+        let name = format!("its files in {}", path.display());
+        let unfit = |reason| CheckpointError::unfit("save", &name, reason);
+        self.laid_out.update(news, self.file_bytes, unfit)?;
+        let mut plan = Plan::new(rank == 0);
+        plan.add(STATE.to_owned(), state.into_bytes(), 0);
+        for ((stem, files), parts) in STEMS.into_iter().zip(&self.laid_out.files).zip(parts) {
+            plan.add_tensors(stem, files, parts);
+        }
+        if let Some(partial) = &partial {
+            let created = if rank == 0 { plan.create(&partial.path, &path) } else { Ok(()) };
+            agree(&self.group, created)?;
+        }
+        let names = plan.names().to_vec();
+        let last: LastFile =
+            Box::new(move |partial, path, pieces| write_sums(partial, path, &names, pieces));
+        Ok(Saving { plan, group: self.group.clone(), step, path, files: partial, last })
     }
 
     /// Returns the folder of the checkpoint of `step`, or what stands for it.
@@ -329,7 +372,8 @@ impl Checkpoints {
         }
     }
 
-    /// Returns what this rank writes. The ranks `writers` write what ranks have in common.
+    /// Returns what this rank writes. The ranks `writers` write what ranks have in common. All ranks call this. An
+    /// error may be this rank's alone.
     fn parts(
         &self,
         writers: &[usize],
@@ -338,39 +382,37 @@ impl Checkpoints {
         optimizer: &dyn OptimizerState,
     ) -> Result<Parts> {
         let all_write = writers.len() == self.group.world_size();
-        let (variables, own) = variables(&self.group, model, vs, all_write)?;
-        // All ranks find what cannot be kept, also those that write nothing.
-        agree(&self.group, self.check(step, &variables))?;
-        agree(&self.group, check_own_parameters(model))?;
+        // The ranks may meet in each of these: none leaves before the last one.
+        let variables = variables(&self.group, model, vs, all_write);
+        let own_parameters = check_own_parameters(model);
         let state = self.state_parts(optimizer, all_write);
-        let state = state.map_err(|error| self.unfit("the optimizer", step, error.to_string()));
-        let state = agree(&self.group, state)?;
+        let (variables, own) = variables?;
+        // All ranks find what cannot be kept, also those that write nothing.
+        self.check(step, &variables)?;
+        own_parameters?;
+        let state = state.map_err(|error| self.unfit("the optimizer", step, error.to_string()))?;
         let mut wholes = Vec::new();
         let mut parts = Vec::new();
-        let mut unfit = Ok(());
-        for StatePart { name, shape, start, tensor } in state.parts {
+        for part in state.parts {
             if state.are_whole {
+                let StatePart { name, tensor, .. } = part;
                 wholes.push(Whole { name, tensor, is_common: false });
-                continue;
-            }
-            match Part::new(&name, &shape, start, tensor) {
-                Ok(part) => parts.push(part),
-                Err(reason) => unfit = Err(self.unfit(&name, step, reason)),
+            } else {
+                parts.push(self.part(step, part)?);
             }
         }
-        let mut of_model = Vec::new();
-        for StatePart { name, shape, start, tensor } in own {
-            match Part::new(&name, &shape, start, tensor) {
-                Ok(part) => of_model.push(part),
-                Err(reason) => unfit = Err(self.unfit(&name, step, reason)),
-            }
-        }
-        let checked = unfit.and_then(|()| self.check(step, &wholes));
-        agree(&self.group, checked)?;
+        self.check(step, &wholes)?;
+        let of_model = own.into_iter().map(|part| self.part(step, part));
+        let mut of_model = of_model.collect::<Result<Vec<_>>>()?;
         let rank = self.group.rank();
-        of_model.extend(agree(&self.group, divide(rank, writers, variables))?);
-        parts.extend(agree(&self.group, divide(rank, writers, wholes))?);
-        Ok(Parts { parameters: state.parameters, files: [(MODEL, of_model), (OPTIMIZER, parts)] })
+        of_model.extend(divide(rank, writers, variables)?);
+        parts.extend(divide(rank, writers, wholes)?);
+        Ok(Parts { parameters: state.parameters, of_files: [of_model, parts] })
+    }
+
+    fn part(&self, step: usize, part: StatePart) -> Result<Part> {
+        let StatePart { name, shape, start, tensor } = part;
+        Part::new(&name, &shape, start, tensor).map_err(|reason| self.unfit(&name, step, reason))
     }
 
     /// Returns what this rank has of the optimizer's state: rank 0 has all if not all ranks write.
@@ -395,34 +437,6 @@ impl Checkpoints {
             parts::check(tensor).map_err(|reason| self.unfit(name, step, reason))?;
         }
         Ok(())
-    }
-
-    /// Lays out all ranks' parts, and makes their files.
-    fn create(
-        &self,
-        step: usize,
-        files: Option<Partial>,
-        parts: [(&str, Vec<Part>); 2],
-        state: Vec<u8>,
-    ) -> Result<Saving> {
-        let path = self.path(step);
-        let mut plan = Plan::new(self.group.rank() == 0);
-        plan.add(STATE.to_owned(), state, 0);
-        for (stem, parts) in parts {
-            let tensors = gather(&self.group, &parts)?;
-            let of_tensors = lay_out(stem, &tensors, self.file_bytes)
-                .map_err(|reason| self.unfit("its files", step, reason))?;
-            plan.add_tensors(stem, of_tensors, parts);
-        }
-        let created = match &files {
-            Some(partial) if self.group.rank() == 0 => plan.create(&partial.path, &path),
-            _ => Ok(()),
-        };
-        agree(&self.group, created)?;
-        let names = plan.names().to_vec();
-        let last: LastFile =
-            Box::new(move |partial, path, pieces| write_sums(partial, path, &names, pieces));
-        Ok(Saving { plan, group: self.group.clone(), step, path, files, last })
     }
 
     fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {
@@ -484,7 +498,7 @@ struct Parts {
     /// [`StateDict::parameters`].
     parameters: Vec<String>,
     /// The parts of the tensors of each kind of files.
-    files: [(&'static str, Vec<Part>); 2],
+    of_files: [Vec<Part>; STEMS.len()],
 }
 
 /// Checks that the checkpoint is of this format, if it says which it has. The rest may be of another
@@ -500,10 +514,10 @@ fn check_format(path: &Path) -> Result<()> {
 }
 
 /// Returns JSON that can be read back as a `T`: it has `null` where a number is NaN.
-pub fn json<T: DeserializeOwned>(value: &impl Serialize) -> Result<Vec<u8>, String> {
-    let bytes = serde_json::to_vec_pretty(value).map_err(|error| error.to_string())?;
-    match serde_json::from_slice::<T>(&bytes) {
-        Ok(_) => Ok(bytes),
+pub fn json<T: DeserializeOwned>(value: &impl Serialize) -> Result<String, String> {
+    let text = serde_json::to_string_pretty(value).map_err(|error| error.to_string())?;
+    match serde_json::from_str::<T>(&text) {
+        Ok(_) => Ok(text),
         Err(error) => Err(format!("it cannot be read back: {error}; JSON has no NaN or infinity")),
     }
 }

@@ -4,14 +4,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use flow_autograd::global::is_global;
-use flow_comm::ProcessGroup;
 use serde::{Deserialize, Serialize};
 use tch::{Device, TchError, Tensor};
 
 use super::error::{CheckpointError, Result};
 use super::layout::Described;
 use super::safetensors::dtype;
-use crate::model_check::gather_texts;
 use crate::zero::partition::partition;
 
 /// The bytes that are copied at once from a GPU.
@@ -38,8 +36,8 @@ pub struct Part {
 }
 
 /// A part, as ranks tell each other of it.
-#[derive(Serialize, Deserialize)]
-struct Listed {
+#[derive(PartialEq, Serialize, Deserialize)]
+pub struct Listed {
     name: String,
     dtype: String,
     shape: Vec<usize>,
@@ -83,6 +81,18 @@ impl Part {
         self.elements.len() * self.tensor.kind().elt_size_in_bytes()
     }
 
+    /// Returns what the other ranks are told of it.
+    pub fn listed(&self) -> Listed {
+        let Self { name, dtype, shape, start, elements, .. } = self;
+        Listed {
+            name: name.clone(),
+            dtype: (*dtype).to_owned(),
+            shape: shape.clone(),
+            start: *start,
+            elements: elements.len(),
+        }
+    }
+
     /// Gives the bytes in blocks, each with its place in the file where the whole tensor begins at `base`.
     ///
     /// # Errors
@@ -94,6 +104,14 @@ impl Part {
     ) -> Result<()> {
         let element = self.tensor.kind().elt_size_in_bytes();
         let mut at = base + (self.start * element) as u64;
+        if let Ok(bytes) = flow_autograd::bytes(&self.tensor) {
+            let own = &bytes[self.elements.start * element..self.elements.end * element];
+            for bytes in own.chunks(BLOCK) {
+                block(at, bytes)?;
+                at += bytes.len() as u64;
+            }
+            return Ok(());
+        }
         let unfit = |error: TchError| CheckpointError::unfit("save", &self.name, error);
         let tensor = self.tensor.detach();
         let tensor = flow_autograd::resolved(&tensor).unwrap_or(tensor);
@@ -138,31 +156,15 @@ pub fn divide(rank: usize, writers: &[usize], tensors: Vec<Whole>) -> Result<Vec
     Ok(parts)
 }
 
-/// Returns the tensors whose parts the ranks have. All ranks call this.
+/// Returns the tensors that have these parts.
 ///
 /// # Errors
-/// On all ranks: the parts of a tensor are not all of it.
-pub fn gather(group: &ProcessGroup, parts: &[Part]) -> Result<BTreeMap<String, Described>> {
-    let mut own = Vec::with_capacity(parts.len());
-    for Part { name, dtype, shape, start, elements, .. } in parts {
-        own.push(Listed {
-            name: name.clone(),
-            dtype: (*dtype).to_owned(),
-            shape: shape.clone(),
-            start: *start,
-            elements: elements.len(),
-        });
-    }
-    let text = serde_json::to_string(&own).unwrap_or_default();
-    let mut all: Vec<Listed> = Vec::new();
-    for text in gather_texts(group, &text)? {
-        let of_rank: Vec<Listed> = serde_json::from_str(&text).unwrap_or_default();
-        all.extend(of_rank);
-    }
+/// The parts of a tensor are not all of it.
+pub fn merge(mut all: Vec<&Listed>) -> Result<BTreeMap<String, Described>> {
     all.sort_by(|one, other| (&one.name, one.start).cmp(&(&other.name, other.start)));
     let mut tensors = BTreeMap::new();
     for parts in all.chunk_by(|one, other| one.name == other.name) {
-        let Listed { name, dtype, shape, .. } = &parts[0];
+        let Listed { name, dtype, shape, .. } = parts[0];
         let mut end = 0;
         for part in parts {
             if part.start != end || (&part.dtype, &part.shape) != (dtype, shape) {

@@ -65,23 +65,23 @@ impl Plan {
     }
 
     /// Adds files of tensors, and this rank's parts of them.
-    pub fn add_tensors(&mut self, stem: &str, files: Vec<TensorFile>, parts: Vec<Part>) {
-        let index = index(stem, &files);
+    pub fn add_tensors(&mut self, stem: &str, files: &[TensorFile], parts: Vec<Part>) {
+        let index = index(stem, files);
         let mut places = HashMap::new();
         for TensorFile { name, header, head } in files {
             let file = self.names.len();
             let mut end = 0;
-            for (tensor, info) in header.tensors {
-                places.insert(tensor, (file, head.len() as u64 + info.data_offsets.0));
+            for (tensor, info) in &header.tensors {
+                places.insert(&tensor[..], (file, head.len() as u64 + info.data_offsets.0));
                 end = info.data_offsets.1.max(end);
             }
-            self.add(name, head, end);
+            self.add(name.clone(), head.clone(), end);
         }
         if let Some((name, text)) = index {
             self.add(name, text, 0);
         }
         for part in parts {
-            let (file, start) = places[&part.name];
+            let (file, start) = places[&part.name[..]];
             self.parts.push((file, start, part));
         }
         self.parts.sort_by_key(|(file, start, part)| (*file, *start, part.start()));

@@ -8,11 +8,11 @@ use std::thread::{self, JoinHandle};
 
 use flow_comm::{Background, ProcessGroup};
 
-use super::agree::agree;
+use super::agree::{agree, exchange};
 use super::error::{CheckpointError, Result};
 use super::folder::Folder;
 use super::in_memory::{FoundInMemory, InMemory};
-use super::memory::{Memory, Record};
+use super::memory::{Memory, Ready, Record};
 use super::plan::Plan;
 use crate::fsdp::machine_memory::{available, size};
 use crate::model_check::gather_texts;
@@ -121,14 +121,6 @@ impl BackgroundWriter {
         writer
     }
 
-    /// Checks that a save replaces nothing in memory that this training has not read.
-    pub fn check_read(&self) -> Result<()> {
-        match (&self.in_memory, &self.memory) {
-            (Some(in_memory), Some(memory)) => in_memory.check_read(memory),
-            _ => Ok(()),
-        }
-    }
-
     /// Returns the newest checkpoint in memory. All ranks call this.
     pub fn latest(&mut self, group: &ProcessGroup) -> Result<Option<FoundInMemory>> {
         match (&mut self.in_memory, &mut self.memory) {
@@ -164,39 +156,49 @@ impl BackgroundWriter {
         }
         self.background = Background::default();
         let background = self.background.clone();
-        let memory = agree(group, self.memory())?;
-        check_memory(group, memory.needs(saving.plan.bytes()))?;
+        let bytes = saving.plan.bytes();
+        let (memory, all) = exchange(group, self.memory(), |memory| memory.ready(bytes))?;
         let (to_thread, copied) = mpsc::channel::<Copied>();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
-            let mut copied = copied.recv().ok()?;
             background.enter();
+            let mut copied = copied.recv().ok()?;
             let finished = copied.finish();
             Some((finished, copied.memory))
         });
         let thread = thread.map_err(CheckpointError::write(&saving.path));
         let copied = thread.and_then(|thread| {
+            check_memory(group, &all)?;
             saving.plan.copy(memory)?;
             Ok(thread)
         });
         // Nobody changes what ranks have in common before all have copied it.
         let thread = agree(group, copied)?;
-        let mut record = None;
-        if let (Some(in_memory), Some(memory)) = (&mut self.in_memory, &self.memory) {
+        let record = self.in_memory.as_mut().map(|in_memory| {
             let Saving { plan, step, .. } = saving;
-            let (names, blocks) = (plan.names().to_vec(), plan.copied().to_vec());
-            record = Some(in_memory.record(memory, group, *step, names, blocks)?);
-        }
+            in_memory.record(
+                group.rank(),
+                &all,
+                *step,
+                plan.names().to_vec(),
+                plan.copied().to_vec(),
+            )
+        });
         self.thread = Some(thread);
         Ok((to_thread, record))
     }
 
+    /// Returns the memory for a copy, which replaces nothing that this training has not read.
     fn memory(&mut self) -> Result<&mut Memory> {
         let memory = match self.memory.take() {
             Some(memory) => memory,
             None if self.in_memory.is_some() => return Err(without_memory(PANICKED)),
             None => Memory::own().map_err(without_memory)?,
         };
-        Ok(self.memory.insert(memory))
+        let memory = self.memory.insert(memory);
+        if let Some(in_memory) = &self.in_memory {
+            in_memory.check_read(memory)?;
+        }
+        Ok(memory)
     }
 
     /// Waits until the last checkpoint is whole. All ranks have an error if one has.
@@ -230,18 +232,13 @@ fn without_memory(reason: impl ToString) -> CheckpointError {
     CheckpointError::unfit("make", "a copy of the state", reason)
 }
 
-/// Returns the error of a machine that has no room for the copies of its ranks, which need so many bytes on
-/// this one. All ranks call this.
-fn check_memory(group: &ProcessGroup, needed: u64) -> Result<()> {
-    let mut all = vec![0_i64; group.world_size()];
-    group.all_gather(&[needed as i64], &mut all)?;
+/// Returns the error of this machine if it has no room for the copies of its ranks.
+fn check_memory(group: &ProcessGroup, all: &[Ready]) -> Result<()> {
     let ranks = group.ranks_on_machine_of(group.rank());
-    let of_machine = ranks.into_iter().map(|rank| all[rank] as u64).sum();
-    let is_enough = match of_machine {
+    match ranks.into_iter().map(|rank| all[rank].grows).sum() {
         0 => Ok(()),
         needed => check_room(needed, available().unwrap_or(u64::MAX)),
-    };
-    agree(group, is_enough)
+    }
 }
 
 fn check_room(needed: u64, available: u64) -> Result<()> {

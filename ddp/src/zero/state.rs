@@ -59,8 +59,13 @@ impl OptimizerState for ZeroRedundancyOptimizer {
 
     /// Returns this rank's parts, and on rank 0 what ranks do not have row-major.
     fn parts(&self) -> Result<StateParts, flow_autograd::Error> {
-        let gathered = self.gather_state(0, |parameter| !parameter.layout.is_row_major());
-        let gathered = gathered.map_err(|error| in_state(error.to_string()))?;
+        let is_other = |parameter: &ShardedParameter| !parameter.layout.is_row_major();
+        let mut gathered = None;
+        // All ranks have parameters of the same layouts.
+        if self.parts.shards().parameters.iter().any(is_other) {
+            let state = self.gather_state(0, is_other);
+            gathered = state.map_err(|error| in_state(error.to_string()))?;
+        }
         let shards = self.parts.shards();
         let mut parts = Vec::new();
         for (name, tensor) in gathered.into_iter().flat_map(|state| state.tensors) {

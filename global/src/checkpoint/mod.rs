@@ -193,7 +193,7 @@ impl ShardedCheckpoints {
             state.parameters
         });
         let state = json::<S>(state)
-            .and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()))
+            .and_then(|text| serde_json::from_str(&text).map_err(|error| error.to_string()))
             .map_err(|reason| CheckpointError::unfit("save", "the program's state", reason))?;
         let contents = Contents {
             format: FORMAT,

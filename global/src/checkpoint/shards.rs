@@ -123,7 +123,7 @@ pub fn plan(
     let unfit = |reason: String| CheckpointError::unfit("save", "its file", reason);
     let header = Header::of(named).map_err(unfit)?;
     let head = header.to_bytes().map_err(|error| unfit(error.to_string()))?;
-    plan.add_tensors("rank", vec![TensorFile { name, header, head }], parts);
+    plan.add_tensors("rank", &[TensorFile { name, header, head }], parts);
     Ok(plan)
 }
 
