@@ -6,6 +6,7 @@ from measure import flow_launch, row
 def one_round(figures):
     for bench in "checkpoints", "global-checkpoints":
         figures.add_lines("flow", flow_launch(2, "flow-bench", bench, "--json", "--folder", "target")[0])
+    figures.add_lines("flow", flow_launch(2, "flow-bench", "in-memory-checkpoints", "--json")[0])
 
 
 def table(figures):
@@ -14,8 +15,9 @@ def table(figures):
         yield row(f"{name} a model and its Adam, 2 GB, against dd", flow, dd, at_least=0.8)
     begun, copy = (figures.median("flow", "checkpoints", what) for what in ("async_save", "copy"))
     yield row("stall of a save beside the training, against a copy in memory", begun, copy, at_least=1 / 1.1)
-    in_memory, resume, read = (figures.median("flow", "checkpoints", what) for what in ("in_memory", "resume", "dd_read"))
-    yield row("stall of a save in flow-launch's memory, against a copy", in_memory, copy, at_least=1 / 1.1)
+    stall, copy = (figures.median("flow", "in-memory-checkpoints", what) for what in ("stall", "copy"))
+    yield row("stall of a save in flow-launch's memory, against a copy", stall, copy, at_least=1 / 1.1)
+    resume, read = (figures.median("flow", "checkpoints", what) for what in ("resume", "dd_read"))
     yield row("resume 2 GB from flow-launch's memory, against dd", resume, read)
     begun, copy = (figures.median("flow", "global-checkpoints", what) for what in ("async_save", "copy"))
     yield row("stall of a save of global tensors beside the training, against a copy", begun, copy, at_least=1 / 1.1)

@@ -112,8 +112,11 @@ class Figures(dict):
             elif line["bench"] == "global-checkpoints":
                 for name in "async_save", "copy":
                     self.add((who, "global-checkpoints", name), line[f"{name}_ms"] * 1e3)
+            elif line["bench"] == "in-memory-checkpoints":
+                for name in "stall", "copy":
+                    self.add((who, "in-memory-checkpoints", name), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "checkpoints":
-                for name in "dd_write", "save", "dd_read", "load", "copy", "async_save", "in_memory", "resume":
+                for name in "dd_write", "save", "dd_read", "load", "copy", "async_save", "resume":
                     self.add((who, "checkpoints", name), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "fsdp2":
                 self.add((who, "fsdp2", line["model"], line["optimizer"], line["backend"]), line["step_ms"] * 1e3)

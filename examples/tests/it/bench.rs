@@ -50,6 +50,14 @@ fn checkpoints_of_global_tensors_are_measured() {
 }
 
 #[test]
+fn checkpoints_in_memory_are_measured() {
+    let arguments = ["in-memory-checkpoints", "--megabytes", "3", "--rounds", "1", "--json"];
+    let measured = lines(&launch(2, "flow-bench", &arguments));
+    assert_eq!(measured.len(), 1);
+    positive(&measured[0], &["stall_ms", "copy_ms", "ratio", "ranks"]);
+}
+
+#[test]
 fn sync_batchnorm_is_measured() {
     let arguments = ["sync-batchnorm", "--blocks", "1", "--steps", "1", "--json"];
     let measured = lines(&launch(2, "flow-bench", &arguments));
@@ -150,7 +158,7 @@ fn wrong_arguments_are_usage_errors() {
     let cases: [(&[&str], &str); 5] = [
         (
             &[],
-            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, virtual-ranks, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, global-checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
+            "error: a subcommand is missing: allreduce, limit, step, sync-batchnorm, join, optimizer-in-backward, virtual-ranks, tune, comm-hooks, zero, sharded, sharded-memory, checkpoints, global-checkpoints, in-memory-checkpoints, mixed-precision, sbp, gpt, overhead, boxing, pipeline, losses, launch; see --help\n",
         ),
         (
             &["allreduce", "--sizes", "-4"],

@@ -1,9 +1,9 @@
 //! Saving and loading a model and its Adam, trained by `Fsdp`, beside `dd` on the same disk.
 //!
 //! All take turns. `dd` writes and reads past the kernel's cache, as many bytes. A checkpoint is out of the
-//! cache before it is loaded. A save beside the training, and one in flow-launch's memory, are measured until
-//! the training may go on, beside a copy of as many bytes in memory. What is in that memory is resumed as by a
-//! restarted rank: it opens the memory, checks the sums and loads.
+//! cache before it is loaded. A save beside the training is measured until the training may go on, beside a copy of
+//! as many bytes in memory. What is in flow-launch's memory is resumed as by a restarted rank: it opens the memory,
+//! checks the sums and loads.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, ProcessGroup};
+use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, ProcessGroup, ZeroRedundancyOptimizer};
 use serde_json::json;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -34,12 +34,14 @@ pub struct Options {
     json: bool,
 }
 
+/// Weights of the model: as many as a GPT of eight layers has.
+const WEIGHTS: i64 = 100;
 /// Elements of a row of a weight.
 const WIDTH: i64 = 2048;
 /// Bytes that are copied again and again: more than caches have.
 const COPIED: usize = 256 << 20;
 /// What `dd` writes or reads at once.
-const BLOCK: u64 = 16 << 20;
+const BLOCK: usize = 16 << 20;
 
 pub fn run(options: &Options) -> Result<()> {
     let group = ProcessGroup::from_env()?;
@@ -49,8 +51,7 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let _ = std::fs::remove_dir_all(&folder); // an error of `measure` says more
     }
-    let Some([dd_write, save, dd_read, load, copy, async_save, in_memory, resume]) = measured?
-    else {
+    let Some([dd_write, save, dd_read, load, copy, async_save, resume]) = measured? else {
         return Ok(());
     };
     let megabytes = options.megabytes;
@@ -58,52 +59,66 @@ pub fn run(options: &Options) -> Result<()> {
         let line = json!({
             "bench": "checkpoints", "megabytes": megabytes, "ranks": group.world_size(),
             "dd_write_ms": dd_write, "save_ms": save, "dd_read_ms": dd_read, "load_ms": load,
-            "copy_ms": copy, "async_save_ms": async_save, "in_memory_ms": in_memory, "resume_ms": resume,
+            "copy_ms": copy, "async_save_ms": async_save, "resume_ms": resume,
         });
         println!("{line}");
     } else {
         println!(
             "{megabytes} MB: {save:.0} ms to save ({:.2} of dd's speed), {load:.0} ms to load ({:.2}), \
-             {async_save:.0} ms to begin to save beside the training ({:.2} of a copy), {in_memory:.0} ms \
-             in memory ({:.2}), {resume:.0} ms to resume from there",
+             {async_save:.0} ms to begin to save beside the training ({:.2} of a copy), {resume:.0} ms to resume \
+             from memory",
             dd_write / save,
             dd_read / load,
-            async_save / copy,
-            in_memory / copy
+            async_save / copy
         );
     }
     Ok(())
 }
 
-/// Returns the milliseconds of each, on rank 0: medians.
-fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 8]>> {
-    let vs = VarStore::new(Device::Cpu);
-    // A third is the model, and two thirds are the state of Adam.
-    let elements = i64::from(options.megabytes) * 1_000_000 / 3 / 4;
-    let rows = elements / WIDTH / 8;
-    for number in 0..8 {
-        let weight = Tensor::rand([rows.max(1), WIDTH], (Kind::Float, vs.device()));
-        let _ = vs.root().add(&format!("weight{number}"), weight, true);
+/// A model and its Adam, which have taken a step.
+pub struct Trained {
+    pub vs: VarStore,
+    pub model: Fsdp<()>,
+    pub optimizer: ZeroRedundancyOptimizer,
+    pub sampler: DistributedSampler,
+    /// What is saved of them.
+    pub bytes: usize,
+}
+
+impl Trained {
+    pub fn new(megabytes: u32, group: &ProcessGroup) -> Result<Self> {
+        let vs = VarStore::new(Device::Cpu);
+        // A third is the model, and two thirds are the state of Adam.
+        let elements = i64::from(megabytes) * 1_000_000 / 3 / 4;
+        let rows = (elements / WIDTH / WEIGHTS).max(1);
+        for number in 0..WEIGHTS {
+            let weight = Tensor::rand([rows, WIDTH], (Kind::Float, vs.device()));
+            let _ = vs.root().add(&format!("weight{number}"), weight, true);
+        }
+        let model = Fsdp::new((), &vs, group)?;
+        let optimizer = model.optimizer(nn::Adam::default(), 1e-3)?;
+        let sums = vs.trainable_variables().into_iter().map(|weight| weight.sum(Kind::Float));
+        optimizer.backward_step(&sums.sum::<Tensor>())?;
+        let sampler = DistributedSampler::new(1, group);
+        let bytes = 12 * (WEIGHTS * rows * WIDTH) as usize;
+        Ok(Self { vs, model, optimizer, sampler, bytes })
     }
-    let model = Fsdp::new((), &vs, group)?;
-    let mut optimizer = model.optimizer(nn::Adam::default(), 1e-3)?;
-    let sums = vs.trainable_variables().into_iter().map(|weight| weight.sum(Kind::Float));
-    optimizer.backward_step(&sums.sum::<Tensor>())?;
+}
+
+/// Returns the milliseconds of each, on rank 0: medians.
+fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Option<[f64; 7]>> {
+    let Trained { vs, model, mut optimizer, mut sampler, bytes } =
+        Trained::new(options.megabytes, group)?;
     let mut checkpoints = Checkpoints::open(folder, group)?.keep(1);
-    let mut sampler = DistributedSampler::new(1, group);
-    let bytes = 12 * 8 * rows.max(1) as u64 * WIDTH as u64;
     let file = folder.join("dd");
     let is_first = group.rank() == 0;
-    let part = vec![1_u8; COPIED.min(bytes as usize / group.world_size())];
-    let mut memory = vec![0_u8; bytes as usize / group.world_size()];
-    let mut times = [const { Vec::new() }; 8];
+    let part = vec![1_u8; COPIED.min(bytes / group.world_size())];
+    let mut memory = vec![0_u8; bytes / group.world_size()];
+    let mut times = [const { Vec::new() }; 7];
     let mut in_memory = Checkpoints::in_memory(group)?;
-    // The first copies are into new memory.
+    // The first copy is into new memory.
     checkpoints.async_save(0, &model, &vs, &optimizer, &sampler, &())?;
     checkpoints.wait()?;
-    for _ in 0..2 {
-        in_memory.save(0, &model, &vs, &optimizer, &sampler, &())?;
-    }
     for round in 0..options.rounds as usize {
         times[0].push(timed(group, || if is_first { dd_write(&file, bytes) } else { Ok(()) })?);
         times[1].push(timed(group, || {
@@ -130,34 +145,30 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<Opt
             Ok(checkpoints.async_save(round, &model, &vs, &optimizer, &sampler, &())?)
         })?);
         checkpoints.wait()?;
-        times[6].push(timed(group, || {
-            Ok(in_memory.async_save(round, &model, &vs, &optimizer, &sampler, &())?)
-        })?);
-        in_memory.wait()?;
+        in_memory.save(round, &model, &vs, &optimizer, &sampler, &())?;
         drop(in_memory);
         let start = Instant::now();
         in_memory = Checkpoints::in_memory(group)?;
         let checkpoint = in_memory.latest::<()>()?.context("it was saved")?;
         checkpoint.resume(&vs, &mut optimizer, &mut sampler)?;
         group.barrier()?;
-        times[7].push(start.elapsed());
-        // The copies of the next round are into memory that this process has.
-        in_memory.save(round, &model, &vs, &optimizer, &sampler, &())?;
-        in_memory.save(round, &model, &vs, &optimizer, &sampler, &())?;
+        times[6].push(start.elapsed());
     }
     Ok(is_first.then(|| times.each_mut().map(|times| milliseconds(median(times)))))
 }
 
-/// The time that all ranks take.
+/// The time of the rank that takes longest. All begin together.
 pub fn timed(group: &ProcessGroup, work: impl FnOnce() -> Result<()>) -> Result<Duration> {
     group.barrier()?;
     let start = Instant::now();
     work()?;
-    group.barrier()?;
-    Ok(start.elapsed())
+    let own = start.elapsed().as_nanos() as i64;
+    let mut all = vec![0; group.world_size()];
+    group.all_gather(&[own], &mut all)?;
+    Ok(Duration::from_nanos(all.into_iter().fold(own, i64::max) as u64))
 }
 
-fn dd_write(file: &Path, bytes: u64) -> Result<()> {
+fn dd_write(file: &Path, bytes: usize) -> Result<()> {
     let of = format!("of={}", file.display());
     let count = format!("count={}", bytes.div_ceil(BLOCK));
     dd(&["if=/dev/zero", &of, "bs=16M", &count, "oflag=direct", "conv=fsync"])

@@ -12,6 +12,7 @@ mod checkpoints;
 mod comm_hooks;
 mod global_checkpoints;
 mod gpt;
+mod in_memory_checkpoints;
 mod in_turn;
 mod join;
 mod launch;
@@ -72,6 +73,8 @@ enum Command {
     Checkpoints(checkpoints::Options),
     /// Saving a model of global tensors and its Adam, on all ranks, beside a copy in memory
     GlobalCheckpoints(global_checkpoints::Options),
+    /// Saving a model and its Adam in flow-launch's memory, on all ranks, beside a copy in memory
+    InMemoryCheckpoints(in_memory_checkpoints::Options),
     /// A training step with Ddp, in single and in mixed precision, and where each rank casts for itself
     MixedPrecision(in_turn::Options),
     /// A data-parallel training step by SBP beside Ddp, on all ranks
@@ -106,6 +109,7 @@ fn main() -> ExitCode {
         Command::ShardedMemory(options) => sharded_memory::run(options),
         Command::Checkpoints(options) => checkpoints::run(options),
         Command::GlobalCheckpoints(options) => global_checkpoints::run(options),
+        Command::InMemoryCheckpoints(options) => in_memory_checkpoints::run(options),
         Command::MixedPrecision(options) => mixed_precision::run(options),
         Command::Sbp(options) => sbp::run(options),
         Command::Gpt(options) => gpt::run(options),
