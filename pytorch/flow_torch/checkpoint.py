@@ -9,6 +9,7 @@ import os
 import threading
 import uuid
 import warnings
+import weakref
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from .checkpoint_memory import STARTS, Memory, Record, Span, is_memory, own_path, sha256
+from .checkpoint_staging import Staged, restage
 
 __all__ = ["InMemoryReader", "InMemoryWriter", "latest"]
 
@@ -199,6 +201,16 @@ class InMemoryWriter(FileSystemWriter):
     def __init__(self):
         super().__init__("", sync_files=False)
         own_path()
+        self._staged = None  # what was staged last
+        self._saved = lambda: None  # what the last save has of it
+
+    def stage(self, state_dict):
+        """Copies the state, into the memory of the copy before, unless a save has that still."""
+        before = self._staged if self._saved() is None else None
+        self._staged = restage(state_dict, before, lambda value: super(InMemoryWriter, self).stage({"": value})[""])
+        staged = Staged(self._staged)
+        self._saved = weakref.ref(staged)
+        return staged
 
     def reset(self, checkpoint_id=None):
         if not checkpoint_id:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 import warnings
 
@@ -37,6 +38,18 @@ class Forks(InMemoryWriter):
             time.sleep(100)
             os._exit(0)
         return super()._write_data(*arguments)
+
+
+class Waits(InMemoryWriter):
+    """Writes nothing before it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def write_data(self, *arguments):
+        assert self.may_write.wait(200), "nothing else was staged"
+        return super().write_data(*arguments)
 
 
 class FailsOnRank1(InMemoryWriter):
@@ -140,6 +153,7 @@ def attempt_2(wrap, group, folder):
     damaged(wrap, group, folder)
     others(wrap, group, folder)
     forked(wrap, group, folder)
+    staged(wrap, group, folder)
 
 
 def full_disk(wrap, group, folder):
@@ -232,6 +246,45 @@ def forked(wrap, group, folder):
         os.waitpid(writer.child, 0)
     assert is_state_of(wrap, 12, f"{folder}/step-12", InMemoryReader(folder))
     good("a process that was forked in a save")
+
+
+def staged(wrap, group, folder):
+    """A copy is in the memory of the one before where that is as large, and no save has it."""
+    writer = Waits()
+    training = trained(wrap, 13)
+    future = dcp.async_save(training.state(), checkpoint_id=f"{folder}/step-13", storage_writer=writer, process_group=group)
+    training.step()
+    second = writer.stage(training.state())
+    writer.may_write.set()
+    future.result()
+    assert is_state_of(wrap, 13, f"{folder}/step-13", InMemoryReader(folder))
+    assert same(second, training.state())
+
+    place = memory(second["model"])
+    del second
+    training.step()
+    third = writer.stage(training.state())
+    assert memory(third["model"]) == place and same(third, training.state())
+    states = [
+        {"a": torch.arange(4), "b": [torch.zeros(2), 1], "c": 3},
+        {"a": torch.ones(1), "b": [torch.ones(2), 2]},
+        {"a": torch.arange(4.0), "b": (torch.ones(2),), "c": torch.nn.Parameter(torch.tensor(5.0))},
+        {"a": training.state()["model"], "b": "text", "c": torch.tensor(6.0)},
+    ]
+    for state in states * 2:
+        third = None
+        third = writer.stage(state)
+        assert same(third, state), third
+        assert memory(third).isdisjoint(memory(state))
+    good("what is staged in the memory of the copy before")
+
+
+def memory(state):
+    """The addresses of the tensors."""
+    if isinstance(state, torch.Tensor):
+        return {getattr(state, "_local_tensor", state).data_ptr()}
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return set().union(*map(memory, parts))
 
 
 def main():
