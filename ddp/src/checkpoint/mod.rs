@@ -48,7 +48,6 @@ pub mod sums;
 mod variables;
 pub mod write;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -70,8 +69,8 @@ use parts::{Part, Whole, divide};
 use plan::{Plan, write_sums};
 pub use resume::Checkpoint;
 use saving::{BackgroundWriter, LastFile, Partial, Saving, lock, saved_after};
-use state::{FORMAT, SavedState};
-pub use state::{MODEL, OPTIMIZER, STATE};
+use state::{FORMAT, SavedState, check_format};
+pub use state::{MODEL, OPTIMIZER, STATE, json};
 use sums::{SUMS, read_checked};
 use variables::variables;
 
@@ -499,25 +498,4 @@ struct Parts {
     parameters: Vec<String>,
     /// The parts of the tensors of each kind of files.
     of_files: [Vec<Part>; STEMS.len()],
-}
-
-/// Checks that the checkpoint is of this format, if it says which it has. The rest may be of another
-/// one.
-fn check_format(path: &Path) -> Result<()> {
-    let Ok(text) = fs::read(path.join(STATE)) else { return Ok(()) };
-    let Ok(state) = serde_json::from_slice::<serde_json::Value>(&text) else { return Ok(()) };
-    if state["format"] == FORMAT {
-        return Ok(());
-    }
-    let reason = format!("it has not format {FORMAT} of Flow's checkpoints");
-    Err(CheckpointError::Other { path: path.to_owned(), what: "program", reason })
-}
-
-/// Returns JSON that can be read back as a `T`: it has `null` where a number is NaN.
-pub fn json<T: DeserializeOwned>(value: &impl Serialize) -> Result<String, String> {
-    let text = serde_json::to_string_pretty(value).map_err(|error| error.to_string())?;
-    match serde_json::from_str::<T>(&text) {
-        Ok(_) => Ok(text),
-        Err(error) => Err(format!("it cannot be read back: {error}; JSON has no NaN or infinity")),
-    }
 }
