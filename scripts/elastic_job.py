@@ -202,7 +202,7 @@ def environment(pid):
 
 def is_program(pid, path):
     try:
-        return Path(f"/proc/{pid}/exe").readlink() == path
+        return Path(f"/proc/{pid}/exe").readlink() == path.resolve()
     except OSError:
         return False
 

@@ -19,8 +19,10 @@ use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
 /// The interval between looks whether ranks have ended, and the number of missing ranks for which
 /// to ask the store.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
-/// That of ranks which have been together before: another one has just ended, and they are to go on.
+/// That of ranks which have been together before: another one has just ended, and they are to go on. It is for so many
+/// ranks, and longer for more, as all ask the store.
 const POLL_INTERVAL_OF_MEMBERS: Duration = Duration::from_millis(50);
+const MEMBERS: usize = 64;
 const MAX_QUERIES: usize = 4;
 
 /// Watches over one rank's join: how long it may take, and whether the others can still come.
@@ -47,7 +49,11 @@ pub struct BootstrapMonitor<'a> {
 impl BootstrapMonitor<'_> {
     /// Returns the interval between looks whether ranks have ended.
     pub fn poll_interval(&self) -> Duration {
-        if self.members.is_empty() { POLL_INTERVAL } else { POLL_INTERVAL_OF_MEMBERS }
+        if self.members.is_empty() {
+            return POLL_INTERVAL;
+        }
+        let times = self.size.div_ceil(MEMBERS) as u32;
+        POLL_INTERVAL.min(times * POLL_INTERVAL_OF_MEMBERS)
     }
 
     /// Returns the time that is left, at most `slice`.

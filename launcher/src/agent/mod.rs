@@ -140,7 +140,7 @@ impl Agent {
             }
         }
         self.panel = None;
-        self.erase_footer();
+        self.sinks.erase_footer();
         let code = self.finish();
         let group = self.finished_group.as_mut();
         let remainders = group.map(WorkerGroup::take_remainders).unwrap_or_default();
@@ -496,7 +496,7 @@ impl Agent {
     /// user continues it.
     fn suspend(&mut self) {
         self.group.iter().for_each(WorkerGroup::pause);
-        self.erase_footer();
+        self.sinks.erase_footer();
         while self.sinks.can_write_footer() {
             self.write_sink(self.sinks.of_footer());
         }
@@ -526,14 +526,9 @@ impl Agent {
         self.fit_output();
     }
 
-    fn erase_footer(&mut self) {
-        self.sinks.erase_footer();
-        self.reaper.set_footer(false);
-    }
-
     /// Tells the workers which part of the terminal is theirs.
     fn fit_output(&mut self) {
-        self.reaper.set_footer(self.sinks.has_footer());
+        self.reaper.note_footer(&self.sinks);
         self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
     }
 
@@ -575,6 +570,7 @@ impl Agent {
         for which in self.sinks.write(sink) {
             self.group.iter_mut().for_each(|group| group.leave_console(*which));
         }
+        self.reaper.note_footer(&self.sinks);
     }
 
     /// Queues the final report; returns the exit code of the job.

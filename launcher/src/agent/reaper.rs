@@ -31,6 +31,7 @@ use rustix::process::{Pid, Signal, geteuid, kill_process, kill_process_group};
 use crate::agent::named_pipe::remove_unread;
 use crate::control::token::TOKEN;
 use crate::output::footer::Footer;
+use crate::output::sink::Sinks;
 use crate::output::terminal::Modes;
 use crate::signal;
 
@@ -99,7 +100,8 @@ impl Reaper {
         let modes = Modes::of_input();
         if let Some(modes) = modes {
             command.arg(modes.to_string()).stderr(again(io::stdin().as_fd())?);
-        } else if has_footers {
+        }
+        if has_footers {
             command.stderr(again(io::stderr().as_fd())?);
         }
         let mut process = command.spawn().context("cannot start the reaper process")?;
@@ -206,8 +208,11 @@ impl Reaper {
         }
     }
 
-    /// Tells whether the launcher has left something at the foot of the terminal.
-    pub fn set_footer(&mut self, is_there: bool) {
+    /// Tells whether the launcher has left something at the foot of the terminal. What erases it may wait to be
+    /// written.
+    pub fn note_footer(&mut self, sinks: &Sinks) {
+        let queue = &sinks.of(1).queue;
+        let is_there = queue.footer_height() > 0 || self.has_footer && queue.len() > 0;
         if std::mem::replace(&mut self.has_footer, is_there) != is_there {
             self.send(if is_there { FOOTER } else { NO_FOOTER });
         }

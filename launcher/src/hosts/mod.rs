@@ -109,12 +109,7 @@ pub fn run(job: &Job, hosts: &Hosts) -> anyhow::Result<u8> {
             "--export {name}: there is no {name} here, or it is not UTF-8; {name}=VALUE sets it"
         ));
     }
-    let mut beginning = control_stream::environment(&variables)?;
-    if head.goes_on_without_hosts {
-        // A host that its connection has lost is lost: the others go on without its workers.
-        beginning += &control_stream::at_end(Signal::KILL);
-    }
-    head.start(starts, &beginning);
+    head.start(starts, &control_stream::environment(&variables)?);
     head.run()
 }
 
@@ -204,9 +199,15 @@ struct Head {
 
 impl Head {
     fn start(&mut self, starts: Vec<Start>, environment: &str) {
-        for start in starts {
+        let count = starts.len();
+        for (index, start) in starts.into_iter().enumerate() {
             let host = start.host.clone();
-            match HostProcess::start(start, environment) {
+            let mut beginning = environment.to_string();
+            if self.may_lose(index, count) {
+                // A host that has lost its connection is lost: the others go on without its workers.
+                beginning += &control_stream::at_end(Signal::KILL);
+            }
+            match HostProcess::start(start, &beginning) {
                 Ok(agent) => self.agents.push(agent),
                 Err(error) => {
                     self.sinks.say(&format!("cannot start a process for {host}: {error}"));
@@ -222,7 +223,7 @@ impl Head {
             self.poll_once(deadline)?;
         }
         self.panel = None;
-        self.erase_footer();
+        self.sinks.erase_footer();
         // All that is left is to write output; no longer once we were signalled to end.
         while self.sinks.watch().next().is_some() {
             let deadline = self.is_signalled.then(Instant::now);
@@ -258,7 +259,7 @@ impl Head {
                                 self.stop(signal);
                             }
                             Request::Suspend => {
-                                self.erase_footer();
+                                self.sinks.erase_footer();
                                 while self.sinks.can_write_footer() {
                                     self.write_sink(self.sinks.of_footer());
                                 }
@@ -290,14 +291,9 @@ impl Head {
         self.note_footer();
     }
 
-    fn erase_footer(&mut self) {
-        self.sinks.erase_footer();
-        self.note_footer();
-    }
-
+    /// Tells the reaper whether something is left at the foot of the terminal.
     fn note_footer(&mut self) {
-        let is_there = self.sinks.has_footer();
-        self.reaper.iter_mut().for_each(|reaper| reaper.set_footer(is_there));
+        self.reaper.iter_mut().for_each(|reaper| reaper.note_footer(&self.sinks));
     }
 
     /// Writes to one of our own outputs. If its reader has gone, the agents get SIGPIPE.
@@ -305,6 +301,7 @@ impl Head {
         for which in self.sinks.write(sink) {
             self.agents.iter_mut().for_each(|agent| agent.streams[*which] = None);
         }
+        self.note_footer();
     }
 
     fn watch(&self) -> Vec<(HeadReady, PollFd<'_>)> {
@@ -392,10 +389,8 @@ impl Head {
         let is_first = matches!(self.phase, Phase::Running);
         // If a worker ended by a signal, the agents' report says so.
         let has_no_connection = end == OF_SSH && !self.has_shown("failed with exit code 255");
-        // Two cannot elect another leader than the first.
-        let may_be_lost = index > 0 || self.agents.len() > 2;
         let are_left = self.codes.has_succeeded || self.agents.iter().any(|other| !other.has_ended);
-        let others_go_on = self.goes_on_without_hosts && may_be_lost && are_left;
+        let others_go_on = self.may_lose(index, self.agents.len()) && are_left;
         if !is_there {
             if !is_first {
                 return Ok(());
@@ -429,6 +424,12 @@ impl Head {
             }
         }
         Ok(())
+    }
+
+    /// Whether the agents of so many hosts may go on without this one. One alone cannot, and two cannot elect another
+    /// leader than the first.
+    fn may_lose(&self, index: usize, count: usize) -> bool {
+        self.goes_on_without_hosts && count > 1 && (index > 0 || count > 2)
     }
 
     fn has_shown(&self, words: &str) -> bool {

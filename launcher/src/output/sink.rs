@@ -98,11 +98,6 @@ impl Sinks {
         self.of_mut(1).queue.erase_footer();
     }
 
-    /// Whether lines are at the foot of the terminal.
-    pub fn has_footer(&self) -> bool {
-        self.of(1).queue.footer_height() > 0
-    }
-
     /// Returns the sink of the terminal with the lines.
     pub fn of_footer(&self) -> usize {
         self.sinks.len() - 1
