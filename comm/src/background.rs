@@ -35,10 +35,15 @@ impl Background {
     /// them, but what wakes it stops no other one: the program goes on first.
     pub fn enter(&self) {
         OF_THREAD.set(Some(self.clone()));
-        let priority = libc::sched_param { sched_priority: 0 };
-        // SAFETY: the parameters outlive the call, which changes this thread alone. Where it is refused, the thread
-        // is as any other.
-        let _ = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &priority) };
+        // SAFETY: the parameters are plain numbers, of which 0 is the priority that the policy has. They outlive the
+        // call, which changes this thread alone. Where it is refused, the thread is as any other.
+        unsafe {
+            // Another policy is the user's.
+            if libc::sched_getscheduler(0) == libc::SCHED_OTHER {
+                let priority: libc::sched_param = std::mem::zeroed();
+                libc::sched_setscheduler(0, libc::SCHED_BATCH, &priority);
+            }
+        }
     }
 
     /// Says that the program waits for the work from now on: so do its operations, like any others, and the

@@ -204,6 +204,13 @@ class InMemoryWriter(FileSystemWriter):
         self._staged = None  # what was staged last
         self._saved = lambda: None  # what the last save has of it
 
+    def __getstate__(self):
+        # Another process has copies of its own.
+        return {**self.__dict__, "_staged": None, "_saved": None}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state, _saved=lambda: None)
+
     def stage(self, state_dict):
         """Copies the state, into the memory of the copy before, unless a save has that still."""
         before = self._staged if self._saved() is None else None

@@ -19,7 +19,9 @@ def restage(value, before, stage):
         befores = before if type(before) is type(value) and len(before) == len(value) else [None] * len(value)
         return type(value)(restage(part, of_part, stage) for part, of_part in zip(value, befores))
     if not _are_alike(value, before):
-        return stage(value)
+        staged = stage(value)
+        # PyTorch does not copy a DTensor without dimensions.
+        return value.detach().clone() if staged is value and isinstance(value, torch.Tensor) else staged
     _own(before).copy_(_own(value))
     return before
 
@@ -31,7 +33,8 @@ def _are_alike(value, before):
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (before.device_mesh, before.placements):
         return False
     own, own_before = _own(value), _own(before)
-    return own_before.is_cpu and (value.shape, own.shape, own.dtype) == (before.shape, own_before.shape, own_before.dtype)
+    is_ours = own_before.is_cpu and not own_before.is_inference()
+    return is_ours and (value.shape, own.shape, own.dtype) == (before.shape, own_before.shape, own_before.dtype)
 
 
 def _own(tensor):

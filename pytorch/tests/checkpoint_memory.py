@@ -4,6 +4,7 @@ The first attempt is killed while it writes to the memory, the second one while 
 """
 
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from checkpoint_async import Training, same, wraps
 from flow_torch import checkpoint
@@ -270,12 +273,21 @@ def staged(wrap, group, folder):
         {"a": torch.ones(1), "b": [torch.ones(2), 2]},
         {"a": torch.arange(4.0), "b": (torch.ones(2),), "c": torch.nn.Parameter(torch.tensor(5.0))},
         {"a": training.state()["model"], "b": "text", "c": torch.tensor(6.0)},
+        {"a": distribute_tensor(torch.tensor(7.0), DeviceMesh("cpu", range(dist.get_world_size())), [Replicate()])},
     ]
     for state in states * 2:
         third = None
         third = writer.stage(state)
         assert same(third, state), third
         assert memory(third).isdisjoint(memory(state))
+    third = None
+    with torch.inference_mode():
+        third = writer.stage(states[0])
+    third = None
+    assert same(writer.stage(states[0]), states[0])
+    plain = InMemoryWriter()
+    plain.stage(states[0])
+    assert same(pickle.loads(pickle.dumps(plain)).stage(states[0]), states[0]), "as for a process that saves"
     good("what is staged in the memory of the copy before")
 
 

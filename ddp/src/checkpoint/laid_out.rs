@@ -28,6 +28,11 @@ impl LaidOut {
         (self.parts.get(rank) != Some(&parts)).then_some(parts)
     }
 
+    /// Has the next [`update`](Self::update) lay out all anew, in files of another size.
+    pub fn forget_files(&mut self) {
+        self.files.clear();
+    }
+
     /// Lays out what the ranks have, of which each has told its [`news`](Self::news), in files of at most so many
     /// bytes.
     ///
@@ -39,7 +44,7 @@ impl LaidOut {
         most: u64,
         unfit: impl Fn(String) -> CheckpointError,
     ) -> Result<()> {
-        if news.iter().all(Option::is_none) {
+        if news.iter().all(Option::is_none) && !self.files.is_empty() {
             return Ok(());
         }
         let mut parts = std::mem::take(self).parts;

@@ -24,6 +24,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
 use super::sums::{BLOCK, PIECE, THREADS, sum};
+use crate::fsdp::machine_memory::available;
 
 /// The first byte of what is copied.
 const FIRST: u64 = 4096;
@@ -79,8 +80,9 @@ pub struct Stamp {
 /// What a rank tells the others before it copies.
 #[derive(Serialize, Deserialize)]
 pub struct Ready {
-    /// How many bytes larger its memory becomes.
+    /// How many bytes larger its memory becomes, and how many are free on its machine.
     pub grows: u64,
+    pub available: u64,
     /// Whether it has something to copy.
     pub holds: bool,
     /// Whether its memory has a generation that stays.
@@ -230,6 +232,7 @@ impl Memory {
         let length = self.file.metadata().map_or(0, |file| file.len());
         Ready {
             grows: (self.free_place(bytes) + bytes).saturating_sub(length),
+            available: available().unwrap_or(u64::MAX),
             holds: bytes > 0,
             follows: self.kept.is_some(),
             nonce: RandomState::new().build_hasher().finish(),

@@ -201,10 +201,11 @@ impl Checkpoints {
         self
     }
 
-    /// Puts tensors of at most so many bytes into a file, but a tensor that has more (default: 5 GB).
+    /// Puts tensors of at most so many bytes into a file, but a tensor that has more (default: 5 GB). All ranks give
+    /// the same.
     pub fn file_bytes(mut self, most: u64) -> Self {
         self.file_bytes = most;
-        self.laid_out = LaidOut::default();
+        self.laid_out.forget_files();
         self
     }
 

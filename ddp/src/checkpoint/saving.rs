@@ -1,5 +1,6 @@
 //! A checkpoint that is laid out, and is to be written: at once, or beside the training.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Sender};
@@ -14,7 +15,7 @@ use super::folder::Folder;
 use super::in_memory::{FoundInMemory, InMemory};
 use super::memory::{Memory, Ready, Record};
 use super::plan::Plan;
-use crate::fsdp::machine_memory::{available, size};
+use crate::fsdp::machine_memory::size;
 use crate::model_check::gather_texts;
 
 /// A checkpoint that is laid out.
@@ -158,6 +159,7 @@ impl BackgroundWriter {
         let background = self.background.clone();
         let bytes = saving.plan.bytes();
         let (memory, all) = exchange(group, self.memory(), |memory| memory.ready(bytes))?;
+        check_memory(group, &all)?;
         let (to_thread, copied) = mpsc::channel::<Copied>();
         let thread = thread::Builder::new().name("flow-checkpoint".into()).spawn(move || {
             background.enter();
@@ -167,7 +169,6 @@ impl BackgroundWriter {
         });
         let thread = thread.map_err(CheckpointError::write(&saving.path));
         let copied = thread.and_then(|thread| {
-            check_memory(group, &all)?;
             saving.plan.copy(memory)?;
             Ok(thread)
         });
@@ -232,21 +233,28 @@ fn without_memory(reason: impl ToString) -> CheckpointError {
     CheckpointError::unfit("make", "a copy of the state", reason)
 }
 
-/// Returns the error of this machine if it has no room for the copies of its ranks.
+/// Returns the error of a machine that has no room for the copies of its ranks: the same on all ranks, none of which
+/// has taken any of the memory yet.
 fn check_memory(group: &ProcessGroup, all: &[Ready]) -> Result<()> {
-    let ranks = group.ranks_on_machine_of(group.rank());
-    match ranks.into_iter().map(|rank| all[rank].grows).sum() {
-        0 => Ok(()),
-        needed => check_room(needed, available().unwrap_or(u64::MAX)),
+    let mut checked = BTreeSet::new();
+    for rank in 0..group.world_size() {
+        let ranks = group.ranks_on_machine_of(rank);
+        if checked.insert(ranks[0]) {
+            let of_machine = || ranks.iter().map(|rank| &all[*rank]);
+            let needed = of_machine().map(|ready| ready.grows).sum();
+            let available = of_machine().map(|ready| ready.available).min().unwrap_or(u64::MAX);
+            check_room(rank, needed, available)?;
+        }
     }
+    Ok(())
 }
 
-fn check_room(needed: u64, available: u64) -> Result<()> {
-    if needed <= available {
+fn check_room(rank: usize, needed: u64, available: u64) -> Result<()> {
+    if needed == 0 || needed <= available {
         return Ok(());
     }
     let reason = format!(
-        "it needs {} on this machine, and {} are free: open the checkpoints in a folder and use save, which copies nothing",
+        "it needs {} on the machine of rank {rank}, and {} are free: open the checkpoints in a folder and use save, which copies nothing",
         size(needed),
         size(available)
     );
@@ -327,9 +335,12 @@ mod tests {
 
     #[test]
     fn a_copy_without_room_is_an_error() {
-        check_room(5_000_000_000, 5_000_000_000).unwrap();
-        let error = check_room(5_000_000_000, 4_000_000_000).unwrap_err().to_string();
-        assert!(error.contains("needs 5.0 GB on this machine, and 4.0 GB are free"), "{error}");
+        check_room(1, 5_000_000_000, 5_000_000_000).unwrap();
+        let error = check_room(1, 5_000_000_000, 4_000_000_000).unwrap_err().to_string();
+        assert!(
+            error.contains("needs 5.0 GB on the machine of rank 1, and 4.0 GB are free"),
+            "{error}"
+        );
     }
 
     #[test]
