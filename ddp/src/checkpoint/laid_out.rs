@@ -63,3 +63,39 @@ impl LaidOut {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind, Tensor};
+
+    use super::super::parts::Part;
+    use super::*;
+
+    /// The parts of a rank that has elements of a tensor of the model.
+    fn parts(shape: i64, start: usize, elements: i64) -> [Vec<Listed>; STEMS.len()] {
+        let elements = Tensor::zeros([elements], (Kind::Float, Device::Cpu));
+        [vec![Part::new("a", &[shape], start, elements).unwrap().listed()], Vec::new()]
+    }
+
+    #[test]
+    fn what_is_as_before_is_not_told_again() {
+        let mut laid_out = LaidOut::default();
+        // Tells what two ranks have, and returns how many bytes the tensor has then.
+        let mut save = |ranks: [[Vec<Listed>; STEMS.len()]; 2], told: [bool; 2]| {
+            let mut ranks = ranks.into_iter().enumerate();
+            let news =
+                [(); 2].map(|()| ranks.next().and_then(|(rank, of)| laid_out.news(rank, of)));
+            assert_eq!(news.each_ref().map(Option::is_some), told);
+            let unfit = |reason| CheckpointError::unfit("save", "the files", reason);
+            laid_out.update(news.into(), u64::MAX, unfit)?;
+            Ok::<_, CheckpointError>(laid_out.files[0][0].header.tensors["a"].data_offsets.1)
+        };
+        assert_eq!(save([parts(4, 0, 2), parts(4, 2, 2)], [true, true]).unwrap(), 16);
+        assert_eq!(save([parts(4, 0, 2), parts(4, 2, 2)], [false, false]).unwrap(), 16);
+        assert_eq!(save([parts(4, 0, 1), parts(4, 1, 3)], [true, true]).unwrap(), 16);
+        // One rank's are others, which do not fit those of the other rank.
+        let error = save([parts(4, 0, 1), parts(4, 2, 2)], [false, true]).unwrap_err().to_string();
+        assert!(error.contains("ranks do not have the same of it"), "{error}");
+        assert_eq!(save([parts(6, 0, 1), parts(6, 1, 5)], [true, true]).unwrap(), 24);
+    }
+}
