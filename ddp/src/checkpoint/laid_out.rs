@@ -86,8 +86,9 @@ mod tests {
             let news =
                 [(); 2].map(|()| ranks.next().and_then(|(rank, of)| laid_out.news(rank, of)));
             assert_eq!(news.each_ref().map(Option::is_some), told);
-            let unfit = |reason| CheckpointError::unfit("save", "the files", reason);
-            laid_out.update(news.into(), u64::MAX, unfit)?;
+            laid_out.update(news.into(), u64::MAX, |reason| {
+                CheckpointError::unfit("save", "the files", reason)
+            })?;
             Ok::<_, CheckpointError>(laid_out.files[0][0].header.tensors["a"].data_offsets.1)
         };
         assert_eq!(save([parts(4, 0, 2), parts(4, 2, 2)], [true, true]).unwrap(), 16);

@@ -347,8 +347,9 @@ impl Checkpoints {
         })?;
         let path = self.path(step);
         let name = format!("its files in {}", path.display());
-        let unfit = |reason| CheckpointError::unfit("save", &name, reason);
-        self.laid_out.update(news, self.file_bytes, unfit)?;
+        self.laid_out.update(news, self.file_bytes, |reason| {
+            CheckpointError::unfit("save", &name, reason)
+        })?;
         let mut plan = Plan::new(rank == 0);
         plan.add(STATE.to_owned(), state.into_bytes(), 0);
         for ((stem, files), parts) in STEMS.into_iter().zip(&self.laid_out.files).zip(parts) {

@@ -239,18 +239,22 @@ fn check_memory(group: &ProcessGroup, all: &[Ready]) -> Result<()> {
     let mut checked = BTreeSet::new();
     for rank in 0..group.world_size() {
         let ranks = group.ranks_on_machine_of(rank);
-        if checked.insert(ranks[0]) {
-            let of_machine = || ranks.iter().map(|rank| &all[*rank]);
-            let needed = of_machine().map(|ready| ready.grows).sum();
-            let available = of_machine().map(|ready| ready.available).min().unwrap_or(u64::MAX);
-            check_room(rank, needed, available)?;
+        if !checked.insert(ranks[0]) {
+            continue;
         }
+        let mut needed = 0;
+        let mut available = u64::MAX;
+        for rank in ranks {
+            needed += all[rank].grows;
+            available = available.min(all[rank].available);
+        }
+        check_room(rank, needed, available)?;
     }
     Ok(())
 }
 
 fn check_room(rank: usize, needed: u64, available: u64) -> Result<()> {
-    if needed == 0 || needed <= available {
+    if needed <= available {
         return Ok(());
     }
     let reason = format!(

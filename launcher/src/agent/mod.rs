@@ -10,6 +10,7 @@
 //! | `stop_policy.rs` | when workers are stopped, and which failure is the root cause (pure) |
 //! | `reaper.rs` | the process that cleans up after a stopped round or a killed launcher |
 //! | `signals.rs` | the signals that flow-launch receives |
+//! | `terminal.rs` | what follows from them, and what stands on the terminal |
 //! | `watchdog.rs`, `timers.rs`, `named_pipe.rs` | torchelastic's timers |
 //! | `health.rs` | torchelastic's health check |
 //! | `tracing.rs` | `--trace` |
@@ -31,6 +32,7 @@ pub mod signals;
 mod start;
 mod status;
 pub mod stop_policy;
+mod terminal;
 mod timers;
 mod tracing;
 mod watchdog;
@@ -40,7 +42,7 @@ mod worker_group;
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::Context;
 use rustix::io::Errno;
@@ -49,7 +51,7 @@ use crate::agent::checkpoint_memory::CheckpointMemory;
 use crate::agent::exit_status::ExitStatus;
 use crate::agent::health::Health;
 use crate::agent::reaper::Reaper;
-use crate::agent::signals::{Request, Signals};
+use crate::agent::signals::Signals;
 use crate::agent::stop_policy::{Action, Ended, StopPolicy};
 use crate::agent::tracing::Tracing;
 use crate::agent::watchdog::Watchdog;
@@ -71,7 +73,6 @@ use crate::plan::host::LocalHost;
 use crate::poll::{self, readable, writable};
 use crate::report::events::{EventLog, JobEvent};
 use crate::report::failure::{self, Outcome};
-use crate::signal;
 use crate::top::panel::Panel;
 
 /// A descriptor that `poll` has found ready.
@@ -461,77 +462,6 @@ impl Agent {
         }
     }
 
-    fn take_signals(&mut self) {
-        while let Some(request) = self.signals.next() {
-            match request {
-                Request::End(signal) => self.terminate(signal),
-                Request::Suspend => self.suspend(),
-                Request::Resize => self.resize(),
-            }
-        }
-    }
-
-    fn terminate(&mut self, signal: i32) {
-        let now = Instant::now();
-        if let Some(group) = &mut self.group {
-            let action = group.policy.signalled(signal, now);
-            group.act(action.unwrap_or(Action::Nothing));
-            if let Some(action) = action {
-                self.sinks.say(&failure::stopping(signal, action, group.policy.time_left(now)));
-            }
-            if let Some(Action::Send(_)) = action {
-                let reason = ExitStatus::Signal(signal).to_string();
-                self.events.record(&JobEvent::Stop { reason: &reason }, &mut self.sinks);
-            }
-        } else if self.signalled.is_none() && self.result.is_none() {
-            self.sinks.say(&format!("{}: ending; no rank is running", signal::name(signal)));
-        }
-        if self.signalled.is_none() {
-            self.signalled = Some(signal);
-            self.control.send(AgentEvent::Leaving { signal });
-        }
-    }
-
-    /// Ctrl-Z: stops the workers, which the terminal does not stop, and this process, until the
-    /// user continues it.
-    fn suspend(&mut self) {
-        self.group.iter().for_each(WorkerGroup::pause);
-        self.sinks.erase_footer();
-        while self.sinks.can_write_footer() {
-            self.write_sink(self.sinks.of_footer());
-        }
-        let stopped = signals::suspend().unwrap_or_else(|error| {
-            log::warn!("cannot stop: {error}");
-            Duration::ZERO
-        });
-        self.control.paused(stopped);
-        self.reaper.paused(stopped);
-        if let Some(group) = &mut self.group {
-            group.policy.paused(stopped);
-            group.resume();
-        }
-        self.sinks.redraw();
-        self.resize();
-    }
-
-    /// Draws what is at the foot of the terminal for its present size, and tells the workers their part.
-    fn resize(&mut self) {
-        self.panel.iter().for_each(|panel| panel.draw(&mut self.sinks));
-        self.fit_output();
-    }
-
-    /// Shows what the job does.
-    fn show(&mut self) {
-        self.panel.iter_mut().for_each(|panel| panel.take(&mut self.sinks));
-        self.fit_output();
-    }
-
-    /// Tells the workers which part of the terminal is theirs.
-    fn fit_output(&mut self) {
-        self.reaper.note_footer(&self.sinks);
-        self.group.iter_mut().for_each(|group| group.resize(&self.sinks));
-    }
-
     fn wait(&self) -> Result<Vec<AgentReady>, Errno> {
         let mut watched = vec![readable(AgentReady::Signals, self.signals.as_fd())];
         watched
@@ -562,15 +492,6 @@ impl Agent {
             self.health.as_ref().and_then(Health::deadline),
         ];
         poll::ready(watched, deadlines.into_iter().flatten().min())
-    }
-
-    /// Writes to one of our own outputs. If its reader has gone, the workers get SIGPIPE as they
-    /// would without flow-launch.
-    fn write_sink(&mut self, sink: usize) {
-        for which in self.sinks.write(sink) {
-            self.group.iter_mut().for_each(|group| group.leave_console(*which));
-        }
-        self.reaper.note_footer(&self.sinks);
     }
 
     /// Queues the final report; returns the exit code of the job.

@@ -24,6 +24,7 @@ pub struct Panel {
     /// None once nobody looks any more.
     woken: Option<PipeReader>,
     before: Before,
+    was_seen: bool,
     shown: Shown,
 }
 
@@ -48,7 +49,13 @@ impl Panel {
     /// Looks again and again at the job whose leading agent is at this address, or known there.
     pub fn start(address: String, token: String) -> anyhow::Result<Panel> {
         let (looks, woken) = watcher::watch_always(address, token)?;
-        Ok(Panel { looks, woken: Some(woken), before: Before::default(), shown: Shown::Nothing })
+        Ok(Panel {
+            looks,
+            woken: Some(woken),
+            before: Before::default(),
+            was_seen: false,
+            shown: Shown::Nothing,
+        })
     }
 
     /// Returns what is readable when [`Panel::take`] has something to show.
@@ -63,14 +70,12 @@ impl Panel {
             Ok(Ok(Some(status))) => {
                 let view = View::of(&status);
                 let cpu_shares = self.before.cpu_shares(&view);
+                self.was_seen = true;
                 self.shown = Shown::Job(view, cpu_shares);
             }
             Ok(Err(error)) => {
-                let what = match self.shown {
-                    Shown::Job(..) => "the job is not seen any more",
-                    Shown::Nothing | Shown::Error(_) => "the job is not seen yet",
-                };
-                self.shown = Shown::Error(format!("{what}: {error:#}"));
+                let since = if self.was_seen { "any more" } else { "yet" };
+                self.shown = Shown::Error(format!("the job is not seen {since}: {error:#}"));
             }
             Ok(Ok(None)) | Err(TryRecvError::Empty) => return,
             Err(TryRecvError::Disconnected) => self.woken = None,

@@ -99,8 +99,9 @@ impl FollowerThread {
         events_out.set_reply_timeout(self.heartbeat);
         let node = self.node(&address)?;
         let member = self.seat.as_ref().map(|seat| {
-            let own = || net::join(&node.address, seat.port);
-            Member { id: seat.id, address: seat.address.clone().unwrap_or_else(own) }
+            let address = seat.address.clone();
+            let address = address.unwrap_or_else(|| net::join(&node.address, seat.port));
+            Member { id: seat.id, address }
         });
         let agent = store.add("agents", 1).map_err(lost)? as AgentId;
         let will =

@@ -180,20 +180,26 @@ fn a_table_needs_a_terminal() {
 
 #[test]
 fn a_job_on_several_hosts_is_shown_where_it_was_started() {
-    let Some(net) = Net::new(2) else { return };
-    let (_folder, ssh) = net.remote_shell();
-    let flags = format!("--rsh {ssh} --hosts node0,node1 --master-addr {} --top", ipv4(0));
-    let command = script(&flags, "echo ready; exec sleep 1000");
-    let Some(mut terminal) = net.within(0, || Terminal::start(&command)) else { return };
-    until("the table is at the foot", || {
-        let rows = rows(&terminal);
-        rows.len() == 30 && rows.iter().any(|row| row.ends_with("2 hosts, 2 ranks"))
-    });
-    terminal.types("\x03");
-    let (code, shown) = terminal.end();
-    assert_eq!(code, Some(130), "{shown:?}");
-    assert!(!rows_of(&shown, 30).concat().contains("2 ranks"), "{shown:?}");
-    net.until_nothing_is_left();
+    for is_killed in [false, true] {
+        let Some(net) = Net::new(2) else { return };
+        let (_folder, ssh) = net.remote_shell();
+        let flags = format!("--rsh {ssh} --hosts node0,node1 --master-addr {} --top", ipv4(0));
+        let command = script(&flags, "echo ready; exec sleep 1000");
+        let Some(mut terminal) = net.within(0, || Terminal::start(&command)) else { return };
+        until("the table is at the foot", || {
+            let rows = rows(&terminal);
+            rows.len() == 30 && rows.iter().any(|row| row.ends_with("2 hosts, 2 ranks"))
+        });
+        if is_killed {
+            kill_process(Pid::from_raw(terminal.pid()).unwrap(), Signal::KILL).unwrap();
+        } else {
+            terminal.types("\x03");
+        }
+        let (code, shown) = terminal.end();
+        assert_eq!(code, (!is_killed).then_some(130), "{shown:?}");
+        assert!(!rows_of(&shown, 30).concat().contains("2 ranks"), "{shown:?}");
+        net.until_nothing_is_left();
+    }
 }
 
 #[test]
