@@ -4,18 +4,21 @@
 //! |---|---|
 //! | `store` | connect to the rendezvous store, which rank 0 may have to serve |
 //! | `monitor` | publish who this rank is, and, over several nodes, learn who the others are |
-//! | `arena` | map the memory that the ranks of this node share |
+//! | `attach` | map the memory that the ranks of this node share: `arena` |
 //! | `monitor` | if rank 0 serves the store, it waits until no node asks for anything more |
 //!
 //! `monitor` watches meanwhile who is missing, and who has ended. `lineage` knows who joins once more
-//! after others have ended. `in_process` makes a job of threads, which has no steps.
+//! after others have ended. `system` is what all this needs of the system that it runs on: a simulation has
+//! another. `in_process` makes a job of threads, which has no steps.
 
 mod arena;
+pub mod attach;
 mod in_process;
 mod join_error;
 pub mod lineage;
-mod monitor;
+pub mod monitor;
 mod store;
+pub mod system;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,11 +37,13 @@ use crate::settings;
 use crate::shm::control::MAX_RANKS;
 use crate::shm::join_memory::JoinMemory;
 use crate::shm::machine_buffer::RetiredBuffers;
+use crate::shm::tenancy::Tenancy;
 use crate::stall::StallReporter;
 use crate::transport;
 use crate::world::{FIRST_WARNING, Origin, Peer, World};
 pub use arena::ArenaSource;
-use arena::attach_arena;
+use arena::JoinArena;
+use attach::attach;
 pub use join_error::JoinError;
 use lineage::{Lineage, Members, Seat};
 use monitor::BootstrapMonitor;
@@ -118,12 +123,14 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
     }
     let address = transport.as_ref().map(|transport| transport.address()).unwrap_or_default();
     let waits = StallReporter::from_env(seats[rank]).filter(|_| launched);
+    let own = PeerInfo::own(&membership, address);
     let mut monitor = store.as_ref().map(|store| BootstrapMonitor {
         rank,
         size,
+        own: &own,
         seats: &seats,
         members: epoch.as_ref().map_or(&[], |(_, members)| &members.processes),
-        store,
+        system: store,
         prefix: &prefix,
         launched,
         begin,
@@ -132,36 +139,33 @@ pub fn join(plan: JoinPlan, timeout: Duration) -> Result<World, JoinError> {
         next_warning: begin + FIRST_WARNING,
         long: waits.as_ref().map(|waits| waits.begin(store)),
     });
-    let own = PeerInfo::own(&membership, address);
-    if let Some(monitor) = &monitor {
-        monitor.register(&own)?;
-    }
     let infos = match &mut monitor {
-        Some(monitor) if several_nodes => {
-            let infos = monitor.exchange_peer_info()?;
-            check_local_size(&infos, &own, &membership)?;
-            if let Some(transport) = &mut transport {
-                transport.set_peers(&infos, &own)?;
-            }
-            infos
-        }
-        // On one node what else there is to know is in the arena.
-        _ => vec![own.clone(); size],
+        Some(monitor) => monitor.introduce(membership.local_world_size)?,
+        None => vec![own.clone(); size],
     };
-    let locals: Vec<usize> = (0..size).filter(|&r| infos[r].node == own.node).collect();
+    if let Some(transport) = &mut transport {
+        transport.set_peers(&infos, &own)?;
+    }
+    let locals = locals_of(&infos, &own);
+    let index = locals.iter().position(|&local| local == rank).unwrap_or_default();
+    let region = regions[index];
+    let mut arena = JoinArena { source, size, locals: locals.len(), region, block: None };
     // Where rank 0 serves the store, it waits until no other node asks for anything more.
     let is_rank_zeros = !matches!(membership.rendezvous, Rendezvous::Server { .. });
-    let tenancy = match &mut monitor {
-        Some(monitor) if several_nodes && is_rank_zeros => {
-            let tenancy = attach_arena(rank, size, &locals, source, &regions, Some(&mut *monitor))
-                .map_err(|error| monitor.give_up(error))?;
-            // MPI ends all ranks by itself when one dies.
-            let watched = transport.as_deref().filter(|_| membership.rendezvous != Rendezvous::Mpi);
-            monitor.wait_for_nodes(&infos, watched)?;
-            tenancy
-        }
-        monitor => attach_arena(rank, size, &locals, source, &regions, monitor.as_mut())?,
-    };
+    let memory = attach(rank, &locals, &mut arena, monitor.as_mut());
+    let memory = memory.map_err(|error| match &monitor {
+        Some(monitor) if several_nodes && is_rank_zeros => monitor.give_up(error),
+        _ => error,
+    })?;
+    let tenancy = Arc::new(Tenancy::new(memory, index, &regions, arena.block));
+    if let Some(monitor) = &mut monitor
+        && several_nodes
+        && is_rank_zeros
+    {
+        // MPI ends all ranks by itself when one dies.
+        let watched = transport.as_deref().filter(|_| membership.rendezvous != Rendezvous::Mpi);
+        monitor.wait_for_nodes(&infos, watched)?;
+    }
     drop(monitor);
     let mut peers = Vec::with_capacity(size);
     for peer in 0..size {
@@ -261,19 +265,7 @@ fn is_launchers_rank(membership: &Membership) -> bool {
     Process::current().forks() == 0 && settings::has_place(membership.rank, membership.world_size)
 }
 
-/// Whether the ranks on this node are as many as they should be.
-fn check_local_size(
-    infos: &[PeerInfo],
-    own: &PeerInfo,
-    membership: &Membership,
-) -> Result<(), String> {
-    let local_ranks = infos.iter().filter(|info| info.node == own.node).count();
-    if local_ranks != membership.local_world_size {
-        return Err(format!(
-            "{} ranks should be on this node ({}), and {local_ranks} are: give all ranks of a \
-             node, and no others, the same GROUP_RANK",
-            membership.local_world_size, own.host
-        ));
-    }
-    Ok(())
+/// Returns the ranks on the node of `own`.
+pub fn locals_of(infos: &[PeerInfo], own: &PeerInfo) -> Vec<usize> {
+    (0..infos.len()).filter(|&rank| infos[rank].node == own.node).collect()
 }

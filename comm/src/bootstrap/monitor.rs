@@ -3,15 +3,14 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use flow_store::{Error as StoreError, Store};
+use flow_store::Error as StoreError;
 
 use super::join_error::JoinError;
 use super::lineage::{Process, Seat};
+use super::system::System;
 use crate::internode::presence::ALL_RANKS;
-use crate::interrupt::is_interrupted;
 use crate::json::{from_json, to_json};
-use crate::liveness::has_ended;
-use crate::peer_info::{PeerInfo, host_id};
+use crate::peer_info::PeerInfo;
 use crate::stall::Stall;
 use crate::transport::{DisconnectReason, Transport};
 use crate::world::{EXIT_REPORT_TIMEOUT, FIRST_WARNING};
@@ -26,14 +25,16 @@ const MEMBERS: usize = 64;
 const MAX_QUERIES: usize = 4;
 
 /// Watches over one rank's join: how long it may take, and whether the others can still come.
-pub struct BootstrapMonitor<'a> {
+pub struct BootstrapMonitor<'a, S> {
     pub rank: usize,
     pub size: usize,
+    /// How this rank describes itself.
+    pub own: &'a PeerInfo,
     /// The ranks as the launcher numbers them.
     pub seats: &'a [Seat],
     /// The ranks, if they have agreed on who they are.
     pub members: &'a [Process],
-    pub store: &'a Store,
+    pub system: &'a S,
     /// Begins the keys of this world.
     pub prefix: &'a str,
     /// Whether flow-launch says in the store which ranks have ended.
@@ -46,7 +47,7 @@ pub struct BootstrapMonitor<'a> {
     pub long: Option<Stall<'a>>,
 }
 
-impl BootstrapMonitor<'_> {
+impl<S: System> BootstrapMonitor<'_, S> {
     /// Returns the interval between looks whether ranks have ended.
     pub fn poll_interval(&self) -> Duration {
         if self.members.is_empty() {
@@ -58,7 +59,12 @@ impl BootstrapMonitor<'_> {
 
     /// Returns the time that is left, at most `slice`.
     pub fn left(&self, slice: Duration) -> Duration {
-        self.timeout.saturating_sub(self.begin.elapsed()).min(slice)
+        self.timeout.saturating_sub(self.elapsed()).min(slice)
+    }
+
+    /// Returns for how long this rank has been joining.
+    fn elapsed(&self) -> Duration {
+        self.system.now().saturating_duration_since(self.begin)
     }
 
     /// Checks the `missing` ranks once; callers repeat it while ranks are missing. `pid` is that of
@@ -71,11 +77,11 @@ impl BootstrapMonitor<'_> {
         missing: &dyn Fn() -> Vec<usize>,
         pid: &dyn Fn(usize) -> u32,
     ) -> Result<(), JoinError> {
-        if is_interrupted() {
+        if self.system.is_interrupted() {
             self.cancel(&self.interruption());
             return Err(JoinError::Interrupted);
         }
-        let now = Instant::now();
+        let now = self.system.now();
         let absent = missing();
         let ranks = match &absent[..] {
             [] => return Ok(()),
@@ -92,8 +98,9 @@ impl BootstrapMonitor<'_> {
             log::warn!("rank {}: {ranks} not joined yet", self.rank);
             self.next_warning = now + FIRST_WARNING;
         }
+        let elapsed = self.elapsed();
         if let Some(long) = &mut self.long {
-            long.check(self.begin.elapsed(), &"joining the process group", || {
+            long.check(elapsed, &"joining the process group", || {
                 absent.iter().map(|&rank| self.seats[rank].number).collect()
             });
         }
@@ -124,7 +131,7 @@ impl BootstrapMonitor<'_> {
 
     /// Returns how a rank that has come has ended, if it has.
     fn exit_cause(&self, rank: usize, pid: u32) -> Option<String> {
-        if !has_ended(pid) {
+        if !self.system.has_ended(pid) {
             return None;
         }
         let mut report = None;
@@ -138,8 +145,11 @@ impl BootstrapMonitor<'_> {
     }
 
     fn exit_cause_of_missing(&self, rank: usize) -> Option<String> {
-        if let Some(process) = self.members.get(rank).filter(|process| process.has_ended()) {
-            return Some(format!("rank {rank} (pid {}) died", process.pid));
+        let member = self.members.get(rank);
+        if let Some(Process { host_id, pid, .. }) = member
+            && self.has_ended_here(host_id, *pid)
+        {
+            return Some(format!("rank {rank} (pid {pid}) died"));
         }
         if self.launched {
             return Some(format!(
@@ -149,57 +159,82 @@ impl BootstrapMonitor<'_> {
         }
         let info = self.value(&self.info_key(rank), Duration::ZERO)?;
         let info: PeerInfo = from_json(info.as_bytes(), "peer info").ok()?;
-        let ended = info.host_id == host_id() && has_ended(info.pid);
+        let ended = self.has_ended_here(&info.host_id, info.pid);
         ended.then(|| format!("rank {rank} (pid {}) died", info.pid))
     }
 
-    /// Publishes this rank's own description.
-    ///
-    /// # Errors
-    /// Another process has joined as this rank.
-    pub fn register(&self, own: &PeerInfo) -> Result<(), String> {
-        let announced = self.store.compare_and_set(&self.info_key(self.rank), None, &to_json(own));
-        match announced.map_err(|e| e.to_string())? {
-            Ok(()) => Ok(()),
-            Err(other) => {
-                let other = from_json::<PeerInfo>(&other.unwrap_or_default(), "peer info").ok();
-                let other = other.map(|other| format!("process {}", other.pid));
-                Err(format!(
-                    "{} has joined as rank {} before: every process needs its own RANK",
-                    other.as_deref().unwrap_or("another process"),
-                    self.rank
-                ))
-            }
-        }
+    /// Whether a process of this host has ended. Those of other hosts are not seen.
+    fn has_ended_here(&self, host_id: &str, pid: u32) -> bool {
+        host_id == self.own.host_id && self.system.has_ended(pid)
     }
 
-    /// Publishes this rank's description, and returns all ranks' once all have published theirs.
-    /// Rank 0 collects them, so that the others ask for one key.
-    pub fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, JoinError> {
-        let store = self.store;
+    /// Publishes this rank's own description. Returns those of all ranks, `local_size` of which are to be on this
+    /// node; on one node each of these is this rank's, as what else there is to know is in the arena.
+    ///
+    /// # Errors
+    /// Another process has joined as this rank; other ranks are on this node than should be; those of
+    /// [`check`](Self::check).
+    pub fn introduce(&mut self, local_size: usize) -> Result<Vec<PeerInfo>, JoinError> {
+        self.register()?;
+        if local_size == self.size {
+            return Ok(vec![self.own.clone(); self.size]);
+        }
+        let infos = self.exchange_peer_info()?;
+        let local_ranks = infos.iter().filter(|info| info.node == self.own.node).count();
+        if local_ranks != local_size {
+            let reason = format!(
+                "{local_size} ranks should be on this node ({}), and {local_ranks} are: give all ranks of a \
+                 node, and no others, the same GROUP_RANK",
+                self.own.host
+            );
+            return Err(reason.into());
+        }
+        Ok(infos)
+    }
+
+    fn register(&self) -> Result<(), JoinError> {
+        let announced = self.system.set_first(&self.info_key(self.rank), &to_json(self.own));
+        let Some(other) = announced.map_err(|error| self.failed(error))? else { return Ok(()) };
+        let other = from_json::<PeerInfo>(&other, "peer info").ok();
+        let other = other.map(|other| format!("process {}", other.pid));
+        let reason = format!(
+            "{} has joined as rank {} before: every process needs its own RANK",
+            other.as_deref().unwrap_or("another process"),
+            self.rank
+        );
+        Err(reason.into())
+    }
+
+    /// Returns all ranks' descriptions once all have published theirs. Rank 0 collects them, so that the
+    /// others ask for one key.
+    fn exchange_peer_info(&mut self) -> Result<Vec<PeerInfo>, JoinError> {
+        let system = self.system;
         let key = format!("{}members", self.prefix);
         let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
+        // Once all have come the others still wait for rank 0.
+        let missing = || {
+            let absent = unset(system, &keys);
+            if absent.is_empty() && matches!(system.try_get(&key), Ok(None)) {
+                return vec![0];
+            }
+            absent
+        };
         let text = loop {
             let poll_timeout = self.left(self.poll_interval());
             let reply = match self.rank {
-                0 => publish_all(store, &keys, &key, poll_timeout),
-                _ => store.get(&key, poll_timeout),
+                0 => publish_all(system, &keys, &key, poll_timeout),
+                _ => system.get(&key, poll_timeout),
             };
             match reply {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) => {}
-                Err(error) => return Err(error.to_string().into()),
+                Err(error) => return Err(self.failed(error)),
             }
             if let Some(reason) = self.cancel_reason() {
                 return Err(reason.into());
             }
-            if let Err(error) = self.check(&|| unset(store, &keys), &|_| 0) {
+            if let Err(error) = self.check(&missing, &|_| 0) {
                 return Err(self.give_up(error));
-            }
-            if self.left(self.timeout).is_zero() {
-                let timeout = self.timeout;
-                let reason = format!("rank 0 has not published within {timeout:?} who has joined");
-                return Err(reason.into());
             }
         };
         let infos: Vec<PeerInfo> = from_json(&text, "member list of rank 0")?;
@@ -225,21 +260,21 @@ impl BootstrapMonitor<'_> {
         infos: &[PeerInfo],
         transport: Option<&dyn Transport>,
     ) -> Result<(), JoinError> {
-        let store = self.store;
+        let system = self.system;
         let first = first_ranks(infos);
         let keys: Vec<String> = first.iter().map(|&rank| self.mapped_key(rank)).collect();
         if first.contains(&self.rank) {
-            store.set(&self.mapped_key(self.rank), b"").map_err(|error| error.to_string())?;
+            system.set(&self.mapped_key(self.rank), b"").map_err(|error| self.failed(error))?;
         }
         let mut connections = None;
         while self.rank == 0 {
-            match store.wait(&keys, self.left(self.poll_interval())) {
+            match system.wait(&keys, self.left(self.poll_interval())) {
                 Ok(()) => break,
                 Err(StoreError::Timeout { .. }) => {
-                    self.check(&|| unset(store, &keys), &|_| 0)
+                    self.check(&|| unset(system, &keys), &|_| 0)
                         .map_err(|error| self.give_up(error))?;
                 }
-                Err(error) => return Err(error.to_string().into()),
+                Err(error) => return Err(self.failed(error)),
             }
             // The others do not use these connections, which show whether their processes are there.
             if connections.is_none() {
@@ -247,7 +282,7 @@ impl BootstrapMonitor<'_> {
                     transport.and_then(|to| to.connect(ALL_RANKS, "join", &first, 0).ok());
             }
             let Some(connections) = &mut connections else { continue };
-            let missing = unset(store, &keys);
+            let missing = unset(system, &keys);
             let mut nodes = (1..first.len()).filter(|&node| missing.contains(&first[node]));
             let lost = nodes.find_map(|node| {
                 let reason = connections.disconnect_reason(node)?;
@@ -293,8 +328,7 @@ impl BootstrapMonitor<'_> {
     /// Publishes why this rank gives up, for those that come later.
     pub fn cancel(&self, reason: &str) {
         // Fails if rank 0 served the store and has ended: then no rank reads it any more.
-        let _ =
-            self.store.compare_and_set(&format!("{}failure", self.prefix), None, reason.as_bytes());
+        let _ = self.system.set_first(&format!("{}failure", self.prefix), reason.as_bytes());
     }
 
     /// Returns why another rank gave up.
@@ -302,9 +336,19 @@ impl BootstrapMonitor<'_> {
         self.value(&format!("{}failure", self.prefix), Duration::ZERO)
     }
 
+    /// Returns the error of a join whose store does not answer, or that was interrupted meanwhile: in this
+    /// call, or in one before whose error was left out.
+    pub fn failed(&self, error: StoreError) -> JoinError {
+        let asks = self.system.is_interrupted();
+        if asks || matches!(error, StoreError::Interrupted { .. }) {
+            return JoinError::Interrupted;
+        }
+        JoinError::Failed(error.to_string())
+    }
+
     /// Returns the value of a key; a store that does not answer reports no ends.
     fn value(&self, key: &str, timeout: Duration) -> Option<String> {
-        let value = self.store.get(key, timeout).ok()?;
+        let value = self.system.get(key, timeout).ok()?;
         Some(String::from_utf8_lossy(&value).into_owned())
     }
 }
@@ -321,8 +365,8 @@ fn first_ranks(infos: &[PeerInfo]) -> Vec<usize> {
 }
 
 /// Returns the ranks whose keys are not set, by the numbers at the ends of these.
-fn unset(store: &Store, keys: &[String]) -> Vec<usize> {
-    match store.wait(keys, Duration::ZERO) {
+fn unset(system: &impl System, keys: &[String]) -> Vec<usize> {
+    match system.wait(keys, Duration::ZERO) {
         Err(StoreError::Timeout { missing, .. }) => {
             missing.iter().filter_map(|key| key.rsplit('/').next()?.parse().ok()).collect()
         }
@@ -332,18 +376,18 @@ fn unset(store: &Store, keys: &[String]) -> Vec<usize> {
 
 /// Waits for the descriptions under `keys`, and publishes all of them under `key` as one list.
 fn publish_all(
-    store: &Store,
+    system: &impl System,
     keys: &[String],
     key: &str,
     timeout: Duration,
 ) -> Result<Vec<u8>, StoreError> {
-    store.wait(keys, timeout)?;
+    system.wait(keys, timeout)?;
     let mut infos = Vec::with_capacity(keys.len());
     for key in keys {
-        infos.push(store.get(key, Duration::ZERO)?);
+        infos.push(system.get(key, Duration::ZERO)?);
     }
     let list = [&b"["[..], &infos.join(&b','), b"]"].concat();
-    store.set(key, &list)?;
+    system.set(key, &list)?;
     Ok(list)
 }
 
@@ -351,7 +395,7 @@ fn publish_all(
 mod tests {
     use std::thread;
 
-    use flow_store::Address;
+    use flow_store::{Address, Store};
 
     use super::*;
     use crate::env::{Membership, Rendezvous};

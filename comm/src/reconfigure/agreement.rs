@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use flow_store::Error as StoreError;
 
 use super::decision::next_members;
-use super::membership::OPERATION;
+use super::membership::{OPERATION, epoch_key};
 use super::runtime::Runtime;
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
+use crate::bootstrap::system::System;
 use crate::bootstrap::{JoinError, info_key, join_failed};
 use crate::error::{Error, Result};
 use crate::interrupt::has_ended_call;
@@ -33,7 +34,7 @@ pub struct Agreement<R> {
 impl<R: Runtime> Agreement<R> {
     /// Begins the part of this process.
     pub fn new(runtime: R, lineage: Lineage, own: Process, timeout: Duration) -> Self {
-        Self { begin: runtime.now(), runtime, lineage, own, timeout }
+        Self { begin: runtime.system().now(), runtime, lineage, own, timeout }
     }
 
     /// Goes on from the members of before: returns the group of the next ones.
@@ -54,7 +55,7 @@ impl<R: Runtime> Agreement<R> {
 
     /// Meets the members, and the next ones if some of these end meanwhile.
     fn meet(mut self, mut members: Members) -> Result<R::Group> {
-        self.begin = self.runtime.now();
+        self.begin = self.runtime.system().now();
         let deadline = self.begin + self.timeout;
         let mut attempts = 0;
         loop {
@@ -67,9 +68,12 @@ impl<R: Runtime> Agreement<R> {
                 Err(JoinError::Failed(reason)) => reason,
             };
             // For those that still wait.
-            let _ = self.runtime.set_first(&self.key(members.epoch, "failure"), reason.as_bytes());
+            let _ = self
+                .runtime
+                .system()
+                .set_first(&self.key(members.epoch, "failure"), reason.as_bytes());
             attempts += 1;
-            if attempts == MAX_ATTEMPTS || self.runtime.now() >= deadline {
+            if attempts == MAX_ATTEMPTS || self.runtime.system().now() >= deadline {
                 return Err(system(self.seat(), reason));
             }
             log::info!("rank {}: reconfigure once more: {reason}", self.seat());
@@ -130,11 +134,11 @@ impl<R: Runtime> Agreement<R> {
                 }
                 continue;
             }
-            if self.runtime.is_interrupted() {
+            if self.runtime.system().is_interrupted() {
                 let operation = OPERATION.to_owned();
                 return Err(Error::Interrupted { rank: self.seat(), operation });
             }
-            let waited = self.runtime.now().saturating_duration_since(self.begin);
+            let waited = self.runtime.system().now().saturating_duration_since(self.begin);
             if let Some(stall) = &mut stall {
                 stall.check(waited, &OPERATION, || {
                     absent.iter().map(|process| process.seat.number).collect()
@@ -167,7 +171,10 @@ impl<R: Runtime> Agreement<R> {
         let newcomers = self.newcomers(before.newcomers)?;
         let next = next_members(before, present, &newcomers);
         let key = self.key(epoch, "membership");
-        self.runtime.set_first(&key, &to_json(&next)).map_err(|error| self.failed(error))?;
+        self.runtime
+            .system()
+            .set_first(&key, &to_json(&next))
+            .map_err(|error| self.failed(error))?;
         Ok(())
     }
 
@@ -184,10 +191,12 @@ impl<R: Runtime> Agreement<R> {
     fn apply(&self) -> Result<usize> {
         let own = to_json(&self.own);
         let mut number = 0;
-        while !self
+        while self
             .runtime
+            .system()
             .set_first(&self.newcomer_key(number), &own)
             .map_err(|error| self.failed(error))?
+            .is_some()
         {
             number += 1;
         }
@@ -198,7 +207,7 @@ impl<R: Runtime> Agreement<R> {
     fn wait_for_membership(&self, number: usize) -> Result<Members> {
         let mut epoch = 1;
         let mut last: Option<Members> = None;
-        let mut next_look = self.runtime.now() + LOOK_INTERVAL;
+        let mut next_look = self.runtime.system().now() + LOOK_INTERVAL;
         loop {
             if let Some(members) = self.read::<Members>(&self.key(epoch, "membership"))? {
                 let refused = members.refused.iter().find(|(refused, _)| *refused == number);
@@ -215,17 +224,17 @@ impl<R: Runtime> Agreement<R> {
             if self.missing(&[self.key(epoch, "membership")], POLL_INTERVAL)?.is_empty() {
                 continue;
             }
-            if self.runtime.is_interrupted() {
+            if self.runtime.system().is_interrupted() {
                 return Err(join_failed(self.seat(), JoinError::Interrupted));
             }
-            if self.runtime.now() >= next_look {
+            if self.runtime.system().now() >= next_look {
                 if self.is_over(last.as_ref())? {
                     let reason = "cannot join the job: all its ranks have ended".into();
                     return Err(system(self.seat(), reason));
                 }
-                next_look = self.runtime.now() + LOOK_INTERVAL;
+                next_look = self.runtime.system().now() + LOOK_INTERVAL;
             }
-            let waited = self.runtime.now().saturating_duration_since(self.begin);
+            let waited = self.runtime.system().now().saturating_duration_since(self.begin);
             if waited >= self.timeout {
                 let reason = format!(
                     "the job has not taken this process in within {:?}: its ranks call \
@@ -282,7 +291,7 @@ impl<R: Runtime> Agreement<R> {
     /// that started it.
     fn has_ended(&self, process: &Process, epoch: u64) -> Result<bool> {
         if process.host_id == self.own.host_id {
-            return Ok(self.runtime.has_ended(process));
+            return Ok(self.runtime.system().has_ended(process.pid));
         }
         let is_lost = self.is_set(&self.lost_key(epoch, process.seat.number))?;
         Ok(is_lost || self.lineage.launched && self.is_set(&process.seat.exit_key())?)
@@ -310,17 +319,17 @@ impl<R: Runtime> Agreement<R> {
     }
 
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.runtime.set(key, value).map_err(|error| self.failed(error))
+        self.runtime.system().set(key, value).map_err(|error| self.failed(error))
     }
 
     fn is_set(&self, key: &str) -> Result<bool> {
-        let value = self.runtime.try_get(key).map_err(|error| self.failed(error))?;
+        let value = self.runtime.system().try_get(key).map_err(|error| self.failed(error))?;
         Ok(value.is_some())
     }
 
     /// Returns the keys that are not set within `time`.
     fn missing(&self, keys: &[String], time: Duration) -> Result<Vec<String>> {
-        match self.runtime.wait(keys, time) {
+        match self.runtime.system().wait(keys, time) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Timeout { missing, .. }) => Ok(missing),
             Err(error) => Err(self.failed(error)),
@@ -328,18 +337,19 @@ impl<R: Runtime> Agreement<R> {
     }
 
     fn read<T: serde::de::DeserializeOwned>(&self, key: &str) -> Result<Option<T>> {
-        let value = self.runtime.try_get(key).map_err(|error| self.failed(error))?;
+        let value = self.runtime.system().try_get(key).map_err(|error| self.failed(error))?;
         let Some(value) = value else { return Ok(None) };
         from_json(&value, key).map(Some).map_err(|reason| system(self.seat(), reason))
     }
 
+    /// Returns the error of a process whose store does not answer, or that was interrupted meanwhile: in this
+    /// call, or in one before whose error was left out.
     fn failed(&self, error: StoreError) -> Error {
+        if self.runtime.system().is_interrupted() {
+            return Error::Interrupted { rank: self.seat(), operation: OPERATION.into() };
+        }
         store_failed(self.seat(), error)
     }
-}
-
-pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
-    format!("{}epoch/{epoch}/{what}", lineage.prefix)
 }
 
 pub fn newcomer_key(lineage: &Lineage, number: usize) -> String {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use flow_store::{Error as StoreError, Store};
 
-use super::agreement::{epoch_key, newcomer_key, store_failed};
+use super::agreement::{newcomer_key, store_failed};
+use super::membership::epoch_key;
 use crate::bootstrap::lineage::{Lineage, Process};
 use crate::error::Result;
 use crate::json::to_json;

@@ -36,6 +36,30 @@ fn memory_place(arena: &Arena) -> Option<MemoryPlace> {
     })
 }
 
+/// Returns the membership of the process `own` among `members`, and the memory of its node.
+///
+/// # Errors
+/// It is none of them.
+pub fn place_of(
+    lineage: &Lineage,
+    members: &Members,
+    own: &Process,
+) -> Result<(Membership, NodeMemory), JoinError> {
+    let Some(rank) = members.processes.iter().position(|process| process.is(own)) else {
+        return Err(format!("process {} is no member any more", own.seat.number).into());
+    };
+    let locals: Vec<&Process> =
+        members.processes.iter().filter(|process| process.node == own.node).collect();
+    let membership = Membership {
+        rank,
+        world_size: members.processes.len(),
+        local_rank: locals.iter().position(|process| process.is(own)).unwrap_or_default(),
+        local_world_size: locals.len(),
+        ..lineage.membership.clone()
+    };
+    Ok((membership, NodeMemory::of(&locals)))
+}
+
 /// Joins as the member of `members` that this process is.
 pub fn join_members(
     lineage: &Lineage,
@@ -44,31 +68,20 @@ pub fn join_members(
     arena: Option<&Arc<Arena>>,
     deadline: Instant,
 ) -> Result<World, JoinError> {
-    let Some(rank) = members.processes.iter().position(|process| process.is(own)) else {
-        return Err(format!("process {} is no member any more", own.seat.number).into());
+    let (membership, memory) = place_of(lineage, members, own)?;
+    let (source, regions) = match (memory, arena) {
+        (NodeMemory::New, _) => (ArenaSource::New, (0..membership.local_world_size).collect()),
+        (NodeMemory::Kept { regions, .. }, Some(arena)) => {
+            (ArenaSource::Own(Arc::clone(arena)), regions)
+        }
+        (NodeMemory::Kept { pid, place, regions }, None) => {
+            (ArenaSource::Of { pid, place }, regions)
+        }
     };
-    let locals: Vec<&Process> =
-        members.processes.iter().filter(|process| process.node == own.node).collect();
-    let local = locals.iter().position(|process| process.is(own)).unwrap_or_default();
-    let mut source = ArenaSource::New;
-    let mut regions: Vec<usize> = (0..locals.len()).collect();
-    if let NodeMemory::Kept { pid, place, regions: kept } = NodeMemory::of(&locals) {
-        regions = kept;
-        source = match arena {
-            Some(arena) => ArenaSource::Own(Arc::clone(arena)),
-            None => ArenaSource::Of { pid, place },
-        };
-    }
     let plan = JoinPlan {
-        membership: Membership {
-            rank,
-            world_size: members.processes.len(),
-            local_rank: local,
-            local_world_size: locals.len(),
-            ..lineage.membership.clone()
-        },
+        membership,
         name: format!("epoch {}", members.epoch),
-        prefix: format!("{}epoch/{}/", lineage.prefix, members.epoch),
+        prefix: epoch_key(lineage, members.epoch, ""),
         launched: lineage.launched,
         seats: members.processes.iter().map(|process| process.seat).collect(),
         source,
@@ -76,4 +89,9 @@ pub fn join_members(
         epoch: Some((lineage.prefix.clone(), members.clone())),
     };
     join(plan, deadline.saturating_duration_since(Instant::now()))
+}
+
+/// Returns the key of an epoch for `what`.
+pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
+    format!("{}epoch/{epoch}/{what}", lineage.prefix)
 }

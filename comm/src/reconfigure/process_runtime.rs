@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use flow_store::{Result as StoreResult, Store};
+use flow_store::Store;
 
 use super::agreement::{store_failed, system};
 use super::membership::join_members;
@@ -13,7 +13,7 @@ use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::interrupt::{ends_call, is_interrupted};
+use crate::interrupt::ends_call;
 use crate::shm::arena::Arena;
 use crate::stall::{Stall, StallReporter};
 use crate::trace::ranks_have_changed;
@@ -81,34 +81,11 @@ impl ProcessRuntime {
 }
 
 impl Runtime for ProcessRuntime {
+    type System = Store;
     type Group = ProcessGroup;
 
-    fn now(&self) -> Instant {
-        Instant::now()
-    }
-
-    fn set(&self, key: &str, value: &[u8]) -> StoreResult<()> {
-        self.store.set(key, value)
-    }
-
-    fn try_get(&self, key: &str) -> StoreResult<Option<Vec<u8>>> {
-        self.store.try_get(key)
-    }
-
-    fn wait(&self, keys: &[String], timeout: Duration) -> StoreResult<()> {
-        self.store.wait(keys, timeout)
-    }
-
-    fn set_first(&self, key: &str, value: &[u8]) -> StoreResult<bool> {
-        Ok(self.store.compare_and_set(key, None, value)?.is_ok())
-    }
-
-    fn has_ended(&self, process: &Process) -> bool {
-        process.has_ended()
-    }
-
-    fn is_interrupted(&self) -> bool {
-        is_interrupted()
+    fn system(&self) -> &Store {
+        &self.store
     }
 
     fn begin_wait(&self) -> Option<Stall<'_>> {

@@ -1,34 +1,19 @@
-//! What the agreement needs of the system that it runs on.
+//! What the agreement needs of the process that it runs in.
 
-use std::time::{Duration, Instant};
-
-use flow_store::Result as StoreResult;
+use std::time::Instant;
 
 use crate::bootstrap::JoinError;
 use crate::bootstrap::lineage::{Lineage, Members, Process};
+use crate::bootstrap::system::System;
 use crate::stall::Stall;
 
-/// The store, the clock, the processes of this host and the join of members: the real ones, or those
-/// of a simulation. The store's operations are those of [`flow_store::Store`].
+/// A process of the job: a real one, or one of a simulation.
 pub trait Runtime {
+    type System: System;
     /// What members have when they have met.
     type Group;
 
-    fn now(&self) -> Instant;
-
-    fn set(&self, key: &str, value: &[u8]) -> StoreResult<()>;
-
-    fn try_get(&self, key: &str) -> StoreResult<Option<Vec<u8>>>;
-
-    fn wait(&self, keys: &[String], timeout: Duration) -> StoreResult<()>;
-
-    /// Sets `key` unless it is set; returns whether it was not.
-    fn set_first(&self, key: &str, value: &[u8]) -> StoreResult<bool>;
-
-    /// Whether a process of this host has ended.
-    fn has_ended(&self, process: &Process) -> bool;
-
-    fn is_interrupted(&self) -> bool;
+    fn system(&self) -> &Self::System;
 
     /// Begins a wait that is reported when it becomes long, if somebody listens.
     fn begin_wait(&self) -> Option<Stall<'_>>;

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::cluster::{Cluster, PREFIX, Phase};
+use super::cluster::{Cluster, PREFIX, Phase, Slot, USUAL_DELAY};
+use crate::bootstrap::JoinError;
 use crate::bootstrap::lineage::{Members, Process};
 use crate::error::Error;
 use crate::json::from_json;
@@ -18,7 +19,7 @@ impl Cluster {
         let epoch: u64 = epoch.parse().unwrap();
         let before = self.decided.get(&(epoch - 1)).map_or(&[][..], |members| &members.processes);
         let living: Vec<&Process> =
-            before.iter().filter(|process| self.slot_of(process).is_alive).collect();
+            before.iter().filter(|process| self.slot_of(process.pid).is_alive).collect();
         let mut left_out = Vec::new();
         if what.starts_with("present/") {
             self.came.entry(epoch).or_insert(self.now);
@@ -44,7 +45,7 @@ impl Cluster {
                 .iter()
                 .filter(|process| !before.iter().any(|member| member.is(process)));
             let gone = new.find(|process| {
-                let slot = self.slot_of(process);
+                let slot = self.slot_of(process.pid);
                 slot.has_store && slot.gave_up.is_some_and(|time| time < self.came[&epoch])
             });
             if let Some(gone) = gone {
@@ -69,10 +70,27 @@ impl Cluster {
         }
     }
 
+    /// A job does not begin only if one of its processes has ended or is to end.
+    pub fn check_begun(&mut self, process: usize, joined: &Result<(), JoinError>, took: Duration) {
+        self.check_time(process, took);
+        self.has_begun |= joined.is_ok();
+        let Err(error) = joined else { return };
+        self.errors += 1;
+        self.log(|| format!("{} does not begin: {error:?}", self.name(process)));
+        let is_well = |slot: &Slot| slot.is_alive && slot.interrupted.is_none();
+        let are_well = self.slots[..self.faults.size].iter().all(is_well);
+        let is_interrupted = self.slots[process].interrupted.is_some();
+        if self.faults.are_gentle && are_well
+            || matches!(error, JoinError::Interrupted) && !is_interrupted
+        {
+            self.fail(format!("{} does not begin without a reason: {error:?}", self.name(process)));
+        }
+    }
+
     /// All that have an epoch have the same one.
     pub fn check_returned(&mut self, process: usize, members: &Members, took: Duration) {
         self.check_time(process, took);
-        if !members.processes.iter().any(|member| self.slot_of(member).has_state) {
+        if !members.processes.iter().any(|member| self.slot_of(member.pid).has_state) {
             self.fail(format!("nothing is left of what the job has done: {members:?}"));
         }
         self.slots[process].has_state = true;
@@ -120,7 +138,8 @@ impl Cluster {
     fn check_time(&mut self, process: usize, took: Duration) {
         let slot = &self.slots[process];
         let bound = self.faults.bound() * slot.slowness;
-        let soon = Duration::from_secs(1) + 20 * self.faults.delay * slot.slowness;
+        let message = self.faults.delay.max(USUAL_DELAY);
+        let soon = Duration::from_secs(1) + 20 * message * slot.slowness;
         let waited = slot.interrupted.map_or(Duration::ZERO, |time| self.now - time);
         if took > bound {
             self.fail(format!("{} took {took:?}, more than {bound:?}", self.name(process)));

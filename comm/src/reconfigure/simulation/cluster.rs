@@ -8,6 +8,7 @@ use fastrand::Rng;
 use rustix::thread::{CpuSet, sched_getcpu};
 
 use super::faults::Faults;
+use crate::bootstrap::info_key;
 use crate::bootstrap::lineage::{Members, Process, Seat};
 
 /// The time in which processes crash, are interrupted and are started.
@@ -17,6 +18,9 @@ pub const PREFIX: &str = "world/0/";
 /// So many processes live at one time, and are started in all.
 const MAX_PROCESSES: usize = 6;
 const MAX_STARTS: usize = 14;
+
+/// A message to or from the store that is not late takes so long at most.
+pub const USUAL_DELAY: Duration = Duration::from_millis(20);
 
 /// What a process does.
 #[derive(Clone, Debug)]
@@ -51,6 +55,10 @@ pub struct Slot {
     pub slowness: u32,
     /// The keys that it waits for.
     pub waits_for: Vec<String>,
+    /// The memory of a join in which it waits for others.
+    pub sleeps_in: Option<usize>,
+    /// The last epoch in whose barrier it has been.
+    pub entered: Option<u64>,
     /// The number of times that it has been suspended: an older wake-up is void.
     pub suspensions: u64,
     pub thread: Option<Thread>,
@@ -81,6 +89,13 @@ pub enum Event {
     Settled,
 }
 
+/// The memory of a join on a node.
+pub struct JoinMemory {
+    /// The processes that have mapped it; 0 for those that have not.
+    pub pids: Vec<u32>,
+    pub failure: Option<String>,
+}
+
 /// A change of the store.
 #[derive(Clone, Debug)]
 pub struct Write {
@@ -98,6 +113,7 @@ pub struct Cluster {
     events: BTreeMap<(Duration, u64), Event>,
     next_event: u64,
     pub values: BTreeMap<String, Vec<u8>>,
+    pub joins: Vec<JoinMemory>,
     pub slots: Vec<Slot>,
     pub threads: Vec<JoinHandle<()>>,
     /// The processor on which they run.
@@ -107,6 +123,8 @@ pub struct Cluster {
     /// Processes that are to be started now.
     pub starting: Vec<Seat>,
     starts: usize,
+    /// A process has joined those with which the job begins.
+    pub has_begun: bool,
     /// Nobody runs any more.
     pub is_over: bool,
     pub failure: Option<String>,
@@ -132,12 +150,14 @@ impl Cluster {
             events: BTreeMap::new(),
             next_event: 0,
             values: BTreeMap::new(),
+            joins: Vec::new(),
             slots: Vec::new(),
             threads: Vec::new(),
             processor,
             running: None,
             starting: Vec::new(),
             starts: 0,
+            has_begun: false,
             is_over: false,
             failure: None,
             decided: BTreeMap::new(),
@@ -238,6 +258,8 @@ impl Cluster {
             gave_up: None,
             slowness: if self.random.u8(..6) == 0 { 10 } else { 1 },
             waits_for: Vec::new(),
+            sleeps_in: None,
+            entered: None,
             suspensions: 0,
             thread: None,
         });
@@ -336,7 +358,10 @@ impl Cluster {
         let host = &self.slots[process].process.host_id;
         let is_seen =
             self.living().iter().any(|slot| slot.has_state && slot.process.host_id == *host);
-        if !self.faults.launched && self.faults.hosts > 1 && !is_seen {
+        // Nor does anybody know of one that has not said that it is there.
+        let was_there = self.has_begun || self.values.contains_key(&info_key(PREFIX, seat.number));
+        let is_found = was_there && (self.faults.hosts == 1 || is_seen);
+        if !self.faults.launched && !is_found {
             self.faults.are_gentle = false;
         }
         if self.now < FAULTS && self.random.u8(..3) > 0 {
@@ -345,6 +370,9 @@ impl Cluster {
             self.after(delay, Event::Start(Seat { replacement, ..seat }));
         }
         self.stir();
+        let is_anybody_left = self.slots[..self.faults.size].iter().any(|slot| slot.is_alive);
+        // Then a launcher ends the job.
+        self.is_over |= !self.has_begun && !is_anybody_left;
     }
 
     /// Returns a seat on which a process is to be started now.
@@ -394,7 +422,10 @@ impl Cluster {
         let Phase::Trains(members) = &self.slots[process].phase else { return false };
         let is_first = members.processes[0].is(&self.slots[process].process);
         is_first && self.has_newcomers(members)
-            || members.processes.iter().any(|member| !self.slot_of(member).is_with(members.epoch))
+            || members
+                .processes
+                .iter()
+                .any(|member| !self.slot_of(member.pid).is_with(members.epoch))
     }
 
     fn has_newcomers(&self, members: &Members) -> bool {
@@ -408,12 +439,17 @@ impl Cluster {
         self.stir();
     }
 
-    /// Whether all these members have once been there at one time.
+    /// Whether all these members have once been in the barrier at one time.
     pub fn note_meeting(&mut self, members: &Members) -> bool {
-        if members.processes.iter().all(|process| self.slot_of(process).is_with(members.epoch)) {
-            self.met.insert(members.epoch);
+        let epoch = members.epoch;
+        let are_there = members.processes.iter().all(|process| {
+            let slot = self.slot_of(process.pid);
+            slot.is_with(epoch) && slot.entered == Some(epoch)
+        });
+        if are_there {
+            self.met.insert(epoch);
         }
-        self.met.contains(&members.epoch)
+        self.met.contains(&epoch)
     }
 
     pub fn are_set(&self, keys: &[String]) -> bool {
@@ -429,13 +465,13 @@ impl Cluster {
     pub fn message_delay(&mut self, process: usize) -> Duration {
         let most = match self.random.u8(..32) {
             0 => self.faults.delay,
-            1..8 => Duration::from_millis(20),
+            1..8 => USUAL_DELAY,
             _ => Duration::from_millis(1),
         };
         self.up_to(most) * self.slots[process].slowness + Duration::from_micros(1)
     }
 
-    pub fn slot_of(&self, process: &Process) -> &Slot {
-        &self.slots[process.pid as usize - 100]
+    pub fn slot_of(&self, pid: u32) -> &Slot {
+        &self.slots[pid as usize - 100]
     }
 }

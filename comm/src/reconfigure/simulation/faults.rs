@@ -39,7 +39,7 @@ impl Faults {
             delay: if are_gentle { seconds(0.3) } else { seconds(2.0 * random.f64().powi(2)) },
             notice: if are_gentle { seconds(2.0) } else { seconds(8.0 * random.f64()) },
             crashes: random.usize(..=6),
-            crash_rate: random.f64().powi(2) * 0.1,
+            crash_rate: random.f64().powi(2) * 0.03,
             interrupts: random.usize(..3),
             loss_rate: if are_gentle || random.bool() { 0.0 } else { 0.003 },
         }

@@ -1,5 +1,5 @@
-//! A job in one process and in virtual time, whose processes run the agreement itself. They are
-//! threads, of which one runs at a time. Processes crash at any point, are slow, are interrupted,
+//! A job in one process and in virtual time, whose processes run the join and the agreement themselves. They
+//! are threads, of which one runs at a time. Processes crash at any point, are slow, are interrupted,
 //! give up and are replaced; the store answers late, and carries out requests of the dead; notices
 //! of ends come late. A seed decides everything, so a run that fails can be repeated, and says what
 //! happens: `SIMULATION_SEED=n`.
@@ -7,6 +7,7 @@
 mod checks;
 mod cluster;
 mod faults;
+mod join;
 mod process;
 mod runtime;
 

@@ -8,14 +8,12 @@ use std::time::Duration;
 use rustix::thread::sched_setaffinity;
 
 use super::cluster::{Cluster, PREFIX, Phase};
-use crate::bootstrap::info_key;
-use crate::bootstrap::lineage::{Lineage, Members, MemoryPlace, Process, Seat};
+use crate::bootstrap::lineage::{Lineage, Members, MemoryPlace, Seat};
+use crate::bootstrap::system::System;
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
-use crate::json::to_json;
-use crate::peer_info::PeerInfo;
-use crate::reconfigure::agreement::{Agreement, epoch_key, store_failed};
-use crate::reconfigure::runtime::Runtime;
+use crate::reconfigure::agreement::{Agreement, store_failed};
+use crate::reconfigure::membership::epoch_key;
 
 /// What a thread unwinds with when its process has ended.
 struct Ended;
@@ -34,16 +32,11 @@ impl SimulatedProcess {
         for rank in 0..locked.faults.size {
             let index = locked.add(Seat::first(rank));
             locked.slots[index].has_state = true;
-            let process = locked.slots[index].process.clone();
-            let Process { pid, host_id, node, host, .. } = process.clone();
-            let info = PeerInfo { pid, host_id, node, host, address: Vec::new() };
-            locked.values.insert(info_key(PREFIX, rank), to_json(&info));
-            processes.push(process);
+            processes.push(locked.slots[index].process.clone());
         }
         let members = Members { processes, ..nobody() };
         locked.begin_with(&members);
         for index in 0..members.processes.len() {
-            locked.slots[index].phase = Phase::Trains(members.clone());
             Self::spawn(cluster, &mut locked, index, Some(members.clone()));
         }
         Self::go_on(cluster, locked);
@@ -130,6 +123,19 @@ impl SimulatedProcess {
         self.suspend(cluster)
     }
 
+    /// Lets others run now and then, as a system does between two instructions of a process.
+    pub fn step(&self) {
+        let mut cluster = self.cluster();
+        if cluster.random.u8(..8) > 0 {
+            return;
+        }
+        if cluster.crashes_now() {
+            cluster.end(self.index);
+        }
+        let time = cluster.up_to(Duration::from_millis(5)) * cluster.slots[self.index].slowness;
+        drop(self.alive(self.pause(cluster, time)));
+    }
+
     /// Ends the thread if the process has ended.
     pub fn alive<'a>(&self, cluster: MutexGuard<'a, Cluster>) -> MutexGuard<'a, Cluster> {
         if cluster.is_over || !cluster.slots[self.index].is_alive {
@@ -141,10 +147,41 @@ impl SimulatedProcess {
 
     /// The program: trains, and reconfigures when something has changed, until an error.
     fn run(&self, first: Option<Members>) {
+        if first.as_ref().is_none_or(|members| self.begin(members)) {
+            self.train_and_change(first);
+        }
+        let mut cluster = self.cluster();
+        cluster.set_phase(self.index, Phase::GivesUp);
+        cluster.slots[self.index].gave_up = Some(cluster.now);
+        let rest = cluster.up_to(Duration::from_secs(1));
+        drop(self.alive(self.pause(cluster, rest)));
+    }
+
+    /// Joins those with which the job begins, without a barrier. Returns whether it does.
+    fn begin(&self, members: &Members) -> bool {
+        let mut cluster = self.cluster();
+        let late = cluster.up_to(Duration::from_secs(1));
+        cluster = self.alive(self.pause(cluster, late));
+        let begin = cluster.now;
+        let own = cluster.slots[self.index].process.clone();
+        let lineage = cluster.lineage(own.seat, nobody());
+        let deadline = cluster.instant() + cluster.faults.timeout;
+        cluster.set_phase(self.index, Phase::Meets(members.epoch));
+        drop(cluster);
+        let joined = self.join(&lineage, members, &own, deadline);
+        let mut cluster = self.cluster();
+        let took = cluster.now - begin;
+        cluster.check_begun(self.index, &joined, took);
+        joined.is_ok()
+    }
+
+    fn train_and_change(&self, first: Option<Members>) {
         let mut members = first;
         loop {
-            if let Some(members) = &members {
-                self.train(members);
+            if let Some(members) = &members
+                && !self.train(members)
+            {
+                break;
             }
             let mut changed = self.change(members.as_ref());
             // A program may try once more when others have not come in time.
@@ -156,21 +193,21 @@ impl SimulatedProcess {
                 Err(_) => break,
             }
         }
-        let mut cluster = self.cluster();
-        cluster.set_phase(self.index, Phase::GivesUp);
-        cluster.slots[self.index].gave_up = Some(cluster.now);
-        let rest = cluster.up_to(Duration::from_secs(1));
-        drop(self.alive(self.pause(cluster, rest)));
     }
 
-    fn train(&self, members: &Members) {
+    /// Trains until something has changed. Returns whether the program goes on: not if it was interrupted, as its
+    /// first operation says.
+    fn train(&self, members: &Members) -> bool {
         let mut cluster = self.cluster();
         cluster.set_phase(self.index, Phase::Trains(members.clone()));
-        cluster.take_interrupt(self.index);
+        if cluster.take_interrupt(self.index) {
+            return false;
+        }
         while !cluster.is_disturbed(self.index) {
             cluster = self.alive(self.suspend(cluster));
         }
         cluster.set_phase(self.index, Phase::Calls);
+        true
     }
 
     /// Goes on from the members of before, or joins as a newcomer.
@@ -179,19 +216,7 @@ impl SimulatedProcess {
         let begin = cluster.now;
         let mut own = cluster.slots[self.index].process.clone();
         let timeout = cluster.faults.timeout;
-        let lineage = Lineage {
-            membership: Membership {
-                rank: own.seat.number,
-                world_size: cluster.faults.size,
-                local_rank: 0,
-                local_world_size: 1,
-                node: None,
-                rendezvous: Rendezvous::None,
-            },
-            launched: cluster.faults.launched,
-            prefix: PREFIX.into(),
-            members: before.cloned().unwrap_or_else(nobody),
-        };
+        let lineage = cluster.lineage(own.seat, before.cloned().unwrap_or_else(nobody));
         drop(cluster);
         own.memory = before.map(|_| memory(own.seat.number));
         let agreement = Agreement::new(self.clone(), lineage.clone(), own.clone(), timeout);
@@ -209,6 +234,24 @@ impl SimulatedProcess {
             Err(error) => cluster.check_error(self.index, error, took),
         }
         changed
+    }
+}
+
+impl Cluster {
+    fn lineage(&self, seat: Seat, members: Members) -> Lineage {
+        Lineage {
+            membership: Membership {
+                rank: seat.number,
+                world_size: self.faults.size,
+                local_rank: 0,
+                local_world_size: 1,
+                node: None,
+                rendezvous: Rendezvous::None,
+            },
+            launched: self.faults.launched,
+            prefix: PREFIX.into(),
+            members,
+        }
     }
 }
 

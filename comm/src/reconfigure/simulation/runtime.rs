@@ -5,20 +5,18 @@ use std::time::{Duration, Instant};
 
 use flow_store::{Address, Error as StoreError, Result as StoreResult};
 
-use super::cluster::{Cluster, Event, Phase, Write};
+use super::cluster::{Cluster, Event, Write};
 use super::process::SimulatedProcess;
 use crate::bootstrap::JoinError;
 use crate::bootstrap::lineage::{Lineage, Members, Process};
-use crate::reconfigure::agreement::epoch_key;
+use crate::bootstrap::system::System;
 use crate::reconfigure::runtime::Runtime;
 use crate::stall::Stall;
 
 /// A client asks whether it is to wait on when an answer is so late.
 const OVERDUE: Duration = Duration::from_millis(500);
 
-impl Runtime for SimulatedProcess {
-    type Group = Members;
-
+impl System for SimulatedProcess {
     fn now(&self) -> Instant {
         self.cluster().instant()
     }
@@ -28,7 +26,7 @@ impl Runtime for SimulatedProcess {
         Ok(())
     }
 
-    fn set_first(&self, key: &str, value: &[u8]) -> StoreResult<bool> {
+    fn set_first(&self, key: &str, value: &[u8]) -> StoreResult<Option<Vec<u8>>> {
         self.write(Write { key: key.into(), value: value.into(), is_first: true })
     }
 
@@ -39,7 +37,66 @@ impl Runtime for SimulatedProcess {
         Ok(value)
     }
 
+    fn get(&self, key: &str, timeout: Duration) -> StoreResult<Vec<u8>> {
+        let keys = [key.to_owned()];
+        let cluster = self.wait_for(&keys, timeout)?;
+        let value = cluster.values.get(key).cloned();
+        self.receive(cluster)?;
+        value.ok_or_else(|| timed_out(timeout, keys.into()))
+    }
+
     fn wait(&self, keys: &[String], timeout: Duration) -> StoreResult<()> {
+        let cluster = self.wait_for(keys, timeout)?;
+        let unset = keys.iter().filter(|key| !cluster.values.contains_key(*key));
+        let missing: Vec<String> = unset.cloned().collect();
+        self.receive(cluster)?;
+        if missing.is_empty() { Ok(()) } else { Err(timed_out(timeout, missing)) }
+    }
+
+    fn has_ended(&self, pid: u32) -> bool {
+        pid > 0 && !self.cluster().slot_of(pid).is_alive
+    }
+
+    fn is_interrupted(&self) -> bool {
+        self.cluster().take_interrupt(self.index)
+    }
+}
+
+impl Runtime for SimulatedProcess {
+    type System = Self;
+    type Group = Members;
+
+    fn system(&self) -> &Self {
+        self
+    }
+
+    fn begin_wait(&self) -> Option<Stall<'_>> {
+        None
+    }
+    fn meet(
+        &self,
+        lineage: &Lineage,
+        members: &Members,
+        own: &Process,
+        deadline: Instant,
+    ) -> Result<Members, JoinError> {
+        self.meet_members(lineage, members, own, deadline)?;
+        Ok(members.clone())
+    }
+}
+
+impl SimulatedProcess {
+    /// Writes a value; returns the one that is there instead, if one is.
+    fn write(&self, write: Write) -> StoreResult<Option<Vec<u8>>> {
+        let mut cluster = self.send(Some(&write))?;
+        let other = cluster.values.get(&write.key).filter(|_| write.is_first).cloned();
+        cluster.write(write);
+        self.receive(cluster)?;
+        Ok(other)
+    }
+
+    /// Waits in the store until all keys are set, or the time is over.
+    fn wait_for(&self, keys: &[String], timeout: Duration) -> StoreResult<MutexGuard<'_, Cluster>> {
         let mut cluster = self.send(None)?;
         let deadline = cluster.now + timeout;
         while !cluster.are_set(keys) && cluster.now < deadline {
@@ -48,109 +105,7 @@ impl Runtime for SimulatedProcess {
             cluster = self.alive(self.pause(cluster, left));
             cluster.slots[self.index].waits_for.clear();
         }
-        let unset = keys.iter().filter(|key| !cluster.values.contains_key(*key));
-        let missing: Vec<String> = unset.cloned().collect();
-        self.receive(cluster)?;
-        if missing.is_empty() {
-            return Ok(());
-        }
-        let operation = "wait".into();
-        Err(StoreError::Timeout { address: address(), operation, timeout, missing })
-    }
-
-    fn has_ended(&self, process: &Process) -> bool {
-        !self.cluster().slot_of(process).is_alive
-    }
-
-    fn is_interrupted(&self) -> bool {
-        self.cluster().take_interrupt(self.index)
-    }
-
-    fn begin_wait(&self) -> Option<Stall<'_>> {
-        None
-    }
-
-    fn meet(
-        &self,
-        lineage: &Lineage,
-        members: &Members,
-        own: &Process,
-        deadline: Instant,
-    ) -> Result<Members, JoinError> {
-        let failure = epoch_key(lineage, members.epoch, "failure");
-        let met = self.wait_for_members(members, own, deadline, &failure);
-        let mut cluster = self.cluster();
-        if let Err(error) = &met {
-            cluster.set_phase(self.index, Phase::Calls);
-            if matches!(error, JoinError::Interrupted) {
-                let value = b"interrupted".to_vec();
-                cluster.write(Write { key: failure, value, is_first: true });
-            }
-        }
-        met.map(|()| members.clone())
-    }
-}
-
-impl SimulatedProcess {
-    /// As ranks join: those that wait see who has ended on their host or by the launcher's word, and
-    /// who has given up. Once all have come, some may still see that others have ended since.
-    fn wait_for_members(
-        &self,
-        members: &Members,
-        own: &Process,
-        deadline: Instant,
-        failure: &String,
-    ) -> Result<(), JoinError> {
-        if !members.processes.iter().any(|process| process.is(own)) {
-            return Err(format!("process {} is no member any more", own.seat.number).into());
-        }
-        let mut cluster = self.cluster();
-        cluster.set_phase(self.index, Phase::Meets(members.epoch));
-        let mut has_come = false;
-        loop {
-            let time = cluster.up_to(Duration::from_millis(100));
-            cluster = self.alive(self.pause(cluster, time));
-            let has_failed = cluster.values.contains_key(failure);
-            if cluster.take_interrupt(self.index) {
-                return Err(JoinError::Interrupted);
-            }
-            if has_failed && !has_come {
-                return Err("another rank has given up".to_owned().into());
-            }
-            has_come = true;
-            if cluster.note_meeting(members) {
-                let are_there = members
-                    .processes
-                    .iter()
-                    .all(|process| cluster.slot_of(process).is_with(members.epoch));
-                if are_there || cluster.random.bool() {
-                    return Ok(());
-                }
-                return Err("a rank has ended in the barrier".to_owned().into());
-            }
-            if has_failed {
-                return Err("another rank has given up".to_owned().into());
-            }
-            let mut dead =
-                members.processes.iter().filter(|process| !cluster.slot_of(process).is_alive);
-            let seen = dead.find(|process| {
-                let has_notice = cluster.values.contains_key(&process.seat.exit_key());
-                process.host_id == own.host_id || has_notice
-            });
-            if let Some(process) = seen {
-                return Err(format!("{} has ended", process.describe()).into());
-            }
-            if cluster.instant() >= deadline {
-                return Err("ranks have not joined in time".to_owned().into());
-            }
-        }
-    }
-
-    fn write(&self, write: Write) -> StoreResult<bool> {
-        let mut cluster = self.send(Some(&write))?;
-        let is_written = cluster.write(write);
-        self.receive(cluster)?;
-        Ok(is_written)
+        Ok(cluster)
     }
 
     /// Sends a request to the store. That of a process that ends meanwhile may arrive all the same.
@@ -200,6 +155,10 @@ impl SimulatedProcess {
         let cause = "the connection has ended".into();
         Err(StoreError::Lost { address: address(), operation: "call".into(), cause })
     }
+}
+
+fn timed_out(timeout: Duration, missing: Vec<String>) -> StoreError {
+    StoreError::Timeout { address: address(), operation: "wait".into(), timeout, missing }
 }
 
 fn address() -> Address {
