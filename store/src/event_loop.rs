@@ -424,7 +424,7 @@ impl EventLoop {
         let unsent = connection.unsent();
         let Some(service) = connection.service else { return self.handshake(id, input) };
         let service = self.services.get_mut(service).ok_or(ErrorKind::NotFound)?;
-        service.receive(id, input, unsent, &mut self.outbox)
+        service.receive(id, input, unsent, Instant::now(), &mut self.outbox)
     }
 
     fn handshake(&mut self, id: usize, input: &[u8]) -> io::Result<usize> {

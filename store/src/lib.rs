@@ -52,6 +52,8 @@ mod server;
 mod service;
 mod services;
 mod session;
+#[cfg(test)]
+mod simulation;
 mod store_service;
 mod tcp_store;
 mod values;

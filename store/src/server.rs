@@ -125,7 +125,7 @@ impl Server {
     pub fn set(&self, key: &str, value: &[u8]) {
         let key = key.to_string();
         let value = value.to_vec();
-        self.act(move |store, outbox| store.set(&key, &value, outbox));
+        self.act(move |store, outbox| store.set(&key, &value, Instant::now(), outbox));
     }
 
     /// Deletes `key`, if it is there, as a client would. It does not wait for the server's thread to do so.
@@ -195,7 +195,8 @@ impl Server {
         let (answer, taken) = mpsc::channel();
         self.act(move |store, outbox| {
             let is_over = is_over.load(Ordering::SeqCst);
-            let _ = answer.send(!is_over && store.take_changes(all, &changes, outbox));
+            let _ =
+                answer.send(!is_over && store.take_changes(all, &changes, Instant::now(), outbox));
         });
         wait_for_thread(&taken)
     }

@@ -26,6 +26,7 @@ pub trait Service {
         id: usize,
         input: &[u8],
         unsent: usize,
+        now: Instant,
         outbox: &mut Outbox,
     ) -> io::Result<usize>;
 

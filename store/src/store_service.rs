@@ -70,8 +70,8 @@ impl StoreService {
     }
 
     /// Sets `key`, and answers the clients that wait for it.
-    pub fn set(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
-        self.put(key, value, outbox);
+    pub fn set(&mut self, key: &str, value: &[u8], now: Instant, outbox: &mut Outbox) {
+        self.put(key, value, now, outbox);
         self.replication.feed(outbox);
     }
 
@@ -93,7 +93,13 @@ impl StoreService {
 
     /// Takes changes of the store that this one is a replica of, `all` that there ever were or
     /// those that follow. Returns false if it is none, or no longer.
-    pub fn take_changes(&mut self, all: bool, changes: &[Vec<u8>], outbox: &mut Outbox) -> bool {
+    pub fn take_changes(
+        &mut self,
+        all: bool,
+        changes: &[Vec<u8>],
+        now: Instant,
+        outbox: &mut Outbox,
+    ) -> bool {
         if self.elsewhere.is_none() {
             return false;
         }
@@ -103,7 +109,7 @@ impl StoreService {
         }
         for change in changes {
             match Request::decode(change) {
-                Some(Request::Set { key, value }) => self.put(key, value, outbox),
+                Some(Request::Set { key, value }) => self.put(key, value, now, outbox),
                 Some(Request::Delete { keys }) => {
                     self.remove(&keys);
                 }
@@ -127,10 +133,10 @@ impl StoreService {
         self.replication.go_alone(outbox);
     }
 
-    fn put(&mut self, key: &str, value: &[u8], outbox: &mut Outbox) {
+    fn put(&mut self, key: &str, value: &[u8], now: Instant, outbox: &mut Outbox) {
         self.replication.add(&Request::Set { key, value });
         for id in self.values.set(key, value) {
-            self.advance(id, outbox);
+            self.advance(id, now, outbox);
         }
     }
 
@@ -146,22 +152,34 @@ impl StoreService {
     }
 
     /// Answers a request at once, if it can; `None` ends the connection.
-    fn handle(&mut self, id: usize, request: Request, outbox: &mut Outbox) -> Option<()> {
+    fn handle(
+        &mut self,
+        id: usize,
+        request: Request,
+        now: Instant,
+        outbox: &mut Outbox,
+    ) -> Option<()> {
         let reply = match request {
-            Request::Get { key, timeout } => return self.wait(id, &[key], timeout, true, outbox),
-            Request::Wait { keys, timeout } => return self.wait(id, &keys, timeout, false, outbox),
+            Request::Get { key, timeout } => {
+                let until = now + timeout;
+                return self.wait(id, &[key], until, true, now, outbox);
+            }
+            Request::Wait { keys, timeout } => {
+                let until = now + timeout;
+                return self.wait(id, &keys, until, false, now, outbox);
+            }
             Request::Changes { replica, after, timeout } => {
                 if after == ALL_CHANGES {
                     self.admitted_replica.take_if(|number| *number == replica)?;
                 }
-                return self.ask(id, after, Instant::now() + timeout, outbox);
+                return self.ask(id, after, now + timeout, outbox);
             }
             Request::Once { client, number, request } => match self.answered.get(&client) {
                 Some((last, reply)) if *last == number => Arc::clone(reply),
                 // It has come late, by a connection that the client has given up.
                 Some((last, _)) if *last > number => return None,
                 _ => {
-                    let reply = self.execute(id, Request::decode(request)?, outbox)?;
+                    let reply = self.execute(id, Request::decode(request)?, now, outbox)?;
                     // Else nothing was done.
                     if let Reply::Done | Reply::Number(_) = Reply::decode(&reply[4..])? {
                         self.note_answer(client, number, Arc::clone(&reply));
@@ -169,7 +187,7 @@ impl StoreService {
                     reply
                 }
             },
-            request => self.execute(id, request, outbox)?,
+            request => self.execute(id, request, now, outbox)?,
         };
         self.replication.reply(id, reply, outbox);
         Some(())
@@ -180,23 +198,24 @@ impl StoreService {
         &mut self,
         id: usize,
         request: Request,
+        now: Instant,
         outbox: &mut Outbox,
     ) -> Option<Arc<Vec<u8>>> {
         let reply = match request {
             Request::Set { key, value } => {
-                self.put(key, value, outbox);
+                self.put(key, value, now, outbox);
                 Reply::Done
             }
             Request::Add { key, increment } => match self.values.sum(key, increment) {
                 Err(reason) => Reply::Refused(reason),
                 Ok(sum) => {
-                    self.put(key, sum.to_string().as_bytes(), outbox);
+                    self.put(key, sum.to_string().as_bytes(), now, outbox);
                     Reply::Number(sum)
                 }
             },
             Request::CompareAndSet { key, expected, new } => {
                 if self.values.get(key).map(Value::bytes) == expected {
-                    self.put(key, new, outbox);
+                    self.put(key, new, now, outbox);
                     Reply::Done
                 } else {
                     Reply::Differs(self.values.get(key).map(Value::bytes))
@@ -239,7 +258,9 @@ impl StoreService {
                 let change = Request::Answered { client: *client, number: *number, reply };
                 change.encode()[4..].to_vec()
             });
-            let all = sets.chain(answers).collect();
+            let mut all: Vec<Vec<u8>> = sets.chain(answers).collect();
+            // Else each run of a simulation would differ.
+            all.sort_unstable();
             self.replication.start(id, all, until, outbox);
             return Some(());
         }
@@ -254,20 +275,21 @@ impl StoreService {
         &mut self,
         id: usize,
         keys: &[&str],
-        timeout: Duration,
+        deadline: Instant,
         wants_value: bool,
+        now: Instant,
         outbox: &mut Outbox,
     ) -> Option<()> {
         let keys = keys.iter().map(ToString::to_string).collect();
-        let waiting = Waiting { keys, next: 0, deadline: Instant::now() + timeout, wants_value };
+        let waiting = Waiting { keys, next: 0, deadline, wants_value };
         self.clients.get_mut(&id)?.waiting = Some(waiting);
-        self.advance(id, outbox);
+        self.advance(id, now, outbox);
         Some(())
     }
 
     /// Answers a waiting client if all its keys are set, else has it watch the first one that is
     /// not.
-    fn advance(&mut self, id: usize, outbox: &mut Outbox) {
+    fn advance(&mut self, id: usize, now: Instant, outbox: &mut Outbox) {
         let Some(waiting) = self.clients.get_mut(&id).and_then(|client| client.waiting.as_mut())
         else {
             return;
@@ -284,15 +306,15 @@ impl StoreService {
             .filter(|_| waiting.wants_value)
             .and_then(|key| self.values.get(key));
         let reply = value.map_or_else(|| Arc::new(Reply::Done.encode()), |value| value.reply());
-        self.end_wait(id, reply, outbox);
+        self.end_wait(id, reply, now, outbox);
     }
 
-    fn end_wait(&mut self, id: usize, reply: Arc<Vec<u8>>, outbox: &mut Outbox) {
+    fn end_wait(&mut self, id: usize, reply: Arc<Vec<u8>>, now: Instant, outbox: &mut Outbox) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         let Some(waiting) = client.waiting.take() else { return };
         // The client could not speak before the answer, so what this comes too late is not its
         // silence.
-        client.last_activity += Instant::now().saturating_duration_since(waiting.deadline);
+        client.last_activity += now.saturating_duration_since(waiting.deadline);
         self.unwatch(id, &waiting);
         self.replication.reply(id, reply, outbox);
     }
@@ -320,6 +342,7 @@ impl Service for StoreService {
         id: usize,
         input: &[u8],
         unsent: usize,
+        now: Instant,
         outbox: &mut Outbox,
     ) -> io::Result<usize> {
         let client = self.clients.get_mut(&id).ok_or(ErrorKind::InvalidData)?;
@@ -327,10 +350,10 @@ impl Service for StoreService {
         if client.waiting.is_some() || unsent > 0 {
             return Err(ErrorKind::InvalidData.into());
         }
-        client.last_activity = Instant::now();
+        client.last_activity = now;
         let Some(frame) = protocol::unframe(input, MAX_FRAME)? else { return Ok(0) };
         let request = Request::decode(frame).ok_or(ErrorKind::InvalidData)?;
-        self.handle(id, request, outbox).ok_or(ErrorKind::InvalidData)?;
+        self.handle(id, request, now, outbox).ok_or(ErrorKind::InvalidData)?;
         self.replication.feed(outbox);
         Ok(input.len())
     }
@@ -352,7 +375,7 @@ impl Service for StoreService {
                 .map(String::as_str)
                 .filter(|key| self.values.get(key).is_none());
             let reply = Reply::Missing(missing.collect()).encode();
-            self.end_wait(id, Arc::new(reply), outbox);
+            self.end_wait(id, Arc::new(reply), now, outbox);
         }
     }
 

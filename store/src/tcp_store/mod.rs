@@ -275,6 +275,7 @@ impl Service for TcpStoreService {
         id: usize,
         input: &[u8],
         unsent: usize,
+        _: Instant,
         outbox: &mut Outbox,
     ) -> io::Result<usize> {
         if unsent > MAX_UNSENT {
@@ -338,7 +339,7 @@ mod tests {
 
     /// Whether a client may have sent this.
     fn accepts(store: &mut TcpStoreService, id: usize, wire: &[u8]) -> bool {
-        store.receive(id, wire, 0, &mut Outbox::default()).is_ok()
+        store.receive(id, wire, 0, Instant::now(), &mut Outbox::default()).is_ok()
     }
 
     #[test]
@@ -382,7 +383,7 @@ mod tests {
         let before = store.size();
         let mut outbox = Outbox::default();
         for id in 0..3 {
-            assert_eq!(store.receive(id, &[17], 0, &mut outbox).unwrap(), 1);
+            assert_eq!(store.receive(id, &[17], 0, Instant::now(), &mut outbox).unwrap(), 1);
         }
         let (_, list) = &outbox.0[0];
         assert!(outbox.0.iter().all(|(_, other)| Arc::ptr_eq(list, other)));
