@@ -87,6 +87,13 @@ pub struct Lineage {
     pub members: Members,
 }
 
+impl Lineage {
+    /// Returns a key of an epoch.
+    pub fn epoch_key(&self, epoch: u64, what: &str) -> String {
+        format!("{}epoch/{epoch}/{what}", self.prefix)
+    }
+}
+
 impl Process {
     /// Returns the process that describes itself so.
     pub fn of(seat: Seat, info: PeerInfo, memory: Option<MemoryPlace>) -> Self {

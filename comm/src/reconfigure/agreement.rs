@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use flow_store::Error as StoreError;
 
 use super::decision::next_members;
-use super::membership::{OPERATION, epoch_key};
+use super::membership::OPERATION;
 use super::runtime::Runtime;
 use crate::bootstrap::lineage::{Lineage, Members, Process, Seat};
 use crate::bootstrap::system::System;
@@ -303,7 +303,7 @@ impl<R: Runtime> Agreement<R> {
     }
 
     fn key(&self, epoch: u64, what: &str) -> String {
-        epoch_key(&self.lineage, epoch, what)
+        self.lineage.epoch_key(epoch, what)
     }
 
     fn present_key(&self, epoch: u64, seat: usize) -> String {

@@ -6,7 +6,6 @@ use std::time::Duration;
 use flow_store::{Error as StoreError, Store};
 
 use super::agreement::{newcomer_key, store_failed};
-use super::membership::epoch_key;
 use crate::bootstrap::lineage::{Lineage, Process};
 use crate::error::Result;
 use crate::json::to_json;
@@ -27,7 +26,7 @@ pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
 /// Tells the other ranks that this one reconfigures.
 pub fn begin(world: &World, lineage: &Lineage) -> Result<()> {
     let Some(store) = world.store() else { return Ok(()) };
-    let key = epoch_key(lineage, lineage.members.epoch + 1, "begun");
+    let key = lineage.epoch_key(lineage.members.epoch + 1, "begun");
     store.set(&key, b"").map_err(|error| store_failed(world.seat(), error))
 }
 
@@ -38,7 +37,7 @@ pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     if world.has_failed.load(Ordering::Relaxed) {
         return Ok(true);
     }
-    if get(world, store, &epoch_key(lineage, members.epoch + 1, "begun"))?.is_some() {
+    if get(world, store, &lineage.epoch_key(members.epoch + 1, "begun"))?.is_some() {
         return Ok(true);
     }
     let Some(own) = members.processes.get(world.rank) else { return Ok(false) };

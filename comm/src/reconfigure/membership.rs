@@ -81,7 +81,7 @@ pub fn join_members(
     let plan = JoinPlan {
         membership,
         name: format!("epoch {}", members.epoch),
-        prefix: epoch_key(lineage, members.epoch, ""),
+        prefix: lineage.epoch_key(members.epoch, ""),
         launched: lineage.launched,
         seats: members.processes.iter().map(|process| process.seat).collect(),
         source,
@@ -89,9 +89,4 @@ pub fn join_members(
         epoch: Some((lineage.prefix.clone(), members.clone())),
     };
     join(plan, deadline.saturating_duration_since(Instant::now()))
-}
-
-/// Returns the key of an epoch for `what`.
-pub fn epoch_key(lineage: &Lineage, epoch: u64, what: &str) -> String {
-    format!("{}epoch/{epoch}/{what}", lineage.prefix)
 }

@@ -10,7 +10,7 @@ use crate::bootstrap::monitor::BootstrapMonitor;
 use crate::bootstrap::system::System;
 use crate::bootstrap::{JoinError, locals_of};
 use crate::peer_info::PeerInfo;
-use crate::reconfigure::membership::{epoch_key, place_of};
+use crate::reconfigure::membership::place_of;
 use crate::world::FIRST_WARNING;
 
 impl SimulatedProcess {
@@ -44,7 +44,7 @@ impl SimulatedProcess {
         let Process { pid, host_id, node, host, .. } = own.clone();
         let info = PeerInfo { pid, host_id, node, host, address: Vec::new() };
         let begin = self.now();
-        let mut prefix = epoch_key(lineage, members.epoch, "");
+        let mut prefix = lineage.epoch_key(members.epoch, "");
         let mut known = &members.processes[..];
         if members.epoch == 0 {
             prefix.clone_from(&lineage.prefix);

@@ -13,7 +13,6 @@ use crate::bootstrap::system::System;
 use crate::env::{Membership, Rendezvous};
 use crate::error::{Error, Result};
 use crate::reconfigure::agreement::{Agreement, store_failed};
-use crate::reconfigure::membership::epoch_key;
 
 /// What a thread unwinds with when its process has ended.
 struct Ended;
@@ -222,7 +221,7 @@ impl SimulatedProcess {
         let agreement = Agreement::new(self.clone(), lineage.clone(), own.clone(), timeout);
         let changed = match before {
             Some(members) => self
-                .set(&epoch_key(&lineage, members.epoch + 1, "begun"), b"")
+                .set(&lineage.epoch_key(members.epoch + 1, "begun"), b"")
                 .map_err(|error| store_failed(own.seat.number, error))
                 .and_then(|()| agreement.go_on()),
             None => agreement.join_running(),
