@@ -14,7 +14,16 @@ def _autoload():
 import torch
 import torch.distributed as dist
 
-__all__ = ["DiLoCo", "DistributedDataParallel", "Elastic", "SyncBatchNorm", "is_shared", "newcomers", "reconfigure"]
+__all__ = [
+    "DiLoCo",
+    "DistributedDataParallel",
+    "Elastic",
+    "InProcessRestart",
+    "SyncBatchNorm",
+    "is_shared",
+    "newcomers",
+    "reconfigure",
+]
 
 _CPU = torch.device("cpu")
 
@@ -79,6 +88,7 @@ if _is_supported:
     from .ddp import DistributedDataParallel
     from .diloco import DiLoCo
     from .elastic import newcomers, reconfigure
+    from .in_process_restart import InProcessRestart
     from .training import Elastic
 
 if _is_supported and not hasattr(dist.Backend, "FLOW"):

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from . import bindings, extension
+from . import bindings, extension, meshes
 
 # The group for which init_process_group is being called.
 _made = []
@@ -51,6 +51,7 @@ def reconfigure(timeout=timedelta(minutes=30)):
             dist.destroy_process_group()
         try:
             _make_default(_last[0], store, timeout)
+            meshes.ranks_have_changed()
             break
         except dist.DistError:  # a rank is lost since
             if time.monotonic() > end:

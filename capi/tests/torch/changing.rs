@@ -94,6 +94,26 @@ fn trainings_go_on_when_ranks_are_killed() {
     }
 }
 
+/// Four of the processes at random moments of a training in parts, and one as it comes: it goes on from checkpoints in
+/// memory, with as many ranks as there are, and ends with the weights of a training that nothing happens to.
+#[test]
+fn trainings_in_parts_begin_again_when_ranks_are_killed() {
+    if is_skipped() {
+        return;
+    }
+    let script = script("restarted_in_process.py");
+    let trained = |ranks, restarts, kills| {
+        let folder = tempfile::tempdir().unwrap();
+        elastic(ranks, restarts, &script, &[folder.path().to_str().unwrap(), kills])
+    };
+    let undisturbed = trained("2", "0", "none");
+    let (_, digest) = undisturbed.stdout.lines().next().unwrap().split_once(": ").unwrap();
+    let lines = |ranks: usize| (0..ranks).map(|rank| format!("rank {rank}: {digest}"));
+    assert_eq!(undisturbed.sorted_lines(), lines(2).collect::<Vec<_>>(), "{undisturbed:?}");
+    let finished = trained("3", "5", "kills");
+    assert_eq!(finished.sorted_lines(), lines(3).collect::<Vec<_>>(), "{finished:?}");
+}
+
 /// Failures at certain places, and errors of programs.
 #[test]
 fn cases_of_elastic_trainings() {
