@@ -8,9 +8,10 @@
 //! | `resume.rs` | [`Checkpoint`]: resume |
 //! | `variables.rs` | the variables that a rank has, and its parts of those that ranks share |
 //! | `parts.rs` | what each rank writes; for both kinds |
+//! | `storage.rs` | where checkpoints are: in a folder, in memory, or in both; for both kinds |
 //! | `saving.rs` | a checkpoint that is written at once, or beside the training; for both kinds |
 //! | `memory.rs` | the memory of a copy; for both kinds |
-//! | `in_memory.rs` | checkpoints in memory that outlives this process |
+//! | `in_memory.rs` | checkpoints in memory that outlives this process; for both kinds |
 //! | `plan.rs` | all files that are written, and where this rank's parts go; for both kinds |
 //! | `layout.rs` | which file has which tensor; for both kinds |
 //! | `laid_out.rs` | how the tensors of the last checkpoint were laid out |
@@ -20,7 +21,7 @@
 //! | `sums.rs` | the sums of files; for both kinds |
 //! | `state.rs` | `state.json`, and what files are called |
 //! | `sharers.rs` | which ranks see rank 0's disk, and files for the others |
-//! | `folder.rs` | [`Folder`]: checkpoints that are whole or not there, for both kinds |
+//! | `folder.rs` | [`Folder`](folder::Folder): checkpoints that are whole or not there, for both kinds |
 //! | `agree.rs` | what one rank has come to, on all; for both kinds |
 //! | `files.rs` | locks, and files that survive a loss of power; for both kinds |
 //! | `safetensors.rs` | the head of a safetensors file; for both kinds |
@@ -30,10 +31,10 @@ pub mod agree;
 mod error;
 pub mod files;
 mod folder;
-mod in_memory;
+pub mod in_memory;
 mod laid_out;
 pub mod layout;
-mod memory;
+pub mod memory;
 mod model;
 pub mod parts;
 pub mod plan;
@@ -44,12 +45,12 @@ pub mod saved_file;
 pub mod saving;
 mod sharers;
 mod state;
+pub mod storage;
 pub mod sums;
 mod variables;
 pub mod write;
 
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::path::Path;
 
 use flow_autograd::{OptimizerState, StateDict, StatePart, StateParts};
 use flow_comm::ProcessGroup;
@@ -60,17 +61,18 @@ use tch::nn::VarStore;
 use crate::data::sampler_state::Stateful;
 pub use crate::model_check::gather_texts;
 use agree::{agree, exchange};
+use error::WRITABLE;
 pub use error::{CheckpointError, Result};
-pub use folder::Folder;
 use laid_out::{LaidOut, STEMS};
 pub use model::CheckpointModel;
 use model::check_own_parameters;
 use parts::{Part, Whole, divide};
 use plan::{Plan, write_sums};
 pub use resume::Checkpoint;
-use saving::{BackgroundWriter, LastFile, Partial, Saving, lock, saved_after};
+use saving::{LastFile, Partial, Saving, saved_after};
 use state::{FORMAT, SavedState, check_format};
 pub use state::{MODEL, OPTIMIZER, STATE, json};
+use storage::{Found, Storage};
 use sums::{SUMS, read_checked};
 use variables::variables;
 
@@ -119,14 +121,14 @@ pub const FILE_BYTES: u64 = 5_000_000_000;
 /// # Ok(()) }
 /// ```
 pub struct Checkpoints {
-    folder: Option<Arc<Mutex<Folder>>>,
+    storage: Storage,
     group: ProcessGroup,
-    /// How many the folder keeps, if that is chosen.
-    keep: Option<usize>,
     file_bytes: u64,
     laid_out: LaidOut,
-    writer: BackgroundWriter,
 }
+
+/// A checkpoint in a folder has one of these at least.
+const MARKS: &[&str] = &[SUMS, STATE];
 
 impl Checkpoints {
     /// Opens the checkpoints in `folder`, which is made if it is missing. All ranks call this.
@@ -135,15 +137,7 @@ impl Checkpoints {
     ///
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
-        let folder = Folder::open(folder.as_ref(), group, &[SUMS, STATE])?;
-        Ok(Self {
-            folder: Some(Arc::new(Mutex::new(folder))),
-            group: group.clone(),
-            keep: None,
-            file_bytes: FILE_BYTES,
-            laid_out: LaidOut::default(),
-            writer: BackgroundWriter::default(),
-        })
+        Ok(Self::new(Storage::in_folder(folder.as_ref(), group, MARKS)?, group))
     }
 
     /// Opens the checkpoints in the memory that flow-launch has for its workers. It outlives them, however
@@ -163,15 +157,11 @@ impl Checkpoints {
     /// On all ranks, when a rank was not started by flow-launch, or another `Checkpoints` of this process
     /// has the memory.
     pub fn in_memory(group: &ProcessGroup) -> Result<Self> {
-        let (in_memory, memory) = agree(group, in_memory::open())?;
-        Ok(Self {
-            folder: None,
-            group: group.clone(),
-            keep: None,
-            file_bytes: FILE_BYTES,
-            laid_out: LaidOut::default(),
-            writer: BackgroundWriter::in_memory(in_memory, memory),
-        })
+        Ok(Self::new(Storage::in_memory(in_memory::open(), group, MARKS)?, group))
+    }
+
+    fn new(storage: Storage, group: &ProcessGroup) -> Self {
+        Self { storage, group: group.clone(), file_bytes: FILE_BYTES, laid_out: LaidOut::default() }
     }
 
     /// Writes checkpoints to `folder`, too, as those that [`open`](Self::open) opens: what is in memory is
@@ -181,23 +171,13 @@ impl Checkpoints {
     ///
     /// Those of [`open`](Self::open).
     pub fn and_folder(mut self, folder: impl AsRef<Path>) -> Result<Self> {
-        let path = folder.as_ref();
-        let mut folder = Folder::open(path, &self.group, &[SUMS, STATE])?;
-        folder.keep = self.keep.unwrap_or(folder.keep);
-        self.folder = Some(Arc::new(Mutex::new(folder)));
-        if let Some(in_memory) = &mut self.writer.in_memory {
-            let absolute = std::path::absolute(path);
-            in_memory.folder = Some(absolute.unwrap_or_else(|_| path.to_owned()));
-        }
+        self.storage = self.storage.and_folder(folder.as_ref())?;
         Ok(self)
     }
 
     /// Keeps the last `count` checkpoints in the folder, one at least (default: 2).
     pub fn keep(mut self, count: usize) -> Self {
-        self.keep = Some(count);
-        if let Some(folder) = &self.folder {
-            lock(folder).keep = count;
-        }
+        self.storage.keep(count);
         self
     }
 
@@ -238,13 +218,7 @@ impl Checkpoints {
     ) -> Result<()> {
         let before = self.wait();
         let saving = self.begin(step, (model, vs), optimizer, sampler, state);
-        let saved = saving.and_then(|mut saving| {
-            if self.writer.in_memory.is_none() {
-                return saving.finish();
-            }
-            self.writer.start(saving)?;
-            self.wait()
-        });
+        let saved = saving.and_then(|saving| self.storage.save(saving));
         saved_after(before, saved)
     }
 
@@ -272,7 +246,7 @@ impl Checkpoints {
     ) -> Result<()> {
         let before = self.wait();
         let saving = self.begin(step, (model, vs), optimizer, sampler, state);
-        let begun = saving.and_then(|saving| self.writer.start(saving));
+        let begun = saving.and_then(|saving| self.storage.start(saving));
         saved_after(before, begun)
     }
 
@@ -282,7 +256,7 @@ impl Checkpoints {
     ///
     /// On all ranks, when it could not be written; those before it are then still there.
     pub fn wait(&mut self) -> Result<()> {
-        self.writer.wait()
+        self.storage.wait()
     }
 
     /// Makes the files of a checkpoint.
@@ -295,17 +269,9 @@ impl Checkpoints {
         state: &S,
     ) -> Result<Saving> {
         model.synchronize()?;
-        let partial = self.partial(step)?;
+        let partial = self.storage.begin(step)?;
         let saving = self.lay_out(step, partial, (model, vs), optimizer, sampler, state);
-        saving.inspect_err(|_| self.folder.iter().for_each(|folder| lock(folder).abandon()))
-    }
-
-    /// Returns where the files of the checkpoint of `step` are to be written, if there is a folder.
-    fn partial(&self, step: usize) -> Result<Option<Partial>> {
-        let Some(folder) = &self.folder else { return Ok(None) };
-        let begun = lock(folder).begin(step);
-        let path = agree(&self.group, begun)?;
-        Ok(Some(Partial { folder: Arc::clone(folder), path }))
+        saving.inspect_err(|_| self.storage.abandon())
     }
 
     /// Lays out what the ranks write, and makes the files. Each time that ranks wait for each other stalls the training,
@@ -345,7 +311,7 @@ impl Checkpoints {
             let listed = of_files.each_ref().map(|parts| parts.iter().map(Part::listed).collect());
             self.laid_out.news(rank, listed)
         })?;
-        let path = self.path(step);
+        let path = self.storage.path(step);
         let name = format!("its files in {}", path.display());
         self.laid_out.update(news, self.file_bytes, |reason| {
             CheckpointError::unfit("save", &name, reason)
@@ -356,21 +322,12 @@ impl Checkpoints {
             plan.add_tensors(stem, files, parts);
         }
         if let Some(partial) = &partial {
-            let created = if rank == 0 { plan.create(&partial.path, &path) } else { Ok(()) };
-            agree(&self.group, created)?;
+            agree(&self.group, plan.create(&partial.path, &path, WRITABLE))?;
         }
         let names = plan.names().to_vec();
         let last: LastFile =
             Box::new(move |partial, path, pieces| write_sums(partial, path, &names, pieces));
         Ok(Saving { plan, group: self.group.clone(), step, path, files: partial, last })
-    }
-
-    /// Returns the folder of the checkpoint of `step`, or what stands for it.
-    fn path(&self, step: usize) -> PathBuf {
-        match &self.folder {
-            Some(folder) => lock(folder).checkpoint(step),
-            None => in_memory::name(step),
-        }
     }
 
     /// Returns what this rank writes. The ranks `writers` write what ranks have in common. All ranks call this. An
@@ -441,7 +398,7 @@ impl Checkpoints {
     }
 
     fn unfit(&self, what: &str, step: usize, reason: String) -> CheckpointError {
-        let path = self.path(step);
+        let path = self.storage.path(step);
         CheckpointError::unfit("save", format!("{what} in {}", path.display()), reason)
     }
 
@@ -454,42 +411,26 @@ impl Checkpoints {
     /// of another program. Also when rank 0 does not see what another rank sees. When the ranks have
     /// [changed](ProcessGroup::reconfigure), and parts of the one that is left in memory are gone.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<Checkpoint<S>>> {
-        if let Err(error) = self.wait() {
-            log::warn!("a checkpoint was not saved: {error}");
-        }
-        let in_memory = self.writer.latest(&self.group)?;
-        let step_in_memory = in_memory.as_ref().map(|found| found.step);
-        let in_folder = self.folder.as_ref().map_or(Ok(None), |folder| {
-            lock(folder).latest(step_in_memory, |path| {
-                if !path.join(SUMS).exists() {
-                    check_format(path)?; // other formats have none
-                }
-                let sums = read_checked(path)?;
-                check_format(path)?;
-                Ok(sums)
-            })
-        });
-        let mut held = None;
-        let (path, files) = match (in_folder?, in_memory) {
-            (Some((step, sums)), _) => {
-                let path = self.path(step);
+        let found = self.storage.latest(|path| {
+            if !path.join(SUMS).exists() {
+                check_format(path)?; // other formats have none
+            }
+            let sums = read_checked(path)?;
+            check_format(path)?;
+            Ok(sums)
+        })?;
+        let read = match found {
+            None => return Ok(None),
+            Some(Found::InFolder(path, sums)) => {
                 let names: Vec<&String> = sums.keys().collect();
                 let files = sharers::open(&self.group, &path, &names)?;
-                (path, files)
+                Checkpoint::read(&self.group, path, files, None)
             }
-            (None, Some(found)) => {
-                held = Some(Arc::clone(&found.held));
-                (in_memory::name(found.step), found.open(&self.group)?)
+            Some(Found::InMemory(found)) => {
+                let files = found.open(&self.group, |_| true)?;
+                Checkpoint::read(&self.group, found.path(), files, Some(found))
             }
-            (None, None) => match self.writer.in_part() {
-                // Workers may come that have the other parts: to begin anew would replace what is left.
-                Some(step) if self.group.epoch() > 0 => {
-                    return Err(CheckpointError::PartsMissing { step });
-                }
-                _ => return Ok(None),
-            },
         };
-        let read = Checkpoint::read(&self.group, &path, files, held);
         agree(&self.group, read).map(Some)
     }
 }

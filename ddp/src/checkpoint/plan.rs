@@ -16,10 +16,10 @@ use super::write::{Pieces, write};
 
 /// Files, and what this rank writes of them.
 pub struct Plan {
-    /// Whether this rank writes the first bytes of each file.
+    /// Whether this rank writes the first bytes of files.
     has_heads: bool,
     names: Vec<String>,
-    /// The first bytes of each file, and the number of those that follow.
+    /// The first bytes of each file, and the number of those that follow. Empty if another rank has them.
     files: Vec<(Vec<u8>, u64)>,
     /// This rank's parts, each with its file and where the tensor begins there.
     parts: Vec<(usize, u64, Part)>,
@@ -53,7 +53,7 @@ impl CopiedParts {
 }
 
 impl Plan {
-    /// Makes a plan of no files. `has_heads` says whether this rank writes their first bytes.
+    /// Makes a plan of no files. `has_heads` says whether this rank writes the first bytes of those that are added.
     pub fn new(has_heads: bool) -> Self {
         Self { has_heads, names: Vec::new(), files: Vec::new(), parts: Vec::new(), copy: None }
     }
@@ -87,22 +87,33 @@ impl Plan {
         self.parts.sort_by_key(|(file, start, part)| (*file, *start, part.start()));
     }
 
-    /// Makes the files, in the folder `partial`. `path` is where they will be.
-    pub fn create(&self, partial: &Path, path: &Path) -> Result<()> {
-        for (name, (head, more)) in self.names.iter().zip(&self.files) {
-            let length = head.len() as u64 + more;
-            let file = File::create_new(partial.join(name));
-            file.and_then(|file| file.set_len(length))
-                .map_err(CheckpointError::write(path.join(name)))?;
+    /// Makes the files whose first bytes this rank writes, in the folder `partial`. `path` is where they will be;
+    /// `remedy` is the advice if that fails.
+    pub fn create(&self, partial: &Path, path: &Path, remedy: &'static str) -> Result<()> {
+        for (file, head) in self.heads() {
+            let name = &self.names[file];
+            let length = head.len() as u64 + self.files[file].1;
+            let created =
+                File::create_new(partial.join(name)).and_then(|file| file.set_len(length));
+            created.map_err(CheckpointError::file("write", path.join(name), remedy))?;
         }
         Ok(())
+    }
+
+    /// Returns the first bytes that this rank writes, with the number of their file.
+    fn heads(&self) -> impl Iterator<Item = (usize, &[u8])> {
+        let heads = self.files.iter().map(|(head, _)| &head[..]).enumerate();
+        heads.filter(|(_, head)| self.has_heads && !head.is_empty())
     }
 
     /// Writes this rank's parts, and the heads if it has them. Returns the pieces of each file, as text for
     /// [`pieces`].
     pub fn write(&self, partial: &Path, path: &Path) -> Result<String> {
-        let is_copied = self.copy.as_ref().is_some_and(|copy| !copy.blocks.is_empty());
-        if !self.has_heads && self.parts.is_empty() && !is_copied {
+        let is_empty = match &self.copy {
+            Some(copy) => copy.blocks.is_empty(),
+            None => self.bytes() == 0,
+        };
+        if is_empty {
             return Ok("[]".into());
         }
         let pieces = write(partial, path, &self.names, |pieces| match &self.copy {
@@ -114,7 +125,7 @@ impl Plan {
 
     /// Returns how many bytes this rank writes.
     pub fn bytes(&self) -> u64 {
-        let heads = self.files.iter().filter(|_| self.has_heads).map(|(head, _)| head.len());
+        let heads = self.heads().map(|(_, head)| head.len());
         let parts = self.parts.iter().map(|(_, _, part)| part.bytes());
         heads.chain(parts).sum::<usize>() as u64
     }
@@ -152,7 +163,7 @@ impl Plan {
 
     /// Gives the bytes that this rank writes, in blocks: the file, the place there, and the bytes.
     fn each_block(&self, mut block: impl FnMut(usize, u64, &[u8]) -> Result<()>) -> Result<()> {
-        for (file, (head, _)) in self.files.iter().enumerate().filter(|_| self.has_heads) {
+        for (file, head) in self.heads() {
             block(file, 0, head)?;
         }
         for (file, base, part) in &self.parts {
@@ -204,13 +215,14 @@ mod tests {
     fn a_column_is_written_without_its_gaps() {
         let folder = tempfile::tempdir().unwrap();
         let mut plan = Plan::new(true);
-        plan.add("file".to_owned(), Vec::new(), 8);
+        plan.add("file".to_owned(), b"head".to_vec(), 8);
         let column = Tensor::from_slice(&[1_i32, 2, 3, 4]).view([2, 2]).narrow(1, 1, 1);
-        plan.parts.push((0, 0, Part::new("numbers", &[2, 1], 0, column).unwrap()));
-        plan.create(folder.path(), folder.path()).unwrap();
+        plan.parts.push((0, 4, Part::new("numbers", &[2, 1], 0, column).unwrap()));
+        plan.create(folder.path(), folder.path(), "").unwrap();
         plan.write(folder.path(), folder.path()).unwrap();
         let written = std::fs::read(folder.path().join("file")).unwrap();
-        assert_eq!(written, [2_i32, 4].map(i32::to_le_bytes).concat());
+        let numbers = [2_i32, 4].map(i32::to_le_bytes).concat();
+        assert_eq!(written, [&b"head"[..], &numbers].concat());
     }
 
     #[test]
@@ -221,7 +233,7 @@ mod tests {
         let mut tensor = Tensor::from_slice(&[1_i32, 2, 3]);
         let part = Part::new("numbers", &[3], 0, tensor.shallow_clone()).unwrap();
         plan.parts.push((0, 4, part));
-        plan.create(folder.path(), folder.path()).unwrap();
+        plan.create(folder.path(), folder.path(), "").unwrap();
         plan.copy(&mut Memory::own().unwrap()).unwrap();
         let _ = tensor.fill_(9);
         plan.write(folder.path(), folder.path()).unwrap();

@@ -2,8 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
@@ -13,8 +12,8 @@ use tch::nn::VarStore;
 
 use super::agree::agree;
 use super::error::{CheckpointError, Result};
+use super::in_memory::FoundInMemory;
 use super::layout::is_of;
-use super::memory::Held;
 use super::saved::{SavedOptimizer, SavedTensors};
 use super::saved_file::SavedFile;
 use super::state::{MODEL, OPTIMIZER, STATE, SavedState};
@@ -36,23 +35,23 @@ pub struct Checkpoint<S> {
     parameters: Vec<String>,
     model: SavedTensors,
     optimizer: SavedTensors,
-    /// Of a checkpoint in memory.
-    held: Option<Arc<Held>>,
+    /// Where it was found, if it is in memory.
+    in_memory: Option<FoundInMemory>,
 }
 
 impl<S> Checkpoint<S> {
     /// Reads the checkpoint at `path` from its files.
     pub(super) fn read(
         group: &ProcessGroup,
-        path: &Path,
+        path: PathBuf,
         mut files: Vec<SavedFile>,
-        held: Option<Arc<Held>>,
+        in_memory: Option<FoundInMemory>,
     ) -> Result<Self>
     where
         S: DeserializeOwned,
     {
         let of_other =
-            |reason| CheckpointError::Other { path: path.to_owned(), what: "program", reason };
+            |reason| CheckpointError::Other { path: path.clone(), what: "program", reason };
         let state = take(&mut files, |name| name == STATE);
         let Some(file) = state.first() else {
             return Err(of_other(format!("it has no {STATE}")));
@@ -64,7 +63,6 @@ impl<S> Checkpoint<S> {
         let SavedState { world_size, threads, optimizer: parameters, sampler, state, .. } = state;
         let model = SavedTensors::open(take(&mut files, |name| is_of(MODEL, name)))?;
         let optimizer = SavedTensors::open(take(&mut files, |name| is_of(OPTIMIZER, name)))?;
-        let path = path.to_owned();
         let group = group.clone();
         Ok(Self {
             state,
@@ -76,7 +74,7 @@ impl<S> Checkpoint<S> {
             parameters,
             model,
             optimizer,
-            held,
+            in_memory,
         })
     }
 
@@ -106,7 +104,9 @@ impl<S> Checkpoint<S> {
         agree(&self.group, checked)?;
         agree(&self.group, self.load_model(&mut variables))?;
         let loaded = self.load_optimizer(optimizer);
-        agree(&self.group, loaded.and_then(|()| self.check_held()))?;
+        let in_memory = self.in_memory.as_ref();
+        let loaded = loaded.and_then(|()| in_memory.map_or(Ok(()), FoundInMemory::check_held));
+        agree(&self.group, loaded)?;
 
         let here = (self.group.world_size(), tch::get_num_threads());
         if self.group.rank() == 0 && here != (self.world_size, self.threads) {
@@ -119,15 +119,6 @@ impl<S> Checkpoint<S> {
                 here.0,
                 here.1
             );
-        }
-        Ok(())
-    }
-
-    /// Checks that nothing has been saved over what was read.
-    fn check_held(&self) -> Result<()> {
-        if self.held.as_ref().is_some_and(|held| held.may_be_replaced()) {
-            let reason = "two checkpoints were saved since latest has returned it";
-            return Err(CheckpointError::damaged(self.path.clone(), reason));
         }
         Ok(())
     }

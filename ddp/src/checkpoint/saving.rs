@@ -300,7 +300,7 @@ mod tests {
         let partial = agree(group, lock(folder).begin(step)).unwrap();
         let path = lock(folder).checkpoint(step);
         if is_made && group.rank() == 0 {
-            plan.create(&partial, &path).unwrap();
+            plan.create(&partial, &path, "").unwrap();
         }
         group.barrier().unwrap();
         let group = group.clone();

@@ -3,6 +3,8 @@
 //! Large pieces go to the disk past the kernel's cache, while the next one is copied and summed. What
 //! is less than a page goes by way of the cache: at the ends of a piece are other ranks' bytes.
 
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::ops::Range;
@@ -23,7 +25,7 @@ const LEAST_DIRECT: usize = 64 << 10;
 /// Pieces that are filled or written at a time.
 const BUFFERS: usize = 2;
 
-/// Writes to the files `names` in `folder`, which are there, what `fill` gives, and flushes them.
+/// Writes to files `names` in `folder`, which are there, what `fill` gives, and flushes them.
 /// Returns the pieces, with the number of their file. `path` is where the files will be.
 ///
 /// # Errors
@@ -31,18 +33,17 @@ const BUFFERS: usize = 2;
 pub fn write(
     folder: &Path,
     path: &Path,
-    names: &[impl AsRef<Path>],
+    names: &[impl AsRef<Path> + Sync],
     fill: impl FnOnce(&mut Pieces) -> Result<()>,
 ) -> Result<Vec<(usize, Piece)>> {
-    let targets = names.iter().map(|name| Target::open(folder, path, name.as_ref()));
-    let targets: Vec<Target> = targets.collect::<Result<_>>()?;
     thread::scope(|scope| {
         let (to_disk, full) = mpsc::sync_channel(BUFFERS);
         let (back, empty) = mpsc::channel();
         for _ in 0..BUFFERS {
             let _ = back.send(Buffer::new());
         }
-        let disk = scope.spawn(move || write_all(targets, &full, &back));
+        let open = |file: usize| Target::open(folder, path, names[file].as_ref());
+        let disk = scope.spawn(move || write_all(open, &full, &back));
         let mut pieces = Pieces { to_disk, empty, current: None, done: Vec::new() };
         let filled = fill(&mut pieces).and_then(|()| pieces.end());
         let Pieces { to_disk, done, .. } = pieces;
@@ -155,7 +156,6 @@ struct Target {
     cached: File,
     /// Past it, where the file system can.
     direct: Option<File>,
-    is_changed: bool,
 }
 
 impl Target {
@@ -166,11 +166,10 @@ impl Target {
         let cached = cached.map_err(CheckpointError::write(&path))?;
         let flags = OFlags::DIRECT.bits() as i32;
         let direct = OpenOptions::new().write(true).custom_flags(flags).open(&file).ok();
-        Ok(Self { path, cached, direct, is_changed: false })
+        Ok(Self { path, cached, direct })
     }
 
     fn write(&mut self, piece: &mut Filled) -> io::Result<()> {
-        self.is_changed = true;
         let Range { start, end } = piece.bytes();
         let first = start.next_multiple_of(PAGE);
         let last = end / PAGE * PAGE;
@@ -194,19 +193,23 @@ impl Target {
     }
 }
 
-/// Writes pieces until there are no more, and flushes their files.
+/// Writes pieces until there are no more, and flushes their files, which `open` opens by their numbers.
 fn write_all(
-    mut targets: Vec<Target>,
+    open: impl Fn(usize) -> Result<Target>,
     full: &Receiver<Filled>,
     back: &Sender<Buffer>,
 ) -> Result<()> {
+    let mut targets = BTreeMap::new();
     for mut piece in full {
-        let target = &mut targets[piece.file];
+        let target = match targets.entry(piece.file) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(open(piece.file)?),
+        };
         let written = target.write(&mut piece);
         written.map_err(CheckpointError::write(&target.path))?;
         let _ = back.send(piece.buffer); // nobody waits for it after the last piece
     }
-    for Target { path, cached, .. } in targets.iter().filter(|target| target.is_changed) {
+    for Target { path, cached, .. } in targets.into_values() {
         cached.sync_all().map_err(CheckpointError::write(path))?;
     }
     Ok(())

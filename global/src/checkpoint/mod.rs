@@ -29,17 +29,17 @@ mod shards;
 mod tests;
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::path::Path;
 
 use flow_autograd::OptimizerState;
 use flow_comm::digest;
 use flow_ddp::checkpoint::agree::{agree, from_rank_0};
-use flow_ddp::checkpoint::saving::{
-    BackgroundWriter, LastFile, Partial, Saving, lock, saved_after,
-};
+use flow_ddp::checkpoint::in_memory;
+use flow_ddp::checkpoint::plan::Plan;
+use flow_ddp::checkpoint::saving::{LastFile, Partial, Saving, saved_after};
+use flow_ddp::checkpoint::storage::{Found, Storage};
 use flow_ddp::checkpoint::sums::Sums;
-use flow_ddp::checkpoint::{Folder, Result, json};
+use flow_ddp::checkpoint::{Result, json};
 use flow_tensor::ProcessGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -53,7 +53,7 @@ use index::Index;
 pub use merge::{merge, merge_into_folder};
 pub use opened::verify;
 pub use resume::ShardedCheckpoint;
-use shards::{Entry, file_name};
+use shards::{Entry, add_files, file_name};
 
 use crate::create::rng_state;
 use crate::placement::Placement;
@@ -92,9 +92,8 @@ use crate::placement::Placement;
 /// # Ok(()) }
 /// ```
 pub struct ShardedCheckpoints {
-    folder: Arc<Mutex<Folder>>,
+    storage: Storage,
     group: ProcessGroup,
-    writer: BackgroundWriter,
 }
 
 impl ShardedCheckpoints {
@@ -103,17 +102,44 @@ impl ShardedCheckpoints {
     /// # Errors
     /// On all ranks, when rank 0 cannot write there, or another job does.
     pub fn open(folder: impl AsRef<Path>, group: &ProcessGroup) -> Result<Self> {
-        let folder = Folder::open(folder.as_ref(), group, &[INDEX])?;
-        Ok(Self {
-            folder: Arc::new(Mutex::new(folder)),
-            group: group.clone(),
-            writer: BackgroundWriter::default(),
-        })
+        let storage = Storage::in_folder(folder.as_ref(), group, &[INDEX])?;
+        Ok(Self { storage, group: group.clone() })
     }
 
-    /// Keeps the last `count` checkpoints, one at least (default: 2).
-    pub fn keep(self, count: usize) -> Self {
-        lock(&self.folder).keep = count;
+    /// Opens the checkpoints in the memory that flow-launch has for its workers. It outlives them, however
+    /// they end: a job that `--max-restarts` restarts resumes from there, without a disk, also with another number
+    /// of ranks. So does an [`InProcessRestart`](flow_ddp::InProcessRestart). All ranks call this.
+    ///
+    /// [`save`](Self::save) and [`async_save`](Self::async_save) copy each rank's parts there, beside the last
+    /// checkpoint. That stays until all ranks have the new one, with its sums. So [`latest`](Self::latest)
+    /// finds one or the other, whole, whenever ranks are killed. Each rank needs twice as much memory as it saves.
+    /// It is free once flow-launch ends.
+    ///
+    /// Each machine has the parts of its ranks. If one is lost, so are the checkpoints, unless they are
+    /// [in a folder too](Self::and_folder). A rank that resumes receives what it needs of other machines' parts, and
+    /// has these files in its memory meanwhile.
+    ///
+    /// # Errors
+    /// On all ranks, when a rank was not started by flow-launch, or other checkpoints of this process have the
+    /// memory.
+    pub fn in_memory(group: &ProcessGroup) -> Result<Self> {
+        let storage = Storage::in_memory(in_memory::open(), group, &[INDEX])?;
+        Ok(Self { storage, group: group.clone() })
+    }
+
+    /// Writes checkpoints to `folder`, too, as those that [`open`](Self::open) opens: what is in memory is
+    /// written. [`latest`](Self::latest) then returns the newest, wherever it is. All ranks call this.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub fn and_folder(mut self, folder: impl AsRef<Path>) -> Result<Self> {
+        self.storage = self.storage.and_folder(folder.as_ref())?;
+        Ok(self)
+    }
+
+    /// Keeps the last `count` checkpoints in the folder, one at least (default: 2).
+    pub fn keep(mut self, count: usize) -> Self {
+        self.storage.keep(count);
         self
     }
 
@@ -138,7 +164,7 @@ impl ShardedCheckpoints {
     ) -> Result<()> {
         let before = self.wait();
         let saving = self.lay_out(step, vs, optimizer, state);
-        let saved = saving.and_then(|mut saving| saving.finish());
+        let saved = saving.and_then(|saving| self.storage.save(saving));
         saved_after(before, saved)
     }
 
@@ -163,7 +189,7 @@ impl ShardedCheckpoints {
     ) -> Result<()> {
         let before = self.wait();
         let saving = self.lay_out(step, vs, optimizer, state);
-        let begun = saving.and_then(|saving| self.writer.start(saving));
+        let begun = saving.and_then(|saving| self.storage.start(saving));
         saved_after(before, begun)
     }
 
@@ -172,7 +198,7 @@ impl ShardedCheckpoints {
     /// # Errors
     /// On all ranks, when it could not be written; those before it are then still there.
     pub fn wait(&mut self) -> Result<()> {
-        self.writer.wait()
+        self.storage.wait()
     }
 
     /// Finds what is to be saved: contents without index and files, and the tensors.
@@ -227,24 +253,51 @@ impl ShardedCheckpoints {
         let tensors = agree(&self.group, tensors.collect())?;
         contents.index = Index { tensors };
         check_same(&self.group, &contents.index)?;
-        let begun = lock(&self.folder).begin(contents.step);
-        let partial = agree(&self.group, begun)?;
+        let partial = self.storage.begin(contents.step)?;
         let saving = self.plan(partial, contents, entries);
-        saving.inspect_err(|_| lock(&self.folder).abandon())
+        saving.inspect_err(|_| self.storage.abandon())
     }
 
-    fn plan(&self, partial: PathBuf, mut contents: Contents, entries: &[Entry]) -> Result<Saving> {
+    fn plan(
+        &self,
+        partial: Option<Partial>,
+        mut contents: Contents,
+        entries: &[Entry],
+    ) -> Result<Saving> {
         let step = contents.step;
-        let path = lock(&self.folder).checkpoint(step);
-        let own = shards::plan((&partial, &path), self.group.rank(), &contents.index, entries);
+        let path = self.storage.path(step);
+        let own = self.own_plan(partial.as_ref(), &path, &contents, entries);
         let plan = agree(&self.group, own)?;
+        let names = plan.names().to_vec();
         let last: LastFile = Box::new(move |partial, _, pieces| {
-            contents.add_files(pieces)?;
+            contents.add_files(&names, pieces)?;
             check_shared(partial, &contents.files)?;
             contents.write(partial)
         });
-        let files = Some(Partial { folder: Arc::clone(&self.folder), path: partial });
-        Ok(Saving { plan, group: self.group.clone(), step, path, files, last })
+        Ok(Saving { plan, group: self.group.clone(), step, path, files: partial, last })
+    }
+
+    /// Makes this rank's files, and returns what it writes.
+    fn own_plan(
+        &self,
+        partial: Option<&Partial>,
+        path: &Path,
+        contents: &Contents,
+        entries: &[Entry],
+    ) -> Result<Plan> {
+        let rank = self.group.rank();
+        let mut plan = Plan::new(true);
+        if self.storage.has_memory() {
+            // In a folder it is written anew, with the sums.
+            let text = if rank == 0 { contents.text()? } else { Vec::new() };
+            plan.add(INDEX.to_owned(), text, 0);
+        }
+        add_files(&mut plan, rank, &contents.index, entries)?;
+        if let Some(partial) = partial {
+            let remedy = "see that the disk has space, and that all machines share it";
+            plan.create(&partial.path, path, remedy)?;
+        }
+        Ok(plan)
     }
 
     /// Returns the latest checkpoint that is whole, the same on all ranks; None where there is none at all.
@@ -252,21 +305,27 @@ impl ShardedCheckpoints {
     ///
     /// # Errors
     /// On all ranks, when the disk cannot be read, or there are only damaged checkpoints or those
-    /// of another program. Also when rank 0 does not see what another rank sees.
+    /// of another program. Also when rank 0 does not see what another rank sees. When the ranks have
+    /// [changed](ProcessGroup::reconfigure), and parts of the one that is left in memory are gone.
     pub fn latest<S: DeserializeOwned>(&mut self) -> Result<Option<ShardedCheckpoint<S>>> {
-        if let Err(error) = self.wait() {
-            log::warn!("a checkpoint was not saved: {error}");
-        }
-        let found = lock(&self.folder).latest(None, |path| {
+        let found = self.storage.latest(|path| {
             let contents = Contents::read(path)?;
             contents.check_files(path)?;
             Ok(contents)
         })?;
-        let Some((step, contents)) = found else { return Ok(None) };
-        let path = lock(&self.folder).checkpoint(step);
+        let (path, contents, in_memory) = match found {
+            None => return Ok(None),
+            Some(Found::InFolder(path, contents)) => (path, contents, None),
+            Some(Found::InMemory(found)) => {
+                let path = found.path();
+                let files = found.open(&self.group, |name| name == INDEX)?;
+                let contents = agree(&self.group, Contents::read_from(&path, &files))?;
+                (path, contents, Some(found))
+            }
+        };
         let group = self.group.clone();
         match serde_json::from_value(contents.state.clone()) {
-            Ok(state) => Ok(Some(ShardedCheckpoint { state, path, group, contents })),
+            Ok(state) => Ok(Some(ShardedCheckpoint { state, path, group, contents, in_memory })),
             Err(error) => {
                 let reason = error.to_string();
                 Err(CheckpointError::Other { path, what: "program", reason })

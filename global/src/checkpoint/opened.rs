@@ -105,7 +105,7 @@ impl Opened {
                 saved.read(own, *start, bytes)
             }
             Source::Shards(path, contents) => {
-                Reader::new(path, &contents.index).read(name, block, bytes)
+                Reader::new(path, &contents.index, Vec::new()).read(name, block, bytes)
             }
         }
     }

@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use flow_autograd::{OptimizerState, StateDict};
 use flow_ddp::checkpoint::agree::agree;
+use flow_ddp::checkpoint::in_memory::FoundInMemory;
 use flow_ddp::checkpoint::{CheckpointError, Result};
 use flow_tensor::ProcessGroup;
 use tch::nn::{Optimizer, VarStore};
 
 use super::contents::{Contents, MODEL};
 use super::entries::{blank_state, entries, named, variables};
-use super::shards::{Entry, Reader};
+use super::shards::{Entry, Reader, needed_files};
 use crate::create::set_rng_state;
 use crate::placement::Placement;
 
@@ -21,6 +22,8 @@ pub struct ShardedCheckpoint<S> {
     pub(super) path: PathBuf,
     pub(super) group: ProcessGroup,
     pub(super) contents: Contents,
+    /// Where it was found, if it is in memory.
+    pub(super) in_memory: Option<FoundInMemory>,
 }
 
 impl<S> ShardedCheckpoint<S> {
@@ -99,7 +102,18 @@ impl<S> ShardedCheckpoint<S> {
     /// Reads what this rank needs of the entries into their locals.
     pub(super) fn load_entries(&self, entries: &mut [Entry]) -> Result<()> {
         let rank = self.group.rank();
-        let mut reader = Reader::new(&self.path, &self.contents.index);
-        agree(&self.group, entries.iter_mut().try_for_each(|entry| reader.load(entry, rank)))
+        let files = match &self.in_memory {
+            Some(found) => {
+                let needed = needed_files(&self.contents.index, entries, rank);
+                let needed = agree(&self.group, needed)?;
+                found.open(&self.group, |name| needed.contains(name))?
+            }
+            None => Vec::new(),
+        };
+        let mut reader = Reader::new(&self.path, &self.contents.index, files);
+        let loaded = entries.iter_mut().try_for_each(|entry| reader.load(entry, rank));
+        // What was saved over it may look damaged.
+        let held = self.in_memory.as_ref().map_or(Ok(()), FoundInMemory::check_held);
+        agree(&self.group, held.and(loaded))
     }
 }

@@ -1,14 +1,14 @@
 //! The files of a checkpoint's shards: each rank writes its own, and reads what it needs of all.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use flow_ddp::checkpoint::layout::TensorFile;
 use flow_ddp::checkpoint::parts::Part;
 use flow_ddp::checkpoint::plan::Plan;
+use flow_ddp::checkpoint::saved_file::SavedFile;
 use flow_ddp::checkpoint::{CheckpointError, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -89,17 +89,25 @@ pub fn file_name(rank: usize) -> String {
     format!("rank-{rank:05}.safetensors")
 }
 
-/// Makes this rank's file in the folder `partial`, empty, and the plan of what the index says that it saves.
-/// There is no file if that is nothing. `path` is where the file will be.
+/// Adds all ranks' files to the plan, and to this rank's what the index says that it saves. There is no file of a rank
+/// that saves nothing.
 ///
 /// # Errors
-/// The file cannot be made; libtorch cannot give a tensor's bytes.
-pub fn plan(
-    (partial, path): (&Path, &Path),
-    rank: usize,
-    index: &Index,
-    entries: &[Entry],
-) -> Result<Plan> {
+/// libtorch cannot give a tensor's bytes.
+pub fn add_files(plan: &mut Plan, rank: usize, index: &Index, entries: &[Entry]) -> Result<()> {
+    let shards = index.tensors.values().flat_map(|saved| &saved.shards);
+    let writers: BTreeSet<usize> = shards.map(|shard| shard.rank).collect();
+    for writer in writers {
+        if writer == rank {
+            add_own_file(plan, rank, index, entries)?;
+        } else {
+            plan.add(file_name(writer), Vec::new(), 0);
+        }
+    }
+    Ok(())
+}
+
+fn add_own_file(plan: &mut Plan, rank: usize, index: &Index, entries: &[Entry]) -> Result<()> {
     let mut named = Vec::new();
     let mut parts = Vec::new();
     for entry in entries {
@@ -109,36 +117,43 @@ pub fn plan(
         named.push((entry.name.clone(), &saved.dtype[..], &shard.shape[..]));
         parts.push(part);
     }
-    let mut plan = Plan::new(!named.is_empty());
-    if named.is_empty() {
-        return Ok(plan);
-    }
-    let name = file_name(rank);
-    let remedy = "see that the disk has space, and that all machines share it";
-    File::create_new(partial.join(&name)).map_err(CheckpointError::file(
-        "write",
-        path.join(&name),
-        remedy,
-    ))?;
     let unfit = |reason: String| CheckpointError::unfit("save", "its file", reason);
     let header = Header::of(named).map_err(unfit)?;
     let head = header.to_bytes().map_err(|error| unfit(error.to_string()))?;
-    plan.add_tensors("rank", &[TensorFile { name, header, head }], parts);
-    Ok(plan)
+    plan.add_tensors("rank", &[TensorFile { name: file_name(rank), header, head }], parts);
+    Ok(())
+}
+
+/// Returns the names of the files that have what `rank` has of the entries.
+///
+/// # Errors
+/// The checkpoint does not have all of it.
+pub fn needed_files(index: &Index, entries: &[Entry], rank: usize) -> Result<BTreeSet<String>> {
+    let mut needed = BTreeSet::new();
+    for entry in entries {
+        let Some((region, saved)) = entry.region(rank).zip(index.tensors.get(&entry.name)) else {
+            continue;
+        };
+        needed.extend(saved.reads(&entry.name, &region)?.iter().map(|read| file_name(read.rank)));
+    }
+    Ok(needed)
 }
 
 /// Reads tensors of a checkpoint from its files.
 pub struct Reader<'a> {
-    folder: &'a Path,
+    path: &'a Path,
     index: &'a Index,
+    /// The files that are in memory. Those of a folder are open while they are read from: there may be very many.
+    in_memory: HashMap<PathBuf, SavedFile>,
     /// Of the files that were read from, by rank.
     headers: HashMap<usize, (Header, u64)>,
 }
 
 impl<'a> Reader<'a> {
-    /// Makes a reader of the checkpoint in `folder`, which has this index.
-    pub fn new(folder: &'a Path, index: &'a Index) -> Self {
-        Self { folder, index, headers: HashMap::new() }
+    /// Makes a reader of the checkpoint `path`, which has this index, and these files in memory.
+    pub fn new(path: &'a Path, index: &'a Index, in_memory: Vec<SavedFile>) -> Self {
+        let in_memory = in_memory.into_iter().map(|file| (file.path.clone(), file)).collect();
+        Self { path, index, in_memory, headers: HashMap::new() }
     }
 
     /// Reads what `rank` has of a tensor into its local: one copy, and only if that is not
@@ -168,15 +183,26 @@ impl<'a> Reader<'a> {
     /// The checkpoint does not have the tensor; a file is missing or damaged.
     pub fn read(&mut self, name: &str, region: &Region, bytes: &mut [u8]) -> Result<()> {
         let Some(saved) = self.index.tensors.get(name) else {
-            return Err(CheckpointError::damaged(self.folder, format!("it has no {name}")));
+            return Err(CheckpointError::damaged(self.path, format!("it has no {name}")));
         };
         for read in saved.reads(name, region)? {
-            let path = self.folder.join(file_name(read.rank));
-            let file = File::open(&path).map_err(failed_to_read(&path))?;
+            let path = self.path.join(file_name(read.rank));
+            let opened;
+            let file = match self.in_memory.get(&path) {
+                Some(file) => file,
+                None => {
+                    let found = File::open(&path);
+                    let found = found.and_then(|file| SavedFile::whole(path.clone(), file));
+                    opened = found.map_err(failed_to_read(&path))?;
+                    &opened
+                }
+            };
             let (header, start) = match self.headers.entry(read.rank) {
                 std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
                 std::collections::hash_map::Entry::Vacant(new) => {
-                    new.insert(Header::read(&file).map_err(failed_to_read(&path))?)
+                    let head = |bytes: &mut [u8], start| file.read_exact_at(bytes, start);
+                    let header = Header::read_by(file.length(), head);
+                    new.insert(header.map_err(failed_to_read(&path))?)
                 }
             };
             let shape = read.shard.shape();
@@ -189,7 +215,7 @@ impl<'a> Reader<'a> {
             let base = *start + info.data_offsets.0;
             let element = size(&saved.dtype, &[]).unwrap_or_default();
             let pieces = Pieces::new(&read.region, &read.shard, region, element);
-            read_pieces(&file, base, pieces, bytes).map_err(failed_to_read(&path))?;
+            read_pieces(file, base, pieces, bytes).map_err(failed_to_read(&path))?;
         }
         Ok(())
     }
@@ -259,7 +285,7 @@ impl Iterator for Pieces {
 }
 
 /// Copies pieces from the file, where the first byte of all is at `base`, into `bytes`.
-fn read_pieces(file: &File, base: u64, pieces: Pieces, bytes: &mut [u8]) -> io::Result<()> {
+fn read_pieces(file: &SavedFile, base: u64, pieces: Pieces, bytes: &mut [u8]) -> io::Result<()> {
     let length = pieces.length;
     let mut pieces = pieces.peekable();
     let mut near = Vec::new();

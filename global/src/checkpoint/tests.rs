@@ -8,6 +8,7 @@ use flow_tensor::ProcessGroup;
 use tch::{Device, Kind, Tensor};
 use tempfile::{TempDir, tempdir};
 
+mod in_memory;
 #[path = "../../tests/it/common/pytorch.rs"]
 mod pytorch;
 
@@ -76,11 +77,12 @@ fn contents(step: usize) -> Contents {
 }
 
 fn save_entries(
-    checkpoints: &ShardedCheckpoints,
+    checkpoints: &mut ShardedCheckpoints,
     contents: Contents,
     entries: &[Entry],
 ) -> Result<(), CheckpointError> {
-    checkpoints.begin(contents, entries)?.finish()
+    let saving = checkpoints.begin(contents, entries)?;
+    checkpoints.storage.save(saving)
 }
 
 /// Every SBP of so many axes, none of them partial, for a tensor of so many dimensions.
@@ -101,6 +103,7 @@ fn layouts() -> Vec<(String, &'static [usize], (Placement, NdSbp))> {
         Placement::of([0, 1, 2]).unwrap(),
         Placement::of([[0, 2], [1, 3]]).unwrap(),
         Placement::of([[3, 4], [5, 0]]).unwrap(),
+        Placement::of([[1], [5]]).unwrap(),
         Placement::of([4]).unwrap(),
     ];
     let mut layouts = Vec::new();
@@ -115,10 +118,11 @@ fn layouts() -> Vec<(String, &'static [usize], (Placement, NdSbp))> {
     layouts
 }
 
-#[test]
-fn every_pair_of_layouts_and_every_kind() {
-    let folder = tempdir().unwrap();
-    let layouts = layouts();
+/// Saves a tensor in each layout on six ranks, and reads it in each other layout of its shape.
+fn read_as_saved(
+    layouts: &[(String, &[usize], (Placement, NdSbp))],
+    open: impl Fn(&ProcessGroup) -> ShardedCheckpoints + Sync,
+) {
     let pairs = ranks(6, |group| {
         let rank = group.rank();
         let kinds = DTYPES.iter().map(|(kind, _)| *kind).cycle();
@@ -127,8 +131,8 @@ fn every_pair_of_layouts_and_every_kind() {
             .clone()
             .map(|((name, shape, layout), kind)| entry(name, (shape, kind), layout, rank))
             .collect();
-        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
-        save_entries(&checkpoints, contents(3), &entries).unwrap();
+        let mut checkpoints = open(&group);
+        save_entries(&mut checkpoints, contents(3), &entries).unwrap();
         let checkpoint = checkpoints.latest::<()>().unwrap().unwrap();
         assert_eq!(checkpoint.step(), 3);
 
@@ -160,6 +164,13 @@ fn every_pair_of_layouts_and_every_kind() {
         targets.len()
     });
     assert!(pairs[0] > 2000, "{}", pairs[0]);
+}
+
+#[test]
+fn every_pair_of_layouts_and_every_kind() {
+    let folder = tempdir().unwrap();
+    let layouts = layouts();
+    read_as_saved(&layouts, |group| ShardedCheckpoints::open(folder.path(), group).unwrap());
     // What several ranks have is there once.
     let contents = Contents::read(&folder.path().join("step-3")).unwrap();
     let tensors = contents.index.tensors.values();
@@ -193,7 +204,7 @@ fn save(folder: &TempDir, steps: &[usize]) {
     on_two_ranks(folder, |mut checkpoints, entries, _| {
         checkpoints.latest::<()>().unwrap();
         for &step in steps {
-            save_entries(&checkpoints, contents(step), entries).unwrap();
+            save_entries(&mut checkpoints, contents(step), entries).unwrap();
         }
     });
 }
@@ -227,8 +238,8 @@ fn the_last_few_are_kept() {
     let files = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors"];
     assert_eq!(names(&folder.path().join("step-3")), files);
     assert_eq!(latest(&folder), [Ok(3), Ok(3)]);
-    let errors = on_two_ranks(&folder, |checkpoints, entries, _| {
-        save_entries(&checkpoints, contents(4), entries).unwrap_err().to_string()
+    let errors = on_two_ranks(&folder, |mut checkpoints, entries, _| {
+        save_entries(&mut checkpoints, contents(4), entries).unwrap_err().to_string()
     });
     assert!(errors[0].contains("has checkpoints of an earlier training"), "{errors:?}");
     assert!(errors[1].starts_with("rank 0: "), "{errors:?}");
@@ -244,7 +255,7 @@ fn failed_save(folder: &TempDir, fail: impl Fn(&Path, &ProcessGroup) + Sync) -> 
     let mut errors = on_two_ranks(folder, |mut checkpoints, entries, group| {
         checkpoints.latest::<()>().unwrap();
         if group.rank() == 0 {
-            return save_entries(&checkpoints, contents(2), entries).err();
+            return save_entries(&mut checkpoints, contents(2), entries).err();
         }
         checkpoints.begin(contents(2), entries).unwrap();
         fail(&partial, &group);
@@ -291,7 +302,7 @@ fn what_cannot_be_saved_is_an_error_on_all_ranks() {
         on_two_ranks(&folder, |mut checkpoints, entries, group| {
             checkpoints.latest::<()>().unwrap();
             spoil(&mut entries[0], group.rank());
-            save_entries(&checkpoints, contents(2), entries).unwrap_err().to_string()
+            save_entries(&mut checkpoints, contents(2), entries).unwrap_err().to_string()
         })
     };
     let error = "cannot save model.split: it is of kind QInt8, which safetensors does not have";
@@ -318,7 +329,7 @@ fn ranks_that_save_different_tensors_get_an_error_that_names_one() {
         on_two_ranks(&folder, |mut checkpoints, entries, group| {
             checkpoints.latest::<()>().unwrap();
             spoil(entries, group.rank());
-            save_entries(&checkpoints, contents(2), entries).unwrap_err().to_string()
+            save_entries(&mut checkpoints, contents(2), entries).unwrap_err().to_string()
         })
     };
     let is = |errors: Vec<String>, has: &str| {
@@ -411,8 +422,8 @@ fn merged_tensors_are_the_plain_ones() {
         let mut other = entry("", (&[1], Kind::Float), &whole, group.rank());
         other.name = "optimizer.0.exp_avg".into();
         entries.push(other);
-        let checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
-        save_entries(&checkpoints, contents(1), &entries).unwrap();
+        let mut checkpoints = ShardedCheckpoints::open(folder.path(), &group).unwrap();
+        save_entries(&mut checkpoints, contents(1), &entries).unwrap();
     });
     let out = folder.path().join("model.safetensors");
     merge(folder.path().join("step-1"), &out).unwrap();
