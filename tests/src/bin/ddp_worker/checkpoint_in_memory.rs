@@ -18,15 +18,15 @@ use rustix::process::{Pid, Signal, kill_process};
 use tch::Tensor;
 use tch::nn::{Adam, OptimizerConfig, VarStore};
 
-use crate::checkpoint_killed::{BEGUN, loss, store};
+use crate::checkpoint_killed::{BEGUN, OfVariables, Training, loss, store};
 use crate::checkpoints::{FOLDER, folder};
 use crate::helpers::Draws;
 use crate::optimizers::{same_elements, same_state};
 
 /// How often the ranks are started anew.
-const RESTARTS: &[&str] = &["--max-restarts", "8"];
+pub const RESTARTS: &[&str] = &["--max-restarts", "8"];
 /// Set if checkpoints are written to a folder as well.
-const WITH_FOLDER: &str = "FLOW_TEST_WITH_FOLDER";
+pub const WITH_FOLDER: &str = "FLOW_TEST_WITH_FOLDER";
 /// Without and with a folder.
 const JOBS: &[Job] = &[
     launched(2).flags(RESTARTS),
@@ -41,7 +41,7 @@ pub const SCENARIOS: &[Scenario] = &[
         .checked_by(all_ends_well),
 ];
 
-fn all_ends_well(test: &Test) {
+pub fn all_ends_well(test: &Test) {
     let mut commands = test.commands();
     for command in &mut commands {
         command.env(FOLDER, test.folder.path());
@@ -61,7 +61,7 @@ fn all_ends_well(test: &Test) {
 /// Steps of the last start.
 const LAST: i64 = 3;
 
-fn number(variable: &str) -> Result<u64> {
+pub fn number(variable: &str) -> Result<u64> {
     Ok(std::env::var(variable)?.parse()?)
 }
 
@@ -71,13 +71,13 @@ fn training(group: &ProcessGroup) -> Result<()> {
     if number("TORCHELASTIC_RESTART_COUNT")? % 2 == 0 {
         let model = Fsdp::new((), &store, group)?;
         let optimizer = model.optimizer(Adam::default(), 0.01)?;
-        return train(group, &store, &model, optimizer, |optimizer, loss| {
+        return train(group, store, model, optimizer, |optimizer, loss| {
             Ok(optimizer.backward_step(loss)?)
         });
     }
     let model = Ddp::new((), &store, group)?;
     let optimizer = Adam::default().build(&store, 0.01)?;
-    train(group, &store, &model, optimizer, |optimizer, loss| {
+    train(group, store, model, optimizer, |optimizer, loss| {
         optimizer.backward_step(loss);
         Ok(())
     })
@@ -85,8 +85,8 @@ fn training(group: &ProcessGroup) -> Result<()> {
 
 fn train<O: OptimizerState>(
     group: &ProcessGroup,
-    store: &VarStore,
-    model: &impl CheckpointModel,
+    store: VarStore,
+    model: impl CheckpointModel,
     mut optimizer: O,
     train_step: impl Fn(&mut O, &Tensor) -> Result<()>,
 ) -> Result<()> {
@@ -97,9 +97,17 @@ fn train<O: OptimizerState>(
     }
     let mut done = 0;
     if let Some(checkpoint) = checkpoints.latest::<i64>()? {
-        checkpoint.resume(store, &mut optimizer, &mut sampler)?;
+        checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
         done = checkpoint.state;
     }
+    let mut training = OfVariables { store, model, optimizer, sampler, checkpoints, train_step };
+    let last = until_killed(group, &mut training, done)?;
+    same_as_alone(group, &training.store, &mut training.optimizer, last)
+}
+
+/// Trains after so many steps, until all ranks are killed while they save. Returns the last step: nobody is killed in the
+/// last start.
+pub fn until_killed(group: &ProcessGroup, training: &mut impl Training, done: i64) -> Result<i64> {
     let begun_file = folder()?.join(BEGUN);
     let begun = fs::read_to_string(&begun_file).map_or(Ok(0), |begun| begun.parse::<i64>())?;
     group.barrier()?;
@@ -115,8 +123,8 @@ fn train<O: OptimizerState>(
     // Of the save before: the time of the copy, and of all of it.
     let mut took = [Duration::from_millis(10); 2];
     for step in done + 1..=last {
-        train_step(&mut optimizer, &loss(store))?;
-        checkpoints.wait()?;
+        training.step()?;
+        training.wait()?;
         if group.rank() == 0 {
             fs::write(&begun_file, step.to_string())?;
         }
@@ -128,21 +136,21 @@ fn train<O: OptimizerState>(
             killer = kill_all(group, delay)?;
         }
         let start = Instant::now();
-        checkpoints.async_save(step as usize, model, store, &optimizer, &sampler, &step)?;
+        training.async_save(step)?;
         took[0] = start.elapsed();
         if draws.below(2) == 0 {
-            checkpoints.wait()?;
+            training.wait()?;
             took[1] = start.elapsed();
         }
     }
-    checkpoints.wait()?;
+    training.wait()?;
     if !is_last {
         // What is written is what was there before this.
-        train_step(&mut optimizer, &loss(store))?;
+        training.step()?;
         killer.map(JoinHandle::join); // it does not return
         group.barrier()?; // nor does this, on the others
     }
-    same_as_alone(group, store, &mut optimizer, last)
+    Ok(last)
 }
 
 /// Has all ranks killed after a while, by rank 0.

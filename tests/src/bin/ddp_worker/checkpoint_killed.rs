@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use flow_autograd::OptimizerState;
 use flow_comm::ProcessGroup;
-use flow_ddp::{Checkpoints, DistributedSampler, Fsdp, ZeroRedundancyOptimizer};
+use flow_ddp::{CheckpointModel, Checkpoints, DistributedSampler, Fsdp, ZeroRedundancyOptimizer};
 use flow_tests::registry::{Scenario, Test, launched, scenario};
 use flow_tests::{Process, TEST_TIMEOUT, assert_contains};
 use rustix::process::{Signal, getpid, kill_process};
@@ -93,27 +93,34 @@ pub fn train(group: &ProcessGroup, training: &mut impl Training, done: i64) -> R
     Ok(())
 }
 
-/// A training of an `Fsdp`.
-struct OfFsdp {
-    store: VarStore,
-    model: Fsdp<()>,
-    optimizer: ZeroRedundancyOptimizer,
-    sampler: DistributedSampler,
-    checkpoints: Checkpoints,
+/// A training that `Checkpoints` saves.
+pub struct OfVariables<M, O, F> {
+    pub store: VarStore,
+    pub model: M,
+    pub optimizer: O,
+    pub sampler: DistributedSampler,
+    pub checkpoints: Checkpoints,
+    /// Has the optimizer take a step of this loss.
+    pub train_step: F,
 }
 
-impl Training for OfFsdp {
+impl<M, O, F> Training for OfVariables<M, O, F>
+where
+    M: CheckpointModel,
+    O: OptimizerState,
+    F: Fn(&mut O, &Tensor) -> Result<()>,
+{
     fn step(&mut self) -> Result<()> {
-        Ok(self.optimizer.backward_step(&loss(&self.store))?)
+        (self.train_step)(&mut self.optimizer, &loss(&self.store))
     }
 
     fn save(&mut self, step: i64) -> Result<()> {
-        let Self { store, model, optimizer, sampler, checkpoints } = self;
+        let Self { store, model, optimizer, sampler, checkpoints, .. } = self;
         Ok(checkpoints.save(step as usize, model, store, optimizer, sampler, &step)?)
     }
 
     fn async_save(&mut self, step: i64) -> Result<()> {
-        let Self { store, model, optimizer, sampler, checkpoints } = self;
+        let Self { store, model, optimizer, sampler, checkpoints, .. } = self;
         Ok(checkpoints.async_save(step as usize, model, store, optimizer, sampler, &step)?)
     }
 
@@ -134,7 +141,10 @@ fn training(group: &ProcessGroup) -> Result<()> {
         checkpoint.resume(&store, &mut optimizer, &mut sampler)?;
         done = checkpoint.state;
     }
-    train(group, &mut OfFsdp { store, model, optimizer, sampler, checkpoints }, done)
+    let train_step =
+        |optimizer: &mut ZeroRedundancyOptimizer, loss: &Tensor| Ok(optimizer.backward_step(loss)?);
+    let mut training = OfVariables { store, model, optimizer, sampler, checkpoints, train_step };
+    train(group, &mut training, done)
 }
 
 /// Has this rank killed, if it is the one.

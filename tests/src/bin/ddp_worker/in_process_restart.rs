@@ -14,13 +14,11 @@ use flow_ddp::{
     Attempt, CheckpointModel, Checkpoints, Ddp, DistributedSampler, Fsdp, FullyShard,
     InProcessRestart, ZeroRedundancyOptimizer,
 };
-use flow_global::checkpoint::ShardedCheckpoints;
-use flow_global::{B, GlobalTensor, Placement, S};
 use flow_tests::net::Net;
 use flow_tests::registry::{Scenario, Test, launched, machines, process};
 use flow_tests::{Finished, Process, TEST_TIMEOUT, assert_contains};
 use rustix::process::{Signal, getpid, kill_process};
-use tch::nn::{Adam, Module, OptimizerConfig, Path, Sgd, VarStore};
+use tch::nn::{Adam, Module, OptimizerConfig, Path, VarStore};
 use tch::{Kind, Tensor};
 
 use crate::checkpoint_killed::BEGUN;
@@ -56,12 +54,6 @@ pub const SCENARIOS: &[Scenario] = &[
             // All ranks of the machine that has the checkpoint may be killed at once: the others wait for them.
             machines(&[2, 2]).flags(IN_PLACE).mode("multiples", MULTIPLE, "2"),
         ],
-    )
-    .checked_by(newcomers_come),
-    process(
-        "global_tensors_go_on_when_ranks_are_killed",
-        with_global_tensors,
-        &[launched(4).flags(IN_PLACE)],
     )
     .checked_by(newcomers_come),
     process("the_rest_of_a_replica_waits", smaller, &[launched(4).flags(SMALLER)])
@@ -298,45 +290,6 @@ fn same_as_alone(
         same_elements(&name, &tensor, &expected.variables()[&name])?;
     }
     same_state(&optimizer.state()?, &expected_optimizer.state()?).context("the optimizer")
-}
-
-/// Data parallelism over pairs of ranks, which have a weight in parts. All numbers are such that sums are exact.
-fn with_global_tensors() -> Result<()> {
-    note(STARTED)?;
-    let ranks = number("WORLD_SIZE", 1)?;
-    let restart = InProcessRestart::new(ProcessGroup::from_env()?).multiple_of(2);
-    let trained = restart.run(|attempt| {
-        let group = attempt.group();
-        let pairs = (0..group.world_size()).step_by(2).map(|rank| [rank, rank + 1]);
-        let mesh = Placement::new(group, pairs.collect::<Vec<_>>())?;
-        let vs = store();
-        let weight = vs.root().zeros("weight", &[3, 5]);
-        flow_global::distribute(&vs, &mesh, |_, _| [B, S(1)])?;
-        let mut optimizer = Sgd::default().build(&vs, 0.125)?;
-        let numbers = Tensor::arange(12, (Kind::Float, device())).reshape([4, 3]);
-        let input = flow_global::distribute_tensor(&numbers, &mesh, [S(0), B])?;
-        let mut checkpoints = ShardedCheckpoints::open(folder()?.join("checkpoints"), group)?;
-        let mut step = 0_i64;
-        if let Some(checkpoint) = checkpoints.latest()? {
-            checkpoint.resume(&vs, Some(&mut optimizer))?;
-            step = checkpoint.state;
-        }
-        let fate = Fate::new(group, step, ranks)?;
-        while !fate.is_over(group, step)? {
-            attempt.check()?;
-            optimizer.zero_grad();
-            input.f_matmul(&weight)?.f_sum(Kind::Float)?.f_backward()?;
-            optimizer.step();
-            step += 1;
-            checkpoints.save(step as usize, &vs, Some(&optimizer), &step)?;
-        }
-        let gradient = numbers.sum_dim_intlist(0, false, Kind::Float).reshape([3, 1]);
-        let expected = (gradient * (-0.125 * step as f64)).expand([3, 5], false);
-        same_elements("weight", &weight.full()?, &expected)
-    })?;
-    ensure!(trained.is_some());
-    println!("all is well");
-    Ok(())
 }
 
 /// One of four is lost for good: two train, and one waits to the end.

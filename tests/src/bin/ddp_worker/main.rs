@@ -22,6 +22,7 @@ mod fully_shard_memory;
 mod fully_shard_misused;
 mod fully_shard_mixed;
 mod globals;
+mod globals_restarted;
 mod helpers;
 mod hooks;
 mod in_process_restart;
@@ -45,6 +46,7 @@ mod random_options;
 mod reported;
 mod scaled;
 mod sharded_checkpoint_killed;
+mod sharded_in_memory;
 mod sharded_pair;
 mod sparse;
 mod static_graph;
@@ -314,12 +316,14 @@ const FILES: &[File] = &[
     ("failures", failures::SCENARIOS),
     ("forks", forks::SCENARIOS),
     ("globals", globals::SCENARIOS),
+    ("globals_restarted", globals_restarted::SCENARIOS),
     ("out_of_step", out_of_step::SCENARIOS),
     ("parity", parity::SCENARIOS),
     ("pipelines", pipelines::SCENARIOS),
     ("pipelines_restarted", pipelines_restarted::SCENARIOS),
     ("power_sgd", power_sgd::SCENARIOS),
     ("sharded_checkpoint_killed", sharded_checkpoint_killed::SCENARIOS),
+    ("sharded_in_memory", sharded_in_memory::SCENARIOS),
     ("tensors", tensors::SCENARIOS),
 ];
 

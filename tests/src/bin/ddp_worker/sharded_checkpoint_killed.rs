@@ -32,10 +32,10 @@ fn store() -> VarStore {
 }
 
 /// A training of a model of global tensors.
-struct OfGlobal {
-    store: VarStore,
-    optimizer: Optimizer,
-    checkpoints: ShardedCheckpoints,
+pub struct OfGlobal {
+    pub store: VarStore,
+    pub optimizer: Optimizer,
+    pub checkpoints: ShardedCheckpoints,
 }
 
 impl Training for OfGlobal {
