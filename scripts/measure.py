@@ -110,7 +110,7 @@ class Figures(dict):
             elif line["bench"] == "sharded_memory":
                 self.add((who, "memory", line["optimizer"], line["ranks"]), line["mib"])
             elif line["bench"] == "global-checkpoints":
-                for name in "async_save", "copy":
+                for name in "async_save", "in_memory", "copy":
                     self.add((who, "global-checkpoints", name), line[f"{name}_ms"] * 1e3)
             elif line["bench"] == "in-memory-checkpoints":
                 for name in "stall", "copy":

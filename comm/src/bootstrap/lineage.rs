@@ -92,6 +92,11 @@ impl Lineage {
     pub fn epoch_key(&self, epoch: u64, what: &str) -> String {
         format!("{}epoch/{epoch}/{what}", self.prefix)
     }
+
+    /// Returns the key that is there once a rank reconfigures the job.
+    pub fn begun_key(&self) -> String {
+        self.epoch_key(self.members.epoch + 1, "begun")
+    }
 }
 
 impl Process {

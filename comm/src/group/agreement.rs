@@ -227,8 +227,8 @@ impl<'a> Agreement<'a> {
             self.decide(keys, Outcome::Failed(AbortReason::Differ { detail: detail.clone() }))?;
             return Err(Error::Mismatch { rank, detail });
         }
-        if let Some(member) = self.wait.find_departed(call, &|| call.others()) {
-            return Err(call.error(AbortReason::Departed { member }));
+        if let Some(cause) = self.find_cause(&|| call.others())? {
+            return Err(call.error(cause));
         }
         if is_interrupted() {
             return Err(call.interrupted());
@@ -310,8 +310,8 @@ impl<'a> Agreement<'a> {
             }
             // Before the outcome nobody comes back from this call, so a member that has left will
             // never take part.
-            if let Some(member) = self.wait.find_departed(call, &missing) {
-                return self.decide(keys, Outcome::Failed(AbortReason::Departed { member }));
+            if let Some(cause) = self.find_cause(&missing)? {
+                return self.decide(keys, Outcome::Failed(cause));
             }
             if is_interrupted() {
                 let error = call.interrupted();
@@ -334,6 +334,18 @@ impl<'a> Agreement<'a> {
             // are to have their turn.
             std::thread::sleep(PAUSE);
         }
+    }
+
+    /// Returns why members will not come, if they will not.
+    fn find_cause(&mut self, missing: &dyn Fn() -> Vec<usize>) -> Result<Option<AbortReason>> {
+        let call = self.call;
+        if let Some(member) = self.wait.find_departed(call, missing) {
+            return Ok(Some(AbortReason::Departed { member }));
+        }
+        let Some(lineage) = &call.core().world.lineage else { return Ok(None) };
+        let begun = self.store.try_get(&lineage.begun_key());
+        let begun = begun.map_err(|error| call.store_failed(error))?;
+        Ok(begun.map(|_| AbortReason::Reconfigured))
     }
 
     /// Notes that this rank has read a good outcome: the last one deletes it.

@@ -28,8 +28,8 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// Lists that differ, on all members that have come; a member that has ended or left this
-    /// group, or does not come in time. This group stays usable. The key of an attempt that failed
-    /// cannot be used again. Where this group has failed, this works all the same: the ranks that
+    /// group, or does not come in time; a rank that [reconfigures](Self::reconfigure) the job.
+    /// This group stays usable. The key of an attempt that failed cannot be used again. Where this group has failed, this works all the same: the ranks that
     /// are left can make a group of their own.
     ///
     /// Over several nodes without flow-launch, only the first ranks of nodes see each other die.

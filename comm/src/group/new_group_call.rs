@@ -18,6 +18,8 @@ pub enum AbortReason {
     Departed { member: usize },
     /// Members gave lists that differ.
     Differ { detail: String },
+    /// Another rank reconfigures the job.
+    Reconfigured,
     /// Anything else.
     Other { reason: String },
 }
@@ -90,6 +92,12 @@ impl NewGroupCall<'_> {
                 self.failed(format!("malformed outcome in the store: there is no member {member}"))
             }
             AbortReason::Differ { detail } => Error::Mismatch { rank, detail },
+            AbortReason::Reconfigured => Error::Poisoned {
+                rank,
+                operation: self.to_string(),
+                cause: "another rank reconfigures the job".to_owned(),
+                is_mismatch: false,
+            },
             AbortReason::Other { reason } => self.failed(reason),
         }
     }

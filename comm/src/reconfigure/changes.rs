@@ -26,8 +26,7 @@ pub fn count_newcomers(world: &World, lineage: &Lineage) -> Result<usize> {
 /// Tells the other ranks that this one reconfigures.
 pub fn begin(world: &World, lineage: &Lineage) -> Result<()> {
     let Some(store) = world.store() else { return Ok(()) };
-    let key = lineage.epoch_key(lineage.members.epoch + 1, "begun");
-    store.set(&key, b"").map_err(|error| store_failed(world.seat(), error))
+    store.set(&lineage.begun_key(), b"").map_err(|error| store_failed(world.seat(), error))
 }
 
 /// Whether another rank reconfigures already, or one has ended, as far as this rank can tell.
@@ -37,7 +36,7 @@ pub fn have_begun(world: &World, lineage: &Lineage) -> Result<bool> {
     if world.has_failed.load(Ordering::Relaxed) {
         return Ok(true);
     }
-    if get(world, store, &lineage.epoch_key(members.epoch + 1, "begun"))?.is_some() {
+    if get(world, store, &lineage.begun_key())?.is_some() {
         return Ok(true);
     }
     let Some(own) = members.processes.get(world.rank) else { return Ok(false) };

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use flow_comm::ProcessGroup;
-use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
 use super::agree::{agree, exchange};
@@ -89,7 +88,7 @@ pub fn open() -> Result<(InMemory, Memory)> {
         }
         None => "FLOW_CHECKPOINT_MEMORY is not set; start the program with flow-launch",
     };
-    let reason = format!("{problem}, or keep checkpoints in a folder with Checkpoints::open");
+    let reason = format!("{problem}, or open checkpoints in a folder");
     Err(CheckpointError::unfit("keep", "checkpoints in memory", reason))
 }
 
@@ -103,7 +102,7 @@ pub fn over(path: PathBuf, of_launcher: Vec<PathBuf>) -> Result<(InMemory, Memor
     let (file, lock) = opened.map_err(failed)?;
     lock_file(&lock, Path::new(NAME)).map_err(|error| match error {
         CheckpointError::Locked(_) => {
-            let reason = "another Checkpoints of this rank has the memory: drop that before";
+            let reason = "other checkpoints of this rank have the memory: drop them before";
             CheckpointError::unfit("keep", "checkpoints in memory", reason)
         }
         error => error,
@@ -300,11 +299,11 @@ impl FoundInMemory {
         name(self.step)
     }
 
-    /// Opens those of its files whose names this rank `needs`. What is in the memory of another machine is sent to the
-    /// ranks that need it. All ranks call this.
+    /// Opens those of its files whose names this rank `needs`. Of what is in the memory of another machine, each machine
+    /// receives what its ranks need, once. All ranks call this.
     ///
     /// # Errors
-    /// On all ranks, when a memory cannot be read, or a rank has no room for what it receives.
+    /// On all ranks, when a memory cannot be read, or a machine has no room for what it receives.
     pub fn open(
         &self,
         group: &ProcessGroup,
@@ -312,17 +311,28 @@ impl FoundInMemory {
     ) -> Result<Vec<SavedFile>> {
         let needed = (0..self.names.len()).filter(|&file| needs(&self.names[file]));
         let (_, needed) = exchange(group, Ok(()), |()| needed.collect::<BTreeSet<_>>())?;
+        let received = Arc::new(self.open_received(group)?);
         let own = &needed[group.rank()];
         let mut extents: BTreeMap<usize, Vec<Extent>> =
             own.iter().map(|&file| (file, Vec::new())).collect();
+        let mut end = 0;
         for part in &self.parts {
-            let (file, mut at) = self.open_part(group, part, &needed)?;
+            let is_here = group.ranks_on_machine_of(part.rank).contains(&group.rank());
+            let (file, mut at) = if is_here {
+                let opened = check_target(&part.memory).and_then(|()| File::open(&part.memory));
+                (opened.map(Arc::new), part.start)
+            } else {
+                (Ok(Arc::clone(&received)), end)
+            };
+            let file = agree(group, file.map_err(failed_to_receive(&self.path())))?;
+            self.send(group, part, &needed, (&file, at))?;
             for block in &part.blocks {
                 let Block { start, length, .. } = *block;
                 if let Some(extents) = extents.get_mut(&block.file) {
                     extents.push(Extent { start, length, file: Arc::clone(&file), at });
                 }
                 at += length;
+                end += length;
             }
         }
         let files = extents.into_iter().map(|(file, extents)| {
@@ -333,36 +343,42 @@ impl FoundInMemory {
         agree(group, files.collect())
     }
 
-    /// Opens a part, or receives what this rank needs of it: `needed` has the files that each rank needs. Returns where
-    /// it begins in the file. All ranks call this.
-    fn open_part(
+    /// Opens memory for what other machines send: that of the first rank of this machine. All ranks call this.
+    fn open_received(&self, group: &ProcessGroup) -> Result<File> {
+        let path = self.path();
+        let own = Memory::own().map_err(failed_to_receive(&path));
+        let (_own, all) = exchange(group, own, |memory| memory.path.clone())?;
+        let first = &all[group.ranks_on_machine_of(group.rank())[0]];
+        let opened = check_target(first).and_then(|()| open_writable(first));
+        agree(group, opened.map_err(failed_to_receive(&path)))
+    }
+
+    /// Sends the blocks of a part to machines that do not have it, and whose ranks need them. `needed` has the files
+    /// that each rank needs. The part begins there in the file, or is to be written there. All ranks call this.
+    fn send(
         &self,
         group: &ProcessGroup,
         part: &Place,
         needed: &[BTreeSet<usize>],
-    ) -> Result<(Arc<File>, u64)> {
-        let sharers = group.ranks_on_machine_of(part.rank);
-        let sees = sharers.contains(&group.rank());
-        let opened = if sees {
-            check_target(&part.memory).and_then(|()| File::open(&part.memory))
-        } else {
-            memfd_create("checkpoint", MemfdFlags::CLOEXEC).map(File::from).map_err(io::Error::from)
-        };
+        (file, begin): (&File, u64),
+    ) -> Result<()> {
         let path = self.path();
-        let file = agree(group, opened.map_err(failed_to_receive(&path)))?;
-        let base = if sees { part.start } else { 0 };
-        let is_sent = |block: &Block| {
-            let mut others = (0..group.world_size()).filter(|rank| !sharers.contains(rank));
-            others.any(|rank| needed[rank].contains(&block.file))
+        let has_part = group.ranks_on_machine_of(part.rank);
+        let here = group.ranks_on_machine_of(group.rank());
+        let is_receiver = here[0] == group.rank() && !has_part.contains(&group.rank());
+        let need = |ranks: &[usize], block: &Block| {
+            ranks.iter().any(|&rank| needed[rank].contains(&block.file))
         };
-        let mut start = 0;
+        let others: Vec<usize> =
+            (0..group.world_size()).filter(|rank| !has_part.contains(rank)).collect();
+        let is_sent = |block: &Block| need(&others, block);
+        let mut start = begin;
         for blocks in part.blocks.chunk_by(|one, other| is_sent(one) == is_sent(other)) {
             let length = blocks.iter().map(|block| block.length).sum();
             if is_sent(&blocks[0]) {
-                let keeps =
-                    !sees && blocks.iter().any(|block| needed[group.rank()].contains(&block.file));
+                let keeps = is_receiver && blocks.iter().any(|block| need(&here, block));
                 let read = |bytes: &mut [u8], at| {
-                    file.read_exact_at(bytes, base + start + at).map_err(failed_to_receive(&path))
+                    file.read_exact_at(bytes, start + at).map_err(failed_to_receive(&path))
                 };
                 let write = |bytes: &[u8], at| {
                     if !keeps {
@@ -374,7 +390,7 @@ impl FoundInMemory {
             }
             start += length;
         }
-        Ok((Arc::new(file), base))
+        Ok(())
     }
 
     /// Checks that nothing has been saved over what was read.

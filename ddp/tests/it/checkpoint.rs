@@ -489,6 +489,6 @@ fn memory_is_that_of_flow_launch() {
     let group = ProcessGroup::from_env().unwrap();
     let error = Checkpoints::in_memory(&group).err().unwrap().to_string();
     let expected = "cannot keep checkpoints in memory: FLOW_CHECKPOINT_MEMORY is not set; start the program with \
-                    flow-launch, or keep checkpoints in a folder with Checkpoints::open";
+                    flow-launch, or open checkpoints in a folder";
     assert_eq!(error, expected);
 }

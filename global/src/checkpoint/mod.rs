@@ -116,8 +116,8 @@ impl ShardedCheckpoints {
     /// It is free once flow-launch ends.
     ///
     /// Each machine has the parts of its ranks. If one is lost, so are the checkpoints, unless they are
-    /// [in a folder too](Self::and_folder). A rank that resumes receives what it needs of other machines' parts, and
-    /// has these files in its memory meanwhile.
+    /// [in a folder too](Self::and_folder). To resume, a machine receives the files that its ranks need of other
+    /// machines, once, and has them in its memory until all is loaded.
     ///
     /// # Errors
     /// On all ranks, when a rank was not started by flow-launch, or other checkpoints of this process have the

@@ -46,6 +46,7 @@ pub const SCENARIOS: &[Scenario] = &[
     .checked_by(all_have_ended),
     scenario("a_group_that_is_whole_goes_on_as_it_is", whole, &[launched(3), launched(1)]),
     scenario("a_rank_that_does_not_come_is_named", absent, &[launched(2)]),
+    scenario("a_group_that_is_being_made_ends", being_made, &[launched(3)]),
     scenario("what_runs_beside_the_program_ends", under_way, &[launched(3)]),
     scenario("a_group_that_cannot_change_says_so", unchangeable, &[launched(2), by_hand(&[2])]),
     scenario("threads_cannot_change", |group| refused(group, "threads"), &[in_process(2)]),
@@ -283,6 +284,16 @@ fn are_replaced_by_hand(test: &Test) {
         let output = process.finish_unless_silent(TEST_TIMEOUT).success();
         assert_contains(&output, &["ends after step", "passed"]);
     }
+}
+
+/// Rank 0 waits for one that reconfigures.
+fn being_made(group: &ProcessGroup) -> Result<()> {
+    if group.rank() == 0 {
+        let error = group.new_group_of(&[0, 1], "pair").expect_err("rank 1 does not come");
+        assert_contains(&error.to_string(), &["another rank reconfigures the job"]);
+        ensure!(matches!(error, Error::Poisoned { .. }), "{error:?}");
+    }
+    Ok(group.reconfigure()?.barrier()?)
 }
 
 fn whole(group: &ProcessGroup) -> Result<()> {

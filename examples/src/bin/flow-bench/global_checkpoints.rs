@@ -1,5 +1,5 @@
-//! Saving a model of global tensors and its Adam: at once, and beside the training until that may go on,
-//! beside a copy of as many bytes in memory. All take turns.
+//! Saving a model of global tensors and its Adam: at once, and beside the training until that may go on, to a folder or
+//! in flow-launch's memory, beside a copy of as many bytes in memory. All take turns.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,29 +45,30 @@ pub fn run(options: &Options) -> Result<()> {
     if group.rank() == 0 {
         let _ = std::fs::remove_dir_all(&folder); // an error of `measure` says more
     }
-    let [save, async_save, copy] = measured?;
+    let [save, async_save, in_memory, copy] = measured?;
     if group.rank() > 0 {
         return Ok(());
     }
     let megabytes = options.megabytes;
-    let ratio = async_save / copy;
+    let [ratio, in_memory_ratio] = [async_save / copy, in_memory / copy];
     if options.json {
         let line = json!({
             "bench": "global-checkpoints", "megabytes": megabytes, "ranks": group.world_size(),
-            "save_ms": save, "async_save_ms": async_save, "copy_ms": copy, "ratio": ratio,
+            "save_ms": save, "async_save_ms": async_save, "in_memory_ms": in_memory, "copy_ms": copy,
+            "ratio": ratio, "in_memory_ratio": in_memory_ratio,
         });
         println!("{line}");
     } else {
         println!(
             "{megabytes} MB: {save:.1} ms to save, {async_save:.1} ms to begin to save beside the training, \
-             {ratio:.2} times a copy"
+             {ratio:.2} times a copy; in memory {in_memory:.1} ms, {in_memory_ratio:.2} times"
         );
     }
     Ok(())
 }
 
 /// Returns the milliseconds of each: medians.
-fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<[f64; 3]> {
+fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<[f64; 4]> {
     let vs = VarStore::new(Device::Cpu);
     // A third is the model, and two thirds are the state of Adam.
     let elements = i64::from(options.megabytes) * 1_000_000 / 3 / 4;
@@ -86,10 +87,14 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<[f6
     let bytes = 12 * 8 * rows as usize * WIDTH as usize / group.world_size();
     let state = vec![1_u8; bytes];
     let mut memory = vec![0_u8; bytes];
-    // The first copy is into new memory.
+    let mut in_memory = ShardedCheckpoints::in_memory(group)?;
+    // The first copies are into new memory.
     checkpoints.async_save(0, &vs, Some(&optimizer), &())?;
     checkpoints.wait()?;
-    let mut times = [const { Vec::new() }; 3];
+    for step in 0..2 {
+        in_memory.save(step, &vs, Some(&optimizer), &())?;
+    }
+    let mut times = [const { Vec::new() }; 4];
     for round in 1..=options.rounds as usize {
         // As in a training, what the save before has removed is free by now.
         std::thread::sleep(PAUSE);
@@ -99,7 +104,10 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<[f6
             Ok(checkpoints.async_save(round, &vs, Some(&optimizer), &())?)
         })?);
         checkpoints.wait()?;
-        times[2].push(timed(group, || {
+        times[2]
+            .push(timed(group, || Ok(in_memory.async_save(round, &vs, Some(&optimizer), &())?))?);
+        in_memory.wait()?;
+        times[3].push(timed(group, || {
             memory.copy_from_slice(&state);
             Ok(())
         })?);
