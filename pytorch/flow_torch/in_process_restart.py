@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import elastic, extension
+from . import bindings, elastic, extension
 
 # The interval, in seconds, at which rank 0 looks whether somebody waits to join.
 LOOK_INTERVAL = 0.1
@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 
 
 class InProcessRestart:
-    """A training that begins again in the same processes when a rank is lost, or when one comes. For models whose parts no other rank has: with
-    FSDP2, tensor parallelism or ZeroRedundancyOptimizer. It goes on from a checkpoint, in flow-launch's memory say. For jobs of
+    """A training that begins again in the same processes when a rank is lost, or when one comes. For models whose parts no other rank has, as with
+    FSDP2. It goes on from a checkpoint, in flow-launch's memory say. For jobs of
     flow-launch --elastic in-place:
 
         def train(attempt):
@@ -50,7 +50,8 @@ class InProcessRestart:
         model, the optimizer. It loads the last checkpoint, calls `attempt.check()` before each step, and passes errors on.
 
         Raises RuntimeError outside flow-launch --elastic in-place, in a program that has called init_process_group, and where the ranks have
-        changed 16 times without two steps; and other errors of `train`. Then end the process: the others wait for that, and go on."""
+        changed 16 times without two calls of `check`; and other errors of `train`. After an error the process is to end: the other ranks wait
+        for its end, and go on."""
         if "FLOW_REPLACEMENT" not in os.environ:
             raise RuntimeError("flow: InProcessRestart is for workers of flow-launch --elastic in-place")
         changes = 0
@@ -73,14 +74,17 @@ class InProcessRestart:
         """Raises the error if no change of the ranks has caused it."""
         if not attempt.is_over():
             raise error
-        if changes > MAX_CHANGES:
-            raise RuntimeError(f"flow: the ranks have changed {MAX_CHANGES} times without two steps") from error
+        if not dist.is_initialized():
+            raise RuntimeError("flow: the ranks change, and train() has destroyed the default group: leave it to run()") from error
+        if changes >= MAX_CHANGES:
+            reason = f"the ranks have changed {MAX_CHANGES} times, and attempt.check() was not called twice in between"
+            raise RuntimeError(f"flow: {reason}") from error
         is_known = isinstance(error, (dist.DistError, Newcomers))
         _logger.log(logging.INFO if is_known else logging.WARNING, "flow: rank %s: the ranks change: %s", os.environ["RANK"], error)
 
     def _end_saves(self):
         """Waits for threads that save: their next operation would be in the next default group."""
-        dist.group.WORLD.abort()
+        bindings.find_backend(dist.group.WORLD).fail("the ranks change")
         end = time.monotonic() + self._timeout.total_seconds()
         for thread in threading.enumerate():
             if thread.name.startswith(SAVES):

@@ -1,29 +1,45 @@
-"""Meshes from before the ranks have changed differ from later ones. PyTorch keeps what it has found out for a mesh, as where this rank's shards are,
-for all meshes that are equal: of the same ranks. But this process may have another rank in the next one.
+"""Meshes from before the ranks have changed are not equal to later ones.
+
+PyTorch keeps what it has computed for a mesh, such as which shard this rank has, and takes that for each mesh that is equal. To PyTorch, meshes
+of the same ranks are. But this process may have another rank in the next one.
 """
+
+import functools
 
 from torch.distributed.device_mesh import DeviceMesh
 
 # How often the ranks have changed.
 _changes = [0]
-_original = []
 
 
 def ranks_have_changed():
-    """Meshes that are made from now on differ from those before."""
-    if not _original:
-        _original.extend([DeviceMesh.__init__, DeviceMesh.__eq__])
-        DeviceMesh.__init__ = _init
-        DeviceMesh.__eq__ = _eq
+    """Meshes that are made from now on are not equal to those before."""
+    if not _changes[0]:
+        _install()
     _changes[0] += 1
 
 
-def _init(mesh, *arguments, **options):
-    mesh._flow_changes = _changes[0]
-    _original[0](mesh, *arguments, **options)
+def _install():
+    make, is_equal, load = DeviceMesh.__init__, DeviceMesh.__eq__, getattr(DeviceMesh, "__setstate__", None)
 
+    # PyTorch has a parameter `mesh`, and programs call it by its name.
+    @functools.wraps(make)
+    def __init__(self, /, *arguments, **options):
+        self._flow_changes = _changes[0]
+        make(self, *arguments, **options)
 
-def _eq(mesh, other):
-    if mesh is other:
-        return True
-    return _original[1](mesh, other) and getattr(mesh, "_flow_changes", 0) == getattr(other, "_flow_changes", 0)
+    @functools.wraps(is_equal)
+    def __eq__(self, other, /):
+        if self is other:
+            return True
+        return is_equal(self, other) and getattr(self, "_flow_changes", 0) == getattr(other, "_flow_changes", 0)
+
+    def __setstate__(self, state, /):
+        if load is None:
+            self.__dict__.update(state)
+        else:
+            load(self, state)
+        # Another process may have counted other changes.
+        self._flow_changes = _changes[0]
+
+    DeviceMesh.__init__, DeviceMesh.__eq__, DeviceMesh.__setstate__ = __init__, __eq__, __setstate__

@@ -7,6 +7,7 @@ usage: restarted_in_process.py FOLDER none|kills
 
 import hashlib
 import os
+import pickle
 import random
 import signal
 import sys
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import flow_torch
@@ -62,6 +63,9 @@ def gradient_at(weights):
 class Training:
     def __init__(self):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        by_name = DeviceMesh(device_type="cpu", mesh=list(range(dist.get_world_size())))
+        if by_name != mesh or pickle.loads(pickle.dumps(by_name)) != mesh:
+            sys.exit("a mesh is not taken for the same one")
         if any(mesh == before for before in meshes):
             sys.exit("a mesh is taken for one of before, where this process may have had another rank")
         if any(before() is not None for before in models):
@@ -125,11 +129,8 @@ def train(attempt):
             training.end_round()
         if saved is not None:
             saved.result()
-        # Several saves of a step have names of their own.
-        path = f"{FOLDER}/step-{training.progress['step']}-{training.progress['round']}-{os.urandom(4).hex()}"
-        paths = [path]
-        dist.broadcast_object_list(paths)
-        saved = dcp.async_save(training.state(), checkpoint_id=paths[0], storage_writer=writer, process_group=group)
+        path = f"{FOLDER}/step-{training.progress['step']}-{training.progress['round']}"
+        saved = dcp.async_save(training.state(), checkpoint_id=path, storage_writer=writer, process_group=group)
         if current != training.progress["round"]:
             saved.result()
     saved.result()

@@ -11,8 +11,8 @@ use std::time::Instant;
 use super::protocol::{Reply, Request};
 use super::service::Outbox;
 
-/// So many bytes of changes go to the replica at once, or else one change. In the simulation several batches are
-/// few bytes, too.
+/// So many bytes of changes go to the replica at once, or else one change. In this crate's simulation so few that
+/// changes are in several batches.
 const BATCH: usize = if cfg!(test) { 50 } else { 1 << 20 };
 
 /// The replica of a store, as the store sees it.

@@ -1,9 +1,11 @@
 //! Groups whose ranks change, trainings in them, and what is called when operations end. Some programs
 //! start their ranks themselves: a launcher would end all of them with the first that is killed.
 
+use std::path::Path;
 use std::process::Command;
 
-use flow_harness::cli::{Running, children, launcher, run};
+use flow_harness::cli::{Running, children, launcher, run, until};
+use flow_harness::net::{Agent, Net, ipv4};
 use flow_harness::python::python;
 use flow_harness::{Finished, root};
 use rustix::process::{Pid, Signal, kill_process};
@@ -112,6 +114,59 @@ fn trainings_in_parts_begin_again_when_ranks_are_killed() {
     assert_eq!(undisturbed.sorted_lines(), lines(2).collect::<Vec<_>>(), "{undisturbed:?}");
     let finished = trained("3", "5", "kills");
     assert_eq!(finished.sorted_lines(), lines(3).collect::<Vec<_>>(), "{finished:?}");
+}
+
+/// The spare node has the rank of the one that leads.
+#[test]
+fn a_training_goes_on_under_another_leader() {
+    if is_skipped() {
+        return;
+    }
+    let Some(net) = Net::new(4) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let [journal, end] = ["journal", "end"].map(|name| folder.path().join(name));
+    let endpoint = format!("{}:29400", ipv4(0));
+    let flags = "--nnodes 3 --nproc-per-node 1 --elastic in-place --max-restarts 9 --rdzv-id job --rdzv-conf \
+                 last_call_timeout=5,join_timeout=60 --rdzv-endpoint";
+    let mut command = launcher(&flags.split_whitespace().collect::<Vec<_>>());
+    command.args([&endpoint, "--no-python", &python(), &script("elastic_machines.py")]);
+    command.arg(&journal).arg(&end).env("FLOW_LOG", "warn,flow_launch::control=info");
+    with_flow(&mut command);
+    let mut agents: Vec<Agent> = (0..4).map(|node| net.start(node, &command)).collect();
+    until_steps(&journal);
+    for agent in &agents[1..] {
+        until("a member has a copy of the store", || {
+            let said = agent.stderr();
+            let told = said.lines().rfind(|line| line.contains("elect the next leader"));
+            told.is_some_and(|line| line.ends_with("workers' store"))
+        });
+    }
+    let leader = agents.remove(0);
+    leader.signal(Signal::KILL);
+    drop(leader);
+    let leads = |agent: &Agent| agent.stderr().contains("this one leads the job from now on");
+    until("another one leads", || agents.iter().any(leads));
+    until_steps(&journal);
+    std::fs::write(&end, "").unwrap();
+    let mut said = Vec::new();
+    for agent in agents {
+        let finished = agent.finish();
+        assert_eq!(finished.code, Some(0), "{finished:?}");
+        said.extend(finished.sorted_lines().into_iter().map(String::from));
+    }
+    said.sort_unstable();
+    assert_eq!(said, ["rank 0: good", "rank 1: good", "rank 2: good"]);
+    net.until_nothing_is_left();
+}
+
+/// Waits until three ranks have done ten more steps together.
+fn until_steps(journal: &Path) {
+    let steps = || {
+        let text = std::fs::read_to_string(journal).unwrap_or_default();
+        text.lines().filter(|line| line.ends_with(" 3")).count()
+    };
+    let before = steps();
+    until("more steps", || steps() >= before + 10);
 }
 
 /// Failures at certain places, and errors of programs.

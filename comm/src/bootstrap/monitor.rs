@@ -211,10 +211,11 @@ impl<S: System> BootstrapMonitor<'_, S> {
         let system = self.system;
         let key = format!("{}members", self.prefix);
         let keys: Vec<String> = (0..self.size).map(|rank| self.info_key(rank)).collect();
+        let rank = self.rank;
         // Once all have come the others still wait for rank 0.
         let missing = || {
             let absent = unset(system, &keys);
-            if absent.is_empty() && matches!(system.try_get(&key), Ok(None)) {
+            if rank > 0 && absent.is_empty() && matches!(system.try_get(&key), Ok(None)) {
                 return vec![0];
             }
             absent

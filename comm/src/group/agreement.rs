@@ -342,7 +342,9 @@ impl<'a> Agreement<'a> {
         if let Some(member) = self.wait.find_departed(call, missing) {
             return Ok(Some(AbortReason::Departed { member }));
         }
-        let Some(lineage) = &call.core().world.lineage else { return Ok(None) };
+        let lineage = call.core().world.lineage.as_ref();
+        let may_change = lineage.filter(|lineage| lineage.membership.rendezvous.outlives_ranks());
+        let Some(lineage) = may_change else { return Ok(None) };
         let begun = self.store.try_get(&lineage.begun_key());
         let begun = begun.map_err(|error| call.store_failed(error))?;
         Ok(begun.map(|_| AbortReason::Reconfigured))
@@ -447,6 +449,7 @@ mod tests {
             Outcome::Made { offsets: BTreeMap::from([(0, 4096), (3, 0)]) },
             Outcome::Failed(AbortReason::Departed { member: 2 }),
             Outcome::Failed(AbortReason::Differ { detail: "rank 0 called \"x\"\n".into() }),
+            Outcome::Failed(AbortReason::Reconfigured),
             Outcome::Failed(AbortReason::Other { reason: "the store ended".into() }),
         ];
         for outcome in outcomes {

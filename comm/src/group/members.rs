@@ -28,9 +28,10 @@ impl ProcessGroup {
     /// # Errors
     ///
     /// Lists that differ, on all members that have come; a member that has ended or left this
-    /// group, or does not come in time; a rank that [reconfigures](Self::reconfigure) the job.
-    /// This group stays usable. The key of an attempt that failed cannot be used again. Where this group has failed, this works all the same: the ranks that
-    /// are left can make a group of their own.
+    /// group, or does not come in time. This group stays usable. The key of an attempt that failed
+    /// cannot be used again. Where this group has failed, this works all the same: the ranks that
+    /// are left can make a group of their own. That ends once a rank [reconfigures](Self::reconfigure)
+    /// the job: then members that wait get an error.
     ///
     /// Over several nodes without flow-launch, only the first ranks of nodes see each other die.
     /// Other members on another node that have died are missed when the time is over.

@@ -249,7 +249,9 @@ impl Cluster {
                     return Err("the value was replaced before".to_owned());
                 }
             }
-            (Operation::Chain(..), Reply::Differs(present)) => {
+            (Operation::Chain(expected, _), Reply::Differs(present))
+                if *present != expected.as_deref() =>
+            {
                 self.clients[client].chain = present.map(<[u8]>::to_vec);
             }
             (Operation::Step(step), Reply::Done) => self.seen.steps.note(client, *step),
@@ -295,6 +297,9 @@ impl Cluster {
         let counts = self.seen.counts.begun.iter().all(|(client, count)| {
             service.get(&format!("count/{client}")).map(parse) == Some(*count)
         });
+        let steps = self.seen.steps.begun.iter().all(|(client, last)| {
+            (1..=*last).all(|step| service.get(&format!("step/{client}/{step}")).is_some())
+        });
         let mut links = 0;
         let mut last = None;
         while let Some(next) = self.seen.chain.get(&last) {
@@ -303,9 +308,9 @@ impl Cluster {
         }
         let is_chain = links == self.seen.chain.len();
         let is_last = service.get("chain") == last.as_deref();
-        if sums != self.seen.sums || !counts || !is_chain || !is_last {
+        if sums != self.seen.sums || !counts || !steps || !is_chain || !is_last {
             let failure = format!(
-                "sums: {}, counts: {counts}, chain: {is_chain}, its end: {is_last}",
+                "sums: {}, counts: {counts}, steps: {steps}, chain: {is_chain}, its end: {is_last}",
                 sums == self.seen.sums
             );
             self.fail(failure);

@@ -73,6 +73,7 @@ impl Runtime for SimulatedProcess {
     fn begin_wait(&self) -> Option<Stall<'_>> {
         None
     }
+
     fn meet(
         &self,
         lineage: &Lineage,
