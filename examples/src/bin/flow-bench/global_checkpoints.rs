@@ -104,6 +104,7 @@ fn measure(options: &Options, group: &ProcessGroup, folder: &Path) -> Result<[f6
             Ok(checkpoints.async_save(round, &vs, Some(&optimizer), &())?)
         })?);
         checkpoints.wait()?;
+        std::thread::sleep(PAUSE);
         times[2]
             .push(timed(group, || Ok(in_memory.async_save(round, &vs, Some(&optimizer), &())?))?);
         in_memory.wait()?;
