@@ -299,11 +299,11 @@ impl FoundInMemory {
         name(self.step)
     }
 
-    /// Opens those of its files whose names this rank `needs`. Of what is in the memory of another machine, each machine
-    /// receives what its ranks need, once. All ranks call this.
+    /// Opens those of its files whose names this rank `needs`. What another machine has of them goes to all machines
+    /// once, if one needs it; those whose ranks need it keep it. All ranks call this.
     ///
     /// # Errors
-    /// On all ranks, when a memory cannot be read, or a machine has no room for what it receives.
+    /// On all ranks, when a memory cannot be read, or a machine has no room for what it keeps.
     pub fn open(
         &self,
         group: &ProcessGroup,

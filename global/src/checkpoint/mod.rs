@@ -1,5 +1,5 @@
 //! Sharded checkpoints: each rank saves its own parts of tensors, and reads what it needs under any
-//! other placement and SBP. No rank ever has the whole model in its memory.
+//! other placement and SBP. From a folder, no rank ever has the whole model in its memory.
 //!
 //! | file | what |
 //! |---|---|
@@ -116,8 +116,8 @@ impl ShardedCheckpoints {
     /// It is free once flow-launch ends.
     ///
     /// Each machine has the parts of its ranks. If one is lost, so are the checkpoints, unless they are
-    /// [in a folder too](Self::and_folder). To resume, a machine receives the files that its ranks need of other
-    /// machines, once, and has them in its memory until all is loaded.
+    /// [in a folder too](Self::and_folder). To resume, a machine keeps the files of other machines that its ranks
+    /// need, until all is loaded. All machines receive what one of them needs.
     ///
     /// # Errors
     /// On all ranks, when a rank was not started by flow-launch, or other checkpoints of this process have the

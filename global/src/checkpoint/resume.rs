@@ -40,11 +40,15 @@ impl<S> ShardedCheckpoint<S> {
     /// On all ranks, when one of them is of another kind, or a file is missing or damaged; none of
     /// them is of use then.
     pub fn resume(&self, vs: &VarStore, optimizer: Option<&mut Optimizer>) -> Result<()> {
-        let mut model = agree(&self.group, self.prepare_model(vs))?;
-        self.load_entries(&mut model)?;
-        let Some(optimizer) = optimizer else { return Ok(()) };
-        let (mut state, dict) = agree(&self.group, self.prepare_optimizer(vs))?;
-        self.load_entries(&mut state)?;
+        let mut wanted = agree(&self.group, self.prepare_model(vs))?;
+        let mut saved = None;
+        if optimizer.is_some() {
+            let (state, dict) = agree(&self.group, self.prepare_optimizer(vs))?;
+            wanted.extend(state);
+            saved = Some(dict);
+        }
+        self.load_entries(&mut wanted)?;
+        let Some((optimizer, dict)) = optimizer.zip(saved) else { return Ok(()) };
         let loaded = optimizer.load_state(&dict);
         agree(&self.group, loaded.map_err(|error| self.other("optimizer", error.to_string())))
     }
