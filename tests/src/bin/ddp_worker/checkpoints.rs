@@ -1,5 +1,6 @@
 //! Sharded checkpoints of global tensors, on processes.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -161,7 +162,7 @@ fn model(group: &ProcessGroup, first: i64) -> Result<VarStore> {
     Ok(vs)
 }
 
-/// How long rank 1's file was when it was killed.
+/// How many bytes rank 1's file had when it was killed.
 const KILLED_AT: &str = "killed-at";
 
 /// Rank 1 is killed when the first bytes of its second file are there.
@@ -173,7 +174,8 @@ fn killed(group: &ProcessGroup) -> Result<()> {
         let killed_at = folder()?.join(KILLED_AT);
         std::thread::spawn(move || {
             loop {
-                let bytes = std::fs::metadata(&file).map_or(0, |file| file.len());
+                // Its length is there before its bytes.
+                let bytes = std::fs::metadata(&file).map_or(0, |file| 512 * file.blocks());
                 if bytes > 0 && std::fs::write(&killed_at, bytes.to_string()).is_ok() {
                     let _ = kill_process(getpid(), Signal::KILL);
                 }
