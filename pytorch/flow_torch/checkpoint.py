@@ -246,10 +246,9 @@ class InMemoryWriter(FileSystemWriter):
         if len(plans) < ranks:
             reason = f"{len(plans)} of {ranks} ranks save, and only all together have checkpoints in memory"
             raise RuntimeError(f"{reason}: save with FileSystemWriter")
-        memories = {plan.storage_data[1] for plan in plans}
         found = _checkpoints()
         for record in found:
-            if Path(record.checkpoint).parent != _saving.folder.parent or memories.isdisjoint(record.memories.values()):
+            if Path(record.checkpoint).parent != _saving.folder.parent:
                 reason = f"the memory has {record.checkpoint}, and a job has checkpoints of one folder there"
                 raise RuntimeError(f"{reason}: save with FileSystemWriter")
         number = found[0].number + 1 if found else 1

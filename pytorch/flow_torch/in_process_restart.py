@@ -63,7 +63,10 @@ class InProcessRestart:
                 # A rank that has not done the last step needs the others.
                 dist.barrier()
                 return result
-            except Exception as error:
+            # Those of torch.distributed.checkpoint are no `Exception`.
+            except BaseException as error:
+                if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                    raise
                 changes = 0 if attempt.checks > 1 else changes + 1
                 self._check_change(attempt, changes, error)
             self._end_saves()

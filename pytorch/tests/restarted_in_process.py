@@ -101,6 +101,8 @@ class Training:
         """When so many have been killed, and others have come for them."""
         restarts = torch.tensor([REPLACEMENT])
         dist.all_reduce(restarts)
+        if restarts.item() > COUNTS[self.progress["round"]]:
+            sys.exit("a process has ended that was not killed")
         is_complete = dist.get_world_size() == 3 and restarts.item() == COUNTS[self.progress["round"]]
         self.progress["round"] += not KILLS or is_complete
 
@@ -133,7 +135,8 @@ def train(attempt):
         saved = dcp.async_save(training.state(), checkpoint_id=path, storage_writer=writer, process_group=group)
         if current != training.progress["round"]:
             saved.result()
-    saved.result()
+    if saved is not None:
+        saved.result()
     return training.digest()
 
 

@@ -142,6 +142,7 @@ fn a_training_goes_on_under_another_leader() {
         });
     }
     let leader = agents.remove(0);
+    assert!(children(leader.pid).into_iter().any(is_rank), "the leader has no rank to lose");
     leader.signal(Signal::KILL);
     drop(leader);
     let leads = |agent: &Agent| agent.stderr().contains("this one leads the job from now on");
@@ -210,6 +211,15 @@ fn the_example_takes_each_sample_once() {
 }
 
 fn is_rank_1(pid: i32) -> bool {
+    has_variable(pid, b"RANK=1")
+}
+
+fn is_rank(pid: i32) -> bool {
+    has_variable(pid, b"RANK=")
+}
+
+/// Whether a process has a variable that begins so.
+fn has_variable(pid: i32, begin: &[u8]) -> bool {
     let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
-    variables.split(|byte| *byte == 0).any(|variable| variable == b"RANK=1")
+    variables.split(|byte| *byte == 0).any(|variable| variable.starts_with(begin))
 }

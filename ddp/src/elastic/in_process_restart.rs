@@ -134,9 +134,13 @@ impl InProcessRestart {
         if is_over.contains(&true) {
             return Ok(true);
         }
-        // Those that were there before are near to what was saved.
+        // Those that were there before are near to what was saved. One of each machine reads what its memory has.
         let mut training: Vec<usize> = (0..ranks).collect();
-        training.sort_by_key(|&rank| is_newcomer[rank]);
+        training.sort_by_key(|&rank| {
+            let mut of_machine = self.group.ranks_on_machine_of(rank).into_iter();
+            let first = of_machine.find(|&other| !is_newcomer[other]);
+            (is_newcomer[rank], first != Some(rank))
+        });
         training.truncate(ranks - ranks % self.multiple);
         training.sort_unstable();
         if training.is_empty() {
