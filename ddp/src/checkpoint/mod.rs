@@ -21,7 +21,7 @@
 //! | `sums.rs` | the sums of files; for both kinds |
 //! | `state.rs` | `state.json`, and what files are called |
 //! | `sharers.rs` | which ranks see rank 0's disk, and files for the others |
-//! | `folder.rs` | [`Folder`](folder::Folder): checkpoints that are whole or not there, for both kinds |
+//! | `folder.rs` | `Folder`: checkpoints that are whole or not there, for both kinds |
 //! | `agree.rs` | what one rank has come to, on all; for both kinds |
 //! | `files.rs` | locks, and files that survive a loss of power; for both kinds |
 //! | `safetensors.rs` | the head of a safetensors file; for both kinds |
@@ -317,7 +317,7 @@ impl Checkpoints {
             CheckpointError::unfit("save", &name, reason)
         })?;
         let mut plan = Plan::new(rank == 0);
-        plan.add(STATE.to_owned(), state.into_bytes(), 0);
+        plan.add(STATE.to_owned(), state.into_bytes());
         for ((stem, files), parts) in STEMS.into_iter().zip(&self.laid_out.files).zip(parts) {
             plan.add_tensors(stem, files, parts);
         }

@@ -19,8 +19,8 @@ pub struct Plan {
     /// Whether this rank writes the first bytes of files.
     has_heads: bool,
     names: Vec<String>,
-    /// The first bytes of each file, and the number of those that follow. Empty if another rank has them.
-    files: Vec<(Vec<u8>, u64)>,
+    /// The first bytes of each file. Empty if another rank has them.
+    files: Vec<Vec<u8>>,
     /// This rank's parts, each with its file and where the tensor begins there.
     parts: Vec<(usize, u64, Part)>,
     /// What is written in place of them.
@@ -58,10 +58,10 @@ impl Plan {
         Self { has_heads, names: Vec::new(), files: Vec::new(), parts: Vec::new(), copy: None }
     }
 
-    /// Adds a file that begins with these bytes and has so many more.
-    pub fn add(&mut self, name: String, head: Vec<u8>, more: u64) {
+    /// Adds a file that begins with these bytes.
+    pub fn add(&mut self, name: String, head: Vec<u8>) {
         self.names.push(name);
-        self.files.push((head, more));
+        self.files.push(head);
     }
 
     /// Adds files of tensors, and this rank's parts of them.
@@ -70,15 +70,13 @@ impl Plan {
         let mut places = HashMap::new();
         for TensorFile { name, header, head } in files {
             let file = self.names.len();
-            let mut end = 0;
             for (tensor, info) in &header.tensors {
                 places.insert(&tensor[..], (file, head.len() as u64 + info.data_offsets.0));
-                end = info.data_offsets.1.max(end);
             }
-            self.add(name.clone(), head.clone(), end);
+            self.add(name.clone(), head.clone());
         }
         if let Some((name, text)) = index {
-            self.add(name, text, 0);
+            self.add(name, text);
         }
         for part in parts {
             let (file, start) = places[&part.name[..]];
@@ -90,11 +88,9 @@ impl Plan {
     /// Makes the files whose first bytes this rank writes, in the folder `partial`. `path` is where they will be;
     /// `remedy` is the advice if that fails.
     pub fn create(&self, partial: &Path, path: &Path, remedy: &'static str) -> Result<()> {
-        for (file, head) in self.heads() {
+        for (file, _) in self.heads() {
             let name = &self.names[file];
-            let length = head.len() as u64 + self.files[file].1;
-            let created =
-                File::create_new(partial.join(name)).and_then(|file| file.set_len(length));
+            let created = File::create_new(partial.join(name));
             created.map_err(CheckpointError::file("write", path.join(name), remedy))?;
         }
         Ok(())
@@ -102,7 +98,7 @@ impl Plan {
 
     /// Returns the first bytes that this rank writes, with the number of their file.
     fn heads(&self) -> impl Iterator<Item = (usize, &[u8])> {
-        let heads = self.files.iter().map(|(head, _)| &head[..]).enumerate();
+        let heads = self.files.iter().map(|head| &head[..]).enumerate();
         heads.filter(|(_, head)| self.has_heads && !head.is_empty())
     }
 
@@ -215,7 +211,7 @@ mod tests {
     fn a_column_is_written_without_its_gaps() {
         let folder = tempfile::tempdir().unwrap();
         let mut plan = Plan::new(true);
-        plan.add("file".to_owned(), b"head".to_vec(), 8);
+        plan.add("file".to_owned(), b"head".to_vec());
         let column = Tensor::from_slice(&[1_i32, 2, 3, 4]).view([2, 2]).narrow(1, 1, 1);
         plan.parts.push((0, 4, Part::new("numbers", &[2, 1], 0, column).unwrap()));
         plan.create(folder.path(), folder.path(), "").unwrap();
@@ -229,7 +225,7 @@ mod tests {
     fn what_is_copied_is_written_whatever_becomes_of_the_tensors() {
         let folder = tempfile::tempdir().unwrap();
         let mut plan = Plan::new(true);
-        plan.add("file".to_owned(), b"head".to_vec(), 12);
+        plan.add("file".to_owned(), b"head".to_vec());
         let mut tensor = Tensor::from_slice(&[1_i32, 2, 3]);
         let part = Part::new("numbers", &[3], 0, tensor.shallow_clone()).unwrap();
         plan.parts.push((0, 4, part));

@@ -296,7 +296,7 @@ mod tests {
         is_made: bool,
     ) -> Saving {
         let mut plan = Plan::new(group.rank() == 0);
-        plan.add("file".to_owned(), step.to_string().into_bytes(), 0);
+        plan.add("file".to_owned(), step.to_string().into_bytes());
         let partial = agree(group, lock(folder).begin(step)).unwrap();
         let path = lock(folder).checkpoint(step);
         if is_made && group.rank() == 0 {

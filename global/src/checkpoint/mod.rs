@@ -290,7 +290,7 @@ impl ShardedCheckpoints {
         if self.storage.has_memory() {
             // In a folder it is written anew, with the sums.
             let text = if rank == 0 { contents.text()? } else { Vec::new() };
-            plan.add(INDEX.to_owned(), text, 0);
+            plan.add(INDEX.to_owned(), text);
         }
         add_files(&mut plan, rank, &contents.index, entries)?;
         if let Some(partial) = partial {

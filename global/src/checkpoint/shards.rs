@@ -101,7 +101,7 @@ pub fn add_files(plan: &mut Plan, rank: usize, index: &Index, entries: &[Entry])
         if writer == rank {
             add_own_file(plan, rank, index, entries)?;
         } else {
-            plan.add(file_name(writer), Vec::new(), 0);
+            plan.add(file_name(writer), Vec::new());
         }
     }
     Ok(())
