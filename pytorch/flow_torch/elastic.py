@@ -13,6 +13,11 @@ import torch.distributed as dist
 
 from . import bindings, extension, meshes
 
+# The interval, in seconds, at which rank 0 looks whether somebody waits to join.
+LOOK_INTERVAL = 0.1
+# After so many changes in which no step is done, the cause is none of the ranks.
+MAX_CHANGES = 16
+
 # The group for which init_process_group is being called.
 _made = []
 # The last group of the job, until it is the default group.

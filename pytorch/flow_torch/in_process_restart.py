@@ -10,11 +10,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import bindings, elastic, extension
+from .elastic import LOOK_INTERVAL, MAX_CHANGES
 
-# The interval, in seconds, at which rank 0 looks whether somebody waits to join.
-LOOK_INTERVAL = 0.1
-# If the ranks change more often without a step, no lost rank is the cause.
-MAX_CHANGES = 16
 # How PyTorch calls the threads of torch.distributed.checkpoint.async_save.
 SAVES = "AsyncCheckpointExecutor"
 

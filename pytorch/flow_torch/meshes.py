@@ -20,7 +20,9 @@ def ranks_have_changed():
 
 
 def _install():
-    make, is_equal, load = DeviceMesh.__init__, DeviceMesh.__eq__, getattr(DeviceMesh, "__setstate__", None)
+    make = DeviceMesh.__init__
+    is_equal = DeviceMesh.__eq__
+    load = DeviceMesh.__setstate__
 
     # PyTorch has a parameter `mesh`, and programs call it by its name.
     @functools.wraps(make)
@@ -34,12 +36,12 @@ def _install():
             return True
         return is_equal(self, other) and getattr(self, "_flow_changes", 0) == getattr(other, "_flow_changes", 0)
 
+    @functools.wraps(load)
     def __setstate__(self, state, /):
-        if load is None:
-            self.__dict__.update(state)
-        else:
-            load(self, state)
+        load(self, state)
         # Another process may have counted other changes.
         self._flow_changes = _changes[0]
 
-    DeviceMesh.__init__, DeviceMesh.__eq__, DeviceMesh.__setstate__ = __init__, __eq__, __setstate__
+    DeviceMesh.__init__ = __init__
+    DeviceMesh.__eq__ = __eq__
+    DeviceMesh.__setstate__ = __setstate__

@@ -16,11 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from . import elastic, extension
 from .catch_up import catch_up, copy_of, is_stateful, load_modules, load_state, modules_of, state_of
 from .ddp import DistributedDataParallel
+from .elastic import LOOK_INTERVAL, MAX_CHANGES
 
-# The interval, in seconds, at which rank 0 looks whether somebody waits to join.
-LOOK_INTERVAL = 0.1
-# After so many changes in which no step is done, the cause is none of the ranks.
-MAX_CHANGES = 16
 HIDDEN = "flow: a rank is lost, and the block of the step has hidden the error"
 
 
@@ -53,7 +50,7 @@ class Elastic:
         if not isinstance(state, dict) and not is_stateful(state):
             raise TypeError(f"flow: the state is a dictionary, or has state_dict() and load_state_dict(): {type(state).__name__} has not")
         if any(type(parameter.data) is not torch.Tensor for parameter in model.parameters()):
-            raise ValueError("flow: what a rank alone has is lost with it: Elastic works without FSDP, and other tensors than ordinary ones")
+            raise ValueError("flow: what a rank alone has is lost with it: Elastic works without FSDP, and other tensors than ordinary ones; InProcessRestart with them")
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
             raise ValueError("flow: a step that fails must leave parameters alone: Elastic works without _apply_optimizer_in_backward")
         if any(tensor.device.type != "cpu" for tensor in [*model.parameters(), *model.buffers()]):

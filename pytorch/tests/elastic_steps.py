@@ -7,16 +7,13 @@ usage: elastic_steps.py flow|torch none|kills
 
 import hashlib
 import os
-import random
-import signal
 import sys
-import threading
-import time
 
 import torch
 import torch.distributed as dist
 
 import flow_torch
+from elastic_common import gradient_at, kill_within
 
 KINDS = {"flow": flow_torch.DistributedDataParallel, "torch": torch.nn.parallel.DistributedDataParallel}
 KIND, KILLS = KINDS[sys.argv[1]], sys.argv[2] == "kills"
@@ -26,18 +23,8 @@ ROUNDS, STEPS = 4, 12
 KILLED, KILLED_AS_THEY_COME, COUNTS = [(0, 0), (1, 0), (2, 0), (0, 1)], [(1, 1), (2, 1)], [1, 3, 5, 6]
 
 
-def kill_within(seconds):
-    """Kills this process at a random moment."""
-
-    def kill():
-        time.sleep(random.uniform(0, seconds))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-
-
 class Network(torch.nn.Module):
-    """Its gradients are multiples of 3, of which the mean over one, two or three ranks is exact. They depend on the weights."""
+    """Its gradients are those of `gradient_at`."""
 
     def __init__(self):
         super().__init__()
@@ -48,10 +35,6 @@ class Network(torch.nn.Module):
         self.statistics(images)
         kept = torch.rand(200) < 0.9
         return (self.large * gradient_at(self.large) * kept).sum() + (self.small * gradient_at(self.small)).sum()
-
-
-def gradient_at(weights):
-    return 3 * torch.floor(weights.detach() * 1024 % 11 - 5)
 
 
 class Training:

@@ -8,11 +8,7 @@ usage: restarted_in_process.py FOLDER none|kills
 import hashlib
 import os
 import pickle
-import random
-import signal
 import sys
-import threading
-import time
 import weakref
 
 import torch
@@ -23,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import flow_torch
+from elastic_common import gradient_at, kill_within
 from flow_torch.checkpoint import InMemoryReader, InMemoryWriter, latest
 
 FOLDER, KILLS = sys.argv[1], sys.argv[2] == "kills"
@@ -35,18 +32,8 @@ armed = []
 meshes, models = [], []
 
 
-def kill_within(seconds):
-    """Kills this process at a random moment."""
-
-    def kill():
-        time.sleep(random.uniform(0, seconds))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-
-
 class Network(torch.nn.Module):
-    """Its gradients are multiples of 3, of which the mean over one, two or three ranks is exact. They depend on the weights."""
+    """Its gradients are those of `gradient_at`."""
 
     def __init__(self):
         super().__init__()
@@ -54,10 +41,6 @@ class Network(torch.nn.Module):
 
     def forward(self, factor):
         return (self.large * gradient_at(self.large) * factor).sum() + (self.small * gradient_at(self.small)).sum()
-
-
-def gradient_at(weights):
-    return 3 * torch.floor(weights.detach() * 1024 % 11 - 5)
 
 
 class Training:

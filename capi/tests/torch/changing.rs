@@ -145,8 +145,9 @@ fn a_training_goes_on_under_another_leader() {
     assert!(children(leader.pid).into_iter().any(is_rank), "the leader has no rank to lose");
     leader.signal(Signal::KILL);
     drop(leader);
-    let leads = |agent: &Agent| agent.stderr().contains("this one leads the job from now on");
-    until("another one leads", || agents.iter().any(leads));
+    until("another one leads", || {
+        agents.iter().any(|agent| agent.stderr().contains("this one leads the job from now on"))
+    });
     until_steps(&journal);
     std::fs::write(&end, "").unwrap();
     let mut said = Vec::new();
@@ -168,6 +169,18 @@ fn until_steps(journal: &Path) {
     };
     let before = steps();
     until("more steps", || steps() >= before + 10);
+}
+
+/// The rank that goes on has no memory in common with those that have saved last.
+#[test]
+fn a_newcomer_goes_on_alone() {
+    if is_skipped() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let script = script("restarted_alone.py");
+    let finished = elastic("2", "2", &script, &[folder.path().to_str().unwrap()]);
+    assert_eq!(finished.sorted_lines(), ["rank 0: good", "rank 1: good"], "{finished:?}");
 }
 
 /// Failures at certain places, and errors of programs.

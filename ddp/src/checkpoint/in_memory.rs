@@ -316,7 +316,8 @@ impl FoundInMemory {
         let mut extents: BTreeMap<usize, Vec<Extent>> =
             own.iter().map(|&file| (file, Vec::new())).collect();
         let mut end = 0;
-        for part in &self.parts {
+        let is_needed = |block: &Block| needed.iter().any(|files| files.contains(&block.file));
+        for part in self.parts.iter().filter(|part| part.blocks.iter().any(is_needed)) {
             let is_here = group.ranks_on_machine_of(part.rank).contains(&group.rank());
             let (file, mut at) = if is_here {
                 let opened = check_target(&part.memory).and_then(|()| File::open(&part.memory));

@@ -134,15 +134,9 @@ impl InProcessRestart {
         if is_over.contains(&true) {
             return Ok(true);
         }
-        // Those that were there before are near to what was saved. One of each machine reads what its memory has.
-        let mut training: Vec<usize> = (0..ranks).collect();
-        training.sort_by_key(|&rank| {
-            let mut of_machine = self.group.ranks_on_machine_of(rank).into_iter();
-            let first = of_machine.find(|&other| !is_newcomer[other]);
-            (is_newcomer[rank], first != Some(rank))
-        });
-        training.truncate(ranks - ranks % self.multiple);
-        training.sort_unstable();
+        let machines: Vec<usize> =
+            (0..ranks).map(|rank| self.group.ranks_on_machine_of(rank)[0]).collect();
+        let training = training_ranks(&machines, &is_newcomer, self.multiple);
         if training.is_empty() {
             let has_changed = self.wait(Some(self.group.timeout()))?;
             return if has_changed { Ok(false) } else { Err(self.too_few().into()) };
@@ -153,7 +147,7 @@ impl InProcessRestart {
         }
         let all_train = training.len() == ranks;
         let attempt = Attempt {
-            group: self.training_ranks(&training)?,
+            group: self.group_of(&training)?,
             all: &self.group,
             looks: Looks::default(),
             checks: Cell::new(0),
@@ -206,7 +200,7 @@ impl InProcessRestart {
     }
 
     /// Returns the group of these ranks.
-    fn training_ranks(&self, ranks: &[usize]) -> Result<ProcessGroup> {
+    fn group_of(&self, ranks: &[usize]) -> Result<ProcessGroup> {
         if ranks.len() == self.group.world_size() {
             return Ok(self.group.clone());
         }
@@ -266,5 +260,43 @@ impl Attempt<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the ranks that train: as many as are a multiple of `multiple`. Those that were there before come first, as
+/// they are near to what was saved; and of these the first of each machine, as it reads what the machine's memory has.
+fn training_ranks(machines: &[usize], is_newcomer: &[bool], multiple: usize) -> Vec<usize> {
+    let mut ranks: Vec<usize> = (0..machines.len()).collect();
+    ranks.sort_by_key(|&rank| {
+        let is_first =
+            !(0..rank).any(|before| machines[before] == machines[rank] && !is_newcomer[before]);
+        (is_newcomer[rank], !is_first)
+    });
+    ranks.truncate(machines.len() - machines.len() % multiple);
+    ranks.sort_unstable();
+    ranks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_from_before_train_and_one_of_each_machine() {
+        let chosen = |machines: &[usize], newcomers: &[usize], multiple| {
+            let is_newcomer: Vec<bool> =
+                (0..machines.len()).map(|rank| newcomers.contains(&rank)).collect();
+            training_ranks(machines, &is_newcomer, multiple)
+        };
+        // The second of two machines has lost a rank.
+        assert_eq!(chosen(&[0, 0, 2], &[], 2), [0, 2]);
+        assert_eq!(chosen(&[0, 0, 0, 0, 4, 4, 4], &[], 4), [0, 1, 2, 4]);
+        // A newcomer is the first of its machine.
+        assert_eq!(chosen(&[0, 0, 2, 2, 2], &[2], 2), [0, 1, 3, 4]);
+        assert_eq!(chosen(&[0, 0, 2, 2, 2], &[2, 3], 3), [0, 1, 4]);
+        // More machines than ranks that train.
+        assert_eq!(chosen(&[0, 1, 2], &[0], 2), [1, 2]);
+        assert_eq!(chosen(&[0], &[], 2), [0; 0]);
+        assert_eq!(chosen(&[0, 0], &[1], 1), [0, 1]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::cluster::{Cluster, PREFIX, Phase, Slot, USUAL_DELAY};
+use super::cluster::{Cluster, PREFIX, Phase, USUAL_DELAY};
 use crate::bootstrap::JoinError;
 use crate::bootstrap::lineage::{Members, Process};
 use crate::error::Error;
@@ -77,8 +77,8 @@ impl Cluster {
         let Err(error) = joined else { return };
         self.errors += 1;
         self.log(|| format!("{} does not begin: {error:?}", self.name(process)));
-        let is_well = |slot: &Slot| slot.is_alive && slot.interrupted.is_none();
-        let are_well = self.slots[..self.faults.size].iter().all(is_well);
+        let mut slots = self.slots[..self.faults.size].iter();
+        let are_well = slots.all(|slot| slot.is_alive && slot.interrupted.is_none());
         let is_interrupted = self.slots[process].interrupted.is_some();
         if self.faults.are_gentle && are_well
             || matches!(error, JoinError::Interrupted) && !is_interrupted
